@@ -1,0 +1,1 @@
+"""The batched RWKV-7 engine: requests in, token events out. Knows no HTTP."""

@@ -1,0 +1,40 @@
+"""What the engine is told at start. Plain data, made by settings.py from flags and environment."""
+
+from __future__ import annotations
+
+import msgspec
+
+from state_pool.config import PoolConfig
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the engine process needs to know."""
+
+    model_path: str
+    model_name: str = "rwkv7"
+    dtype: str = "auto"
+    """"fp32" | "bf16" | "fp16"; auto: fp16 on CUDA, fp32 on a CPU."""
+    devices: tuple[str, ...] = ("auto",)
+    """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
+    kernels: str = "auto"
+    """"auto" | "cuda" | "cpu" | "naive"."""
+    samplers: tuple[str, ...] = ("rapid", "flashinfer", "naive")
+    """Order of preference."""
+    wkv_state: str = "auto"
+    """"fp32" | "fp16": storage of the WKV state; arithmetic is fp32 in both. auto: fp32."""
+    max_running: int = 0
+    """Rows that decode at once; 0: decided from free memory (GPU) or 256 (CPU)."""
+    max_waiting_rows: int = 8192
+    """Rows admitted but not yet running; one more is refused with OVERLOADED."""
+    prefill_tokens_per_step: int = 0
+    """Prompt tokens that ride along in one step; 0: decided by device."""
+    prefill_chunk: int = 512
+    """Most prompt tokens of one row in one step."""
+    gpu_memory_utilization: float = 0.9
+    warmup: bool = False
+    overlap: bool = True
+    """Launch step n+1 before the host has read step n, where the device allows it."""
+    threads: int = 0
+    """Compute threads on a CPU; 0: all cores."""
+    drain_timeout_s: float = 30.0
+    pool: PoolConfig = PoolConfig()

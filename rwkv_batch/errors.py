@@ -1,0 +1,86 @@
+"""The one table of what can go wrong with a request; each dialect only chooses how to print it.
+
+A message names the thing, the limit, the value given and the remedy.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+
+class ErrorKind(enum.StrEnum):
+    """Sort of failure, with the HTTP status it is reported as."""
+
+    NOT_JSON = "not_json"
+    INVALID_FIELD = "invalid_field"
+    UNAUTHORIZED = "unauthorized"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    BODY_TOO_LARGE = "body_too_large"
+    SESSION_NOT_FOUND = "session_not_found"
+    SESSION_BUSY = "session_busy"
+    SESSION_UNUSABLE = "session_unusable"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    ENGINE_LOST = "engine_lost"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"
+
+    @property
+    def http_status(self) -> int:
+        """HTTP status code of this kind of failure."""
+        return _HTTP_STATUS[self]
+
+
+_HTTP_STATUS = {
+    ErrorKind.NOT_JSON: 400,
+    ErrorKind.INVALID_FIELD: 422,
+    ErrorKind.UNAUTHORIZED: 401,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.METHOD_NOT_ALLOWED: 405,
+    ErrorKind.BODY_TOO_LARGE: 413,
+    ErrorKind.SESSION_NOT_FOUND: 404,
+    ErrorKind.SESSION_BUSY: 409,
+    ErrorKind.SESSION_UNUSABLE: 409,
+    ErrorKind.OVERLOADED: 429,
+    ErrorKind.DRAINING: 503,
+    ErrorKind.ENGINE_LOST: 503,
+    ErrorKind.TIMEOUT: 504,
+    ErrorKind.CANCELLED: 409,
+    ErrorKind.INTERNAL: 500,
+}
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure as data: it crosses the socket and becomes a JSON body or an SSE event."""
+
+    kind: ErrorKind
+    message: str
+    field: str | None = None
+    given: Any = None
+    retry_after_s: float | None = None
+
+
+class ServiceError(Exception):
+    """A failure of one request, raised anywhere on its way."""
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        field: str | None = None,
+        given: Any = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.info = ErrorInfo(kind=kind, message=message, field=field, given=given, retry_after_s=retry_after_s)
+
+    @classmethod
+    def from_info(cls, info: ErrorInfo) -> ServiceError:
+        """The exception for a failure that arrived as data."""
+        return cls(info.kind, info.message, field=info.field, given=info.given, retry_after_s=info.retry_after_s)

@@ -1,0 +1,118 @@
+"""The engine's vocabulary: what a caller submits and what comes back. Plain data, no torch, no HTTP.
+
+A *job* is what one HTTP request asks: one or more *rows*, each a prompt to continue. Rows are numbered
+0.. in the order of `Job.rows`, with `n` numbers for a row that asks for `n` continuations.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from rwkv_batch.errors import ErrorInfo
+from sampling.params import SamplingParams
+
+
+class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """The row continues a stored session, and its prompt and answer are folded into it."""
+
+    session_id: str
+    resume_prompt: list[int]
+    """Token ids to read when the session exists already (`GenerateRequest.prompt` is for a new one)."""
+    branch_from: int | None = None
+    """None: a linear turn. n: a new dialogue is forked from dialogue n of this session (0: the empty root)."""
+    wait: bool = True
+    """Whether to queue behind a running turn of the same session, or fail with SESSION_BUSY."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue. Every field is decided; defaults belong to the dialects."""
+
+    prompt: list[int]
+    """Token ids, at least one."""
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: list[int] = []
+    """Token ids that end the text and are not shown; the end token 0 is handled by `ignore_eos`."""
+    stop_strings: list[bytes] = []
+    """UTF-8 strings that end the text, found across token borders, and are not shown."""
+    ignore_eos: bool = False
+    chunk_size: int = 4
+    """Tokens gathered before a delta is sent; 0: everything comes with the finish."""
+    n: int = 1
+    """Continuations of this prompt; they share one prefill. Continuation i draws with seed + i."""
+    session: SessionTurn | None = None
+    use_prefix_cache: bool = True
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What one HTTP request asks of the engine."""
+
+    job_id: str
+    rows: list[GenerateRequest]
+    sampler: str = ""
+    """Preferred sampler by name ("rapid", "flashinfer", "naive"); "" = the engine's first choice."""
+    timeout_s: float | None = None
+    """Wall-clock limit from submission; unfinished rows then end with reason "timeout"."""
+    label: str = ""
+    """The route, for logs, metrics and `big_batch/clean`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows after `n` is expanded."""
+        return sum(row.n for row in self.rows)
+
+
+class FinishReason(enum.StrEnum):
+    """Why a row ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of a shown token and of its likeliest rivals, before truncation."""
+
+    token: bytes
+    logprob: float
+    top: list[tuple[bytes, float]]
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a row, with its truthful counts."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    """Tokens drawn, the stop token among them."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because a session state or cached prefix held them."""
+    error: ErrorInfo | None = None
+    session_id: str | None = None
+    dialogue_idx: int | None = None
+    """The new dialogue's number after a branching turn."""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """News of one row: bytes of text that can no longer belong to a stop, perhaps the end."""
+
+    row: int
+    text: bytes
+    """UTF-8, possibly ending inside a character: decode incrementally, per row."""
+    num_tokens: int
+    finish: Finish | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class JobEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """All news of one job from one engine step. `done` is set exactly once, on the last."""
+
+    job_id: str
+    deltas: list[Delta]
+    done: bool = False
+    error: ErrorInfo | None = None
+    """The job as a whole failed (engine lost); rows that had not finished got no Finish."""

@@ -1,0 +1,56 @@
+"""The World tokenizer: greedy longest byte match, 65,529 tokens, id 0 = end of document.
+
+Encoding is pyrwkv-tokenizer's (Rust). Decoding is a byte table of our own: single tokens may be a part
+of a character, so bytes are what travels, and text is made by an incremental UTF-8 decoder at the edge.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pyrwkv_tokenizer
+
+END_OF_TEXT = 0
+VOCAB_SIZE = 65536
+
+
+def _vocab_file() -> Path:
+    return Path(pyrwkv_tokenizer.__file__).with_name("rwkv_vocab_v20230424.txt")
+
+
+class Tokenizer:
+    """Text to token ids and token ids to bytes. Immutable after construction, safe to share."""
+
+    def __init__(self) -> None:
+        self._rust = pyrwkv_tokenizer.RWKVTokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form."""
+        text.encode("utf-8")
+        return list(self._rust.encode(text))
+
+    @functools.cached_property
+    def byte_table(self) -> list[bytes]:
+        """Bytes of each id, [65536]; b"" for id 0 and the unused ids."""
+        table = [b""] * VOCAB_SIZE
+        for line in _vocab_file().read_text(encoding="utf-8").splitlines():
+            first, last = line.index(" "), line.rindex(" ")
+            literal = ast.literal_eval(line[first + 1 : last])
+            token = literal.encode("utf-8") if isinstance(literal, str) else literal
+            if len(token) != int(line[last + 1 :]):
+                raise ValueError(f"vocabulary line {line!r}: {len(token)} bytes, the line says {line[last + 1 :]}")
+            table[int(line[:first])] = token
+        return table
+
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        """Bytes of a run of token ids, possibly cutting a character."""
+        table = self.byte_table
+        return b"".join(table[i] for i in ids)
+
+    @functools.cached_property
+    def countless_ids(self) -> list[int]:
+        """Ids whose text is only digits, spaces or tabs: they do not add to the penalty count."""
+        allowed = frozenset(b"0123456789 \t")
+        return [i for i, token in enumerate(self.byte_table) if token and allowed.issuperset(token)]

@@ -1,0 +1,1 @@
+"""How the next token is chosen: one definition (params.py), several implementations by name."""

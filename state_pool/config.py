@@ -1,0 +1,32 @@
+"""Sizes and promises of the state pool, as flags give them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the three tiers and of the prefix cache."""
+
+    l1_sessions: int = 16
+    """Parked sessions kept in slots of the device's arena, beside the running rows."""
+    l2_sessions: int = 32
+    """Parked sessions kept in host memory."""
+    state_db: str = "rwkv_sessions.db"
+    """SQLite file of the third tier; "" = none: sessions live in memory only."""
+    durability: str = "log"
+    """"log": a turn's token ids are committed before it is acknowledged; "turn": the whole state is; "lazy": write-behind."""
+    synchronous: str = "NORMAL"
+    """SQLite's synchronous: NORMAL survives the process, FULL the power."""
+    session_ttl_s: float = 0.0
+    """Sessions not used for so long are deleted; 0: never."""
+    state_db_max_gb: float = 0.0
+    """Most the database may hold; 0: unlimited."""
+    state_db_full: str = "evict"
+    """At the limit: "evict" the oldest session, or "refuse" new ones."""
+    checkpoint_tokens: int = 2048
+    """Log length at which a session's state is written again."""
+    prefix_cache_slots: int = 8
+    """Cached prompt prefixes kept in slots; 0: no prefix cache."""
+    prefix_cache_l2: int = 64
+    """Cached prefixes kept in host memory."""
