@@ -1,0 +1,1 @@
+"""The demo model: its training text, its training, its figures and its file."""

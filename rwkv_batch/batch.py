@@ -1,0 +1,57 @@
+"""One ragged step as tensors: flat tokens of all rows, and where each row's state is read and written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """Inputs of one forward over B rows with T tokens in all, on one device.
+
+    Row i owns tokens cu_seqlens[i] .. cu_seqlens[i+1]-1 (at least one). It reads the state in slot
+    read_slots[i] and leaves the state after its last token in write_slots[i]; the two may be equal.
+    No slot is written by two rows, and no row reads a slot that another row writes, except the dummy.
+    """
+
+    tokens: Tensor
+    """[T] int64"""
+    cu_seqlens: Tensor
+    """[B+1] int64, starts with 0, ends with T"""
+    read_slots: Tensor
+    """[B] int64"""
+    write_slots: Tensor
+    """[B] int64"""
+    logit_tokens: Tensor
+    """[R] int64: flat indices of the tokens after which logits are wanted, R <= B"""
+    max_seqlen: int
+    """Longest row; 1 means every row decodes (or reads a single token)."""
+
+    def to(self, device: torch.device) -> StepInputs:
+        """The same inputs on another device, copied without blocking."""
+        return StepInputs(
+            tokens=self.tokens.to(device, non_blocking=True),
+            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
+            read_slots=self.read_slots.to(device, non_blocking=True),
+            write_slots=self.write_slots.to(device, non_blocking=True),
+            logit_tokens=self.logit_tokens.to(device, non_blocking=True),
+            max_seqlen=self.max_seqlen,
+        )
+
+
+def step_inputs(rows: list[list[int]], read_slots: list[int], write_slots: list[int], wanted: list[int]) -> StepInputs:
+    """Inputs on the CPU from the token ids of each row; `wanted`: rows after whose last token logits are wanted."""
+    ends = [0]
+    for row in rows:
+        ends.append(ends[-1] + len(row))
+    return StepInputs(
+        tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int64),
+        read_slots=torch.tensor(read_slots, dtype=torch.int64),
+        write_slots=torch.tensor(write_slots, dtype=torch.int64),
+        logit_tokens=torch.tensor([ends[i + 1] - 1 for i in wanted], dtype=torch.int64),
+        max_seqlen=max(len(row) for row in rows),
+    )

@@ -1,0 +1,126 @@
+"""The pieces of a layer in plain torch: the definition every other backend is tested against.
+
+Formulas: RWKV-7 "x070" as in the reference implementation (`rwkv` package), over ragged rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.layer import Layer, Norm, Projections
+
+DECAY_SCALE = -0.6065306597126334
+"""-exp(-0.5): log of the smallest decay."""
+GROUP_NORM_EPS = 64e-5
+HEAD_SIZE = 64
+
+
+def layer_norm(x: Tensor, norm: Norm) -> Tensor:
+    """LayerNorm over the last axis, eps 1e-5, in fp32."""
+    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)
+
+
+class NaiveOps:
+    """Backend of plain torch operations; runs on any device."""
+
+    name = "naive"
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Runs everywhere."""
+        return None
+
+    def shift_mix(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Residual add, LayerNorm, token shift and the mixes of one half layer.
+
+        x [T, C] the residual stream, delta [T, C] what the last half layer adds to it, mix [M, C],
+        shift [num_slots, C] (updated). Returns (x + delta [T, C], mixed [M, T, C]).
+        """
+        if delta is not None:
+            x = x + delta
+        h = layer_norm(x, norm)
+        previous = torch.empty_like(h)
+        previous[1:] = h[:-1]
+        previous[inputs.cu_seqlens[:-1]] = shift[inputs.read_slots].float()
+        shift[inputs.write_slots] = h[inputs.cu_seqlens[1:] - 1].to(shift.dtype)
+        mixed = h + (previous - h) * mix.unsqueeze(1)
+        return x, mixed.to(x.dtype)
+
+    def project(self, layer: Layer, mixed: Tensor) -> Projections:
+        """All linear maps at the entrance of the time mix; mixed [6, T, C] in the order r, w, k, v, a, g."""
+        xr, xw, xk, xv, xa, xg = mixed
+        return Projections(
+            r=layer.receptance(xr),
+            w=layer.w2(torch.tanh(layer.w1(xw))),
+            k=layer.key(xk),
+            v=layer.value(xv),
+            a=layer.a2(layer.a1(xa)),
+            g=layer.g2(torch.sigmoid(layer.g1(xg))),
+            v_gate=None if layer.v_residual is None else layer.v_residual.v2(layer.v_residual.v1(xv)),
+        )
+
+    def time_mix(
+        self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """The WKV recurrence with its prologue and epilogue.
+
+        wkv [num_slots, H, 64, 64] (updated). Returns (y [T, C] before the output map, v_first [T, C]).
+        """
+        tokens, width = p.r.shape
+        heads = width // HEAD_SIZE
+        per_head = (tokens, heads, HEAD_SIZE)
+        decay = torch.exp(DECAY_SCALE * torch.sigmoid(layer.w0 + p.w.float()))
+        a = torch.sigmoid(layer.a0 + p.a.float())
+        k_raw, v = p.k.float(), p.v.float()
+        kk = torch.nn.functional.normalize((k_raw * layer.k_k).view(per_head), dim=-1, eps=1e-12)
+        k = k_raw * (1 + (a - 1) * layer.k_a)
+        if layer.v_residual is None or v_first is None or p.v_gate is None:
+            v_first = p.v
+        else:
+            v = v + (v_first.float() - v) * torch.sigmoid(layer.v_residual.v0 + p.v_gate.float())
+        r = p.r.float().view(per_head)
+        k, v, decay = k.view(per_head), v.view(per_head), decay.view(per_head)
+        y = wkv_loop(r, decay, k, v, -kk, kk * a.view(per_head), wkv, inputs)
+        y = torch.nn.functional.group_norm(
+            y.reshape(tokens, width), heads, layer.ln_x.weight, layer.ln_x.bias, GROUP_NORM_EPS
+        )
+        bonus = (r * k * layer.r_k).sum(-1, keepdim=True) * v
+        y = (y + bonus.view(tokens, width)) * p.g.float()
+        return y.to(p.r.dtype), v_first
+
+    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
+        """F_v relu(F_k x)^2 for x [T, C] -> [T, C]."""
+        return layer.ffn_value(torch.relu(layer.ffn_key(x)).square())
+
+
+def wkv_loop(
+    r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, wkv: Tensor, inputs: StepInputs
+) -> Tensor:
+    """The recurrence, token by token, vectorised over rows and heads.
+
+    S <- S diag(decay) + (S a) b^T + v k^T;  y = S r.  All [T, H, 64] fp32, a = -kk, b = kk * a;
+    wkv [num_slots, H, 64 (value), 64 (key)] is read and updated. Returns y [T, H, 64].
+    """
+    y = torch.empty_like(r)
+    starts = inputs.cu_seqlens[:-1]
+    lengths = inputs.cu_seqlens[1:] - starts
+    order = torch.argsort(lengths, descending=True, stable=True)
+    starts, lengths = starts[order], lengths[order]
+    state = wkv[inputs.read_slots[order]].float()
+    alive = len(order)
+    counts = lengths.tolist()
+    for t in range(inputs.max_seqlen):
+        while counts[alive - 1] <= t:
+            alive -= 1
+        at = starts[:alive] + t
+        s = state[:alive]
+        sa = s @ a[at].unsqueeze(-1)
+        s = s * decay[at].unsqueeze(-2) + sa * b[at].unsqueeze(-2) + v[at].unsqueeze(-1) * k[at].unsqueeze(-2)
+        y[at] = (s @ r[at].unsqueeze(-1)).squeeze(-1)
+        state[:alive] = s
+    wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
+    return y

@@ -1,0 +1,34 @@
+"""What a kernel backend provides. `naive.NaiveOps` is the definition; its docstrings hold for all."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.layer import Layer, Norm, Projections
+
+
+class Ops(Protocol):
+    """The fused pieces a layer is made of."""
+
+    name: str
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Why this backend cannot serve this device; None if it can."""
+        ...
+
+    def shift_mix(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def project(self, layer: Layer, mixed: Tensor) -> Projections: ...
+
+    def time_mix(
+        self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor: ...

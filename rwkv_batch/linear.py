@@ -1,0 +1,25 @@
+"""A linear map without bias. Its storage is its own business: precision and quantisation live here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Linear:
+    """y = x @ weight.T for x [T, in]; weight [out, in] in any float type, y in the type of x.
+
+    With 16-bit weights on a CPU the products are accumulated in fp32 and rounded to 16 bits once.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        weight = self.weight
+        rows = x.to(weight.dtype)
+        if rows.shape[0] == 1:
+            # A matrix-vector product reads the weights once at memory speed; the GEMM path does not (bf16, CPU).
+            return torch.mv(weight, rows[0]).unsqueeze(0).to(x.dtype)
+        return torch.nn.functional.linear(rows, weight).to(x.dtype)

@@ -1,0 +1,122 @@
+"""From an opened weight file to the layers of one stage on one device, in one dtype."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from rwkv_batch.layer import Layer, Norm, ValueResidual
+from rwkv_batch.linear import Linear
+from rwkv_batch.weights import Weights
+
+MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
+PROGRESS_FROM_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Where a stage's tensors live and in which types."""
+
+    device: torch.device
+    weights: torch.dtype
+    """of the matrices"""
+    activations: torch.dtype
+    """of the residual stream and of what kernels pass on"""
+    wkv_state: torch.dtype
+
+
+@dataclass(slots=True)
+class Embedding:
+    """The token table [V, C] as stored, with the first LayerNorm still to be applied."""
+
+    table: Tensor
+    ln0: Norm
+
+
+@dataclass(slots=True)
+class Head:
+    """The last norm and the map to logits."""
+
+    ln_out: Norm
+    linear: Linear
+
+
+MakeLinear = Callable[[Tensor], Linear]
+
+
+class LayerLoader:
+    """Takes tensors out of a weight file for one stage."""
+
+    def __init__(self, weights: Weights, precision: Precision, make_linear: MakeLinear = Linear) -> None:
+        self._tensors = weights.tensors
+        self._precision = precision
+        self._make_linear = make_linear
+
+    def embedding(self) -> Embedding:
+        """The table stays as it is stored (memory-mapped on a CPU)."""
+        return Embedding(self._tensors["emb.weight"].to(self._precision.device), self._norm("blocks.0.ln0"))
+
+    def head(self) -> Head:
+        """Norm and logits map."""
+        return Head(self._norm("ln_out"), self._linear("head.weight"))
+
+    def layer(self, i: int) -> Layer:
+        """Layer i."""
+        att, ffn = f"blocks.{i}.att", f"blocks.{i}.ffn"
+        residual = None
+        if i > 0:
+            residual = ValueResidual(self._vector(f"{att}.v0"), self._low_rank(f"{att}.v1"), self._low_rank(f"{att}.v2"))
+        return Layer(
+            ln1=self._norm(f"blocks.{i}.ln1"),
+            ln2=self._norm(f"blocks.{i}.ln2"),
+            att_mix=torch.stack([self._vector(f"{att}.{name}") for name in MIX_ORDER]),
+            receptance=self._linear(f"{att}.receptance.weight"),
+            key=self._linear(f"{att}.key.weight"),
+            value=self._linear(f"{att}.value.weight"),
+            output=self._linear(f"{att}.output.weight"),
+            w0=self._vector(f"{att}.w0"),
+            w1=self._low_rank(f"{att}.w1"),
+            w2=self._low_rank(f"{att}.w2"),
+            a0=self._vector(f"{att}.a0"),
+            a1=self._low_rank(f"{att}.a1"),
+            a2=self._low_rank(f"{att}.a2"),
+            g1=self._low_rank(f"{att}.g1"),
+            g2=self._low_rank(f"{att}.g2"),
+            v_residual=residual,
+            k_k=self._vector(f"{att}.k_k"),
+            k_a=self._vector(f"{att}.k_a"),
+            r_k=self._vector(f"{att}.r_k").view(-1, 64),
+            ln_x=self._norm(f"{att}.ln_x"),
+            ffn_mix=self._vector(f"{ffn}.x_k").unsqueeze(0),
+            ffn_key=self._linear(f"{ffn}.key.weight"),
+            ffn_value=self._linear(f"{ffn}.value.weight"),
+        )
+
+    def _vector(self, name: str) -> Tensor:
+        return self._tensors[name].reshape(-1).to(self._precision.device, torch.float32)
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
+
+    def _linear(self, name: str) -> Linear:
+        return self._make_linear(self._tensors[name].to(self._precision.device, self._precision.weights))
+
+    def _low_rank(self, name: str) -> Linear:
+        """Stored [in, out] for x @ w; a Linear wants [out, in]."""
+        return self._make_linear(self._tensors[name].to(self._precision.device, self._precision.weights).T)
+
+
+def load_layers(loader: LayerLoader, weights: Weights, first: int, last: int) -> list[Layer]:
+    """Layers first .. last-1, with a progress bar when the file is large enough to make one wait."""
+    return [loader.layer(i) for i in _progress(range(first, last), weights)]
+
+
+def _progress(numbers: range, weights: Weights) -> Iterator[int]:
+    wanted = weights.num_bytes >= PROGRESS_FROM_BYTES
+    bar = tqdm(numbers, desc=f"loading {weights.path.name}", unit="layer", file=sys.stderr, disable=not wanted)
+    yield from bar

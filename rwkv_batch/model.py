@@ -1,0 +1,29 @@
+"""The RWKV-7 forward: the one place where layers follow each other, for every device and backend."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.kernels.ops import Ops
+from rwkv_batch.layer import Layer
+from rwkv_batch.state import StateArena
+
+
+def forward_layers(
+    layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs, ops: Ops
+) -> tuple[Tensor, Tensor | None]:
+    """Run the layers of one stage over one ragged step.
+
+    x [T, C] the residual stream, v_first [T, C] the first layer's values (None before layer 0);
+    `state` is read and updated in place. Returns both for the next stage.
+    """
+    delta: Tensor | None = None
+    for i, layer in enumerate(layers):
+        x, mixed = ops.shift_mix(x, delta, layer.ln1, layer.att_mix, state.att_shift(i), inputs)
+        projections = ops.project(layer, mixed)
+        y, v_first = ops.time_mix(layer, projections, v_first, state.layer_wkv(i), inputs)
+        delta = layer.output(y)
+        x, mixed = ops.shift_mix(x, delta, layer.ln2, layer.ffn_mix, state.ffn_shift(i), inputs)
+        delta = ops.channel_mix(layer, mixed[0])
+    return (x if delta is None else x + delta), v_first

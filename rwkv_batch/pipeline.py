@@ -1,0 +1,70 @@
+"""All stages in a row: tokens in, logits out. One device is a pipeline of one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.stage import Stage, precision_for, split_layers
+from rwkv_batch.weights import Weights
+
+
+class Pipeline:
+    """The model on its devices."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        devices: tuple[str, ...] = ("auto",),
+        dtype: str = "auto",
+        kernels: str = "auto",
+        wkv_state: str = "auto",
+    ) -> None:
+        self.weights = weights
+        self.devices = [resolve_device(name) for name in devices]
+        self.kernel_refusals: dict[str, str] = {}
+        self.stages: list[Stage] = []
+        for device, (first, last) in zip(
+            self.devices, split_layers(weights.shape.layers, len(devices)), strict=True
+        ):
+            ops, refusals = choose_ops(kernels, device)
+            self.kernel_refusals |= refusals
+            self.stages.append(Stage(weights, first, last, precision_for(device, dtype, wkv_state), ops))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence's state over all stages."""
+        return sum(stage.slot_bytes for stage in self.stages)
+
+    def allocate_slots(self, num_slots: int) -> None:
+        """Take the slots' memory on every device."""
+        for stage in self.stages:
+            stage.allocate_slots(num_slots)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """One ragged step: inputs (on the CPU) -> fp32 logits [R, V] on the last device."""
+        here = inputs.to(self.devices[0])
+        x, v_first = self.stages[0].embed(here.tokens), None
+        for stage, device in zip(self.stages, self.devices, strict=True):
+            if x.device != device:
+                here = inputs.to(device)
+                x = x.to(device)
+                v_first = None if v_first is None else v_first.to(device)
+            x, v_first = stage.forward(x, v_first, here)
+        return self.stages[-1].logits(x, here)
+
+
+def resolve_device(name: str) -> torch.device:
+    """"auto", "cpu", "0" or "cuda:0" -> a device; raises ValueError if this machine lacks it."""
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(f"cuda:{name}" if name.isdigit() else name)
+    if device.type == "cuda":
+        found = torch.cuda.device_count()
+        if (device.index or 0) >= found:
+            raise ValueError(f"device {name} was asked for, but this machine has {found} CUDA device(s); use --pp-devices cpu")
+        return torch.device("cuda", device.index or 0)
+    return device

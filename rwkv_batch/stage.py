@@ -1,0 +1,84 @@
+"""One pipeline stage: a run of layers on one device with the slots of their states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.kernels.naive import layer_norm
+from rwkv_batch.kernels.ops import Ops
+from rwkv_batch.linear import Linear
+from rwkv_batch.loader import LayerLoader, Precision, load_layers
+from rwkv_batch.model import forward_layers
+from rwkv_batch.state import StateArena
+from rwkv_batch.weights import Weights
+
+
+class Stage:
+    """Layers first .. last-1 on one device; the first stage embeds, the last one makes logits."""
+
+    def __init__(self, weights: Weights, first: int, last: int, precision: Precision, ops: Ops) -> None:
+        shape = weights.shape
+        loader = LayerLoader(weights, precision, getattr(ops, "make_linear", Linear))
+        self.precision = precision
+        self.ops = ops
+        self.width = shape.width
+        self.layers = load_layers(loader, weights, first, last)
+        self.embedding = loader.embedding() if first == 0 else None
+        self.head = loader.head() if last == shape.layers else None
+        self.state: StateArena | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of this stage."""
+        return StateArena.slot_bytes(
+            len(self.layers), self.width, self.precision.wkv_state, self.precision.activations
+        )
+
+    def allocate_slots(self, num_slots: int) -> None:
+        """Take the memory of all slots, once."""
+        self.state = StateArena(
+            num_slots,
+            len(self.layers),
+            self.width,
+            self.precision.device,
+            self.precision.wkv_state,
+            self.precision.activations,
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] token ids -> [T, C] residual stream."""
+        assert self.embedding is not None, "only the first stage embeds"
+        rows = self.embedding.table[tokens]
+        return layer_norm(rows, self.embedding.ln0).to(self.precision.activations)
+
+    def forward(self, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
+        assert self.state is not None, "allocate_slots comes first"
+        return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
+
+    def logits(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """[T, C] -> fp32 [R, V] for the tokens that want logits."""
+        assert self.head is not None, "only the last stage makes logits"
+        rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
+        return self.head.linear(rows).float()
+
+
+def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Even runs of layers, the earlier stages taking what is left over."""
+    size, rest = divmod(layers, stages)
+    ends = [0]
+    for i in range(stages):
+        ends.append(ends[-1] + size + (1 if i < rest else 0))
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def precision_for(device: torch.device, dtype: str, wkv_state: str) -> Precision:
+    """Types of a stage. dtype "auto": fp16 on a GPU, fp32 on a CPU; activations are fp32 on a CPU."""
+    by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    on_gpu = device.type == "cuda"
+    weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
+    activations = weights if on_gpu else torch.float32
+    state = by_name[wkv_state] if wkv_state != "auto" else torch.float32
+    return Precision(device, weights, activations, state)

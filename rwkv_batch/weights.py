@@ -1,0 +1,202 @@
+"""Weight files: opened memory-mapped, recognised by their tensors alone, refused with the reason.
+
+Reads `.pth` (a dict of tensors, `weights_only`) and `.safetensors` with the same names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HEAD_SIZE = 64
+
+ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
+FOREIGN = (
+    (re.compile(r"ffn\.s_emb"), "RWKV-7a (rwkv7a-*, keys 'ffn.s_emb*')"),
+    (re.compile(r"qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
+    (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')"),
+    (re.compile(r"att\.time_maa_"), "RWKV-6 (keys 'att.time_maa_*')"),
+    (re.compile(r"att\.time_faaaa"), "RWKV-5 (keys 'att.time_faaaa')"),
+    (re.compile(r"att\.time_(first|decay|mix_k)"), "RWKV-4 or 5 (keys 'att.time_*')"),
+    (re.compile(r"^model\.layers\."), "a transformers model (keys 'model.layers.*')"),
+    (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
+    (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
+)
+
+
+class WeightsError(Exception):
+    """A weight file cannot be served; the message says why and what would help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes read from the tensors."""
+
+    layers: int
+    width: int
+    vocab: int
+    ffn: int
+    decay_rank: int
+    a_rank: int
+    v_rank: int
+    gate_rank: int
+
+    @property
+    def heads(self) -> int:
+        """Heads of 64."""
+        return self.width // HEAD_SIZE
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.layers} layers x {self.width} ({self.heads} heads), vocabulary {self.vocab}"
+
+
+@dataclass(slots=True)
+class Weights:
+    """An opened file: its tensors by name (memory-mapped), its shape, its fingerprint."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    shape: ModelShape
+    fingerprint: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all."""
+        return sum(t.numel() for t in self.tensors.values())
+
+
+def open_weights(path: str | Path) -> Weights:
+    """Open and check a weight file. Raises WeightsError, naming the file and the remedy."""
+    path = Path(path)
+    tensors = _read_tensors(path)
+    shape = _recognise(path, tensors)
+    _check(path, tensors, shape)
+    return Weights(path, tensors, shape, _fingerprint(tensors))
+
+
+def _read_tensors(path: Path) -> Mapping[str, Tensor]:
+    if not path.exists():
+        raise WeightsError(f"model file {path} does not exist; give --model-path a .pth or .safetensors file")
+    if path.is_dir():
+        raise WeightsError(f"model path {path} is a folder; give --model-path the .pth or .safetensors file in it")
+    if path.suffix not in (".pth", ".safetensors"):
+        raise WeightsError(f"model file {path} ends in {path.suffix!r}; RWKV-7 weights come as .pth or .safetensors")
+    try:
+        loaded = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pth(path)
+    except PermissionError as error:
+        raise WeightsError(f"model file {path} may not be read ({error.strerror}); check its permissions") from error
+    except WeightsError:
+        raise
+    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WeightsError(f"model file {path} is damaged or not a weight file ({reason}); fetch it again") from error
+    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
+        raise WeightsError(f"model file {path} is not a dict of tensors; give the weights themselves, not a checkpoint")
+    return loaded
+
+
+def _read_pth(path: Path) -> Mapping[str, Tensor]:
+    if not zipfile.is_zipfile(path):
+        raise WeightsError(f"model file {path} is not a zip-format .pth (truncated, or saved by torch < 1.6)")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
+
+
+def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise WeightsError(f"model file {path} is damaged or not a safetensors file ({error}); fetch it again") from error
+
+
+def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
+    for pattern, what in FOREIGN:
+        met = [name for name in tensors if pattern.search(name)]
+        if met:
+            raise WeightsError(
+                f"model file {path} is {what}, met in {', '.join(met[:3])}; only RWKV-7 'x070' weights are served"
+            )
+    for name in ("emb.weight", "blocks.0.att.r_k", "blocks.0.att.w1", "head.weight"):
+        if name not in tensors:
+            raise WeightsError(f"model file {path} is not RWKV-7: it has no {name!r} (it has {len(tensors)} tensors)")
+    numbers = {int(m.group(1)) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))}
+    layers = max(numbers) + 1
+    if numbers != set(range(layers)):
+        missing = min(set(range(layers)) - numbers)
+        raise WeightsError(f"model file {path} has {layers} layers but none numbered {missing}; the file is incomplete")
+    vocab, width = tensors["emb.weight"].shape
+    last = f"blocks.{layers - 1}"
+
+    def rank(name: str) -> int:
+        tensor = tensors.get(f"{last}.att.{name}")
+        return int(tensor.shape[1]) if tensor is not None and tensor.dim() == 2 else 0
+
+    key = tensors.get("blocks.0.ffn.key.weight")
+    ffn = int(key.shape[0]) if key is not None else 4 * width
+    return ModelShape(layers, width, vocab, ffn, rank("w1"), rank("a1"), rank("v1"), rank("g1"))
+
+
+def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor such a model must have; vectors as [C] (files may store [1, 1, C])."""
+    c, f = shape.width, shape.ffn
+    wanted: dict[str, tuple[int, ...]] = {
+        "emb.weight": (shape.vocab, c),
+        "head.weight": (shape.vocab, c),
+        **{f"{norm}.{part}": (c,) for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias")},
+    }
+    for i in range(shape.layers):
+        block = f"blocks.{i}"
+        wanted |= {f"{block}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
+        wanted |= {f"{block}.att.{name}": (c,) for name in ATT_VECTORS}
+        wanted |= {f"{block}.att.{name}.weight": (c, c) for name in ("receptance", "key", "value", "output")}
+        wanted[f"{block}.att.r_k"] = (shape.heads, HEAD_SIZE)
+        ranks = {"w": shape.decay_rank, "a": shape.a_rank, "g": shape.gate_rank}
+        if i > 0:
+            ranks["v"] = shape.v_rank
+            wanted[f"{block}.att.v0"] = (c,)
+        for letter, rank in ranks.items():
+            wanted |= {f"{block}.att.{letter}1": (c, rank), f"{block}.att.{letter}2": (rank, c)}
+        wanted |= {f"{block}.ffn.x_k": (c,), f"{block}.ffn.key.weight": (f, c), f"{block}.ffn.value.weight": (c, f)}
+    return wanted
+
+
+def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
+    if shape.width % HEAD_SIZE:
+        raise WeightsError(f"model file {path}: width {shape.width} is not a multiple of the head size {HEAD_SIZE}")
+    for name, wanted in expected_shapes(shape).items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise WeightsError(f"model file {path} lacks the tensor {name!r} of shape {wanted}; the file is incomplete")
+        squeezed = tuple(tensor.shape[2:]) if tensor.dim() == 3 and tensor.shape[:2] == (1, 1) else tuple(tensor.shape)
+        if squeezed != wanted:
+            raise WeightsError(f"model file {path}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {wanted}")
+        if not tensor.is_floating_point():
+            raise WeightsError(f"model file {path}: tensor {name!r} is {tensor.dtype}; only float weights are served")
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of all names, shapes and types and of up to 64 elements of each tensor: cheap on a mapped file."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        flat = tensor.reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].float()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
