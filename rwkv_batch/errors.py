@@ -84,3 +84,7 @@ class ServiceError(Exception):
     def from_info(cls, info: ErrorInfo) -> ServiceError:
         """The exception for a failure that arrived as data."""
         return cls(info.kind, info.message, field=info.field, given=info.given, retry_after_s=info.retry_after_s)
+
+
+class StartupError(Exception):
+    """The configuration cannot be served: the message is one line that names the thing and the remedy."""

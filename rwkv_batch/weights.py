@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rwkv_batch.errors import StartupError
+
 HEAD_SIZE = 64
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
@@ -32,7 +34,7 @@ FOREIGN = (
 )
 
 
-class WeightsError(Exception):
+class WeightsError(StartupError):
     """A weight file cannot be served; the message says why and what would help."""
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -90,11 +91,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
 ToWorker = Admitted | News | Answer
 
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+
 to_engine_decoder = msgspec.msgpack.Decoder(list[ToEngine])
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker])
 
 
-class Link[Incoming, Outgoing]:
+class Link(Generic[Incoming, Outgoing]):
     """One end of a connection: `send` from any thread without waiting, `receive` on one thread.
 
     A thread of its own writes to the socket, because a write may block. `close` may come from any thread;
@@ -127,7 +131,7 @@ class Link[Incoming, Outgoing]:
             yield from self._decoder.decode(frame)
 
     def close(self) -> None:
-        """Shut the connection down. The descriptor is freed by the sending thread, never under a reader."""
+        """Shut the connection down. The descriptor goes with the last thread's reference, never under a reader."""
         if not self._closed.is_set():
             self._closed.set()
             self._outbox.put(None)
@@ -135,21 +139,18 @@ class Link[Incoming, Outgoing]:
 
     def _send_loop(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            while (first := self._outbox.get()) is not None:
-                batch = [first]
-                while len(batch) < _MESSAGES_PER_FRAME and not self._outbox.empty():
-                    following = self._outbox.get_nowait()
-                    if following is None:
-                        break
-                    batch.append(following)
-                self._connection.send_bytes(self._encoder.encode(batch))
+            while not self._closed.is_set():
+                waiting = [self._outbox.get()]
+                while len(waiting) < _MESSAGES_PER_FRAME and not self._outbox.empty():
+                    waiting.append(self._outbox.get_nowait())
+                frame = [message for message in waiting if message is not None]
+                if frame:
+                    self._connection.send_bytes(self._encoder.encode(frame))
         self.close()
 
 
 def _shutdown(connection: Connection) -> None:
     """End both directions, so that a thread that waits in `recv_bytes` returns."""
-    import socket
-
     with contextlib.suppress(OSError):
         end = socket.socket(fileno=connection.fileno())
         try:

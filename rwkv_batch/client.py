@@ -1,0 +1,174 @@
+"""The engine's face in an HTTP worker: forwards over the local socket, and tells everyone when the engine dies.
+
+Threads: any may call; one of its own connects, receives and runs the callbacks; the link has one for sending.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.face import Reply, Sink
+from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.wire import (
+    Admitted,
+    Answer,
+    Call,
+    Cancel,
+    Hello,
+    Link,
+    News,
+    Observe,
+    Submit,
+    ToEngine,
+    ToWorker,
+    to_worker_decoder,
+)
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.05
+_LOADING = ErrorInfo(
+    kind=ErrorKind.ENGINE_LOST,
+    message="the engine is not running yet (it is loading the model); try again in a moment",
+    retry_after_s=2.0,
+)
+_LOST = ErrorInfo(
+    kind=ErrorKind.ENGINE_LOST,
+    message="the engine process was lost and is being restarted; send the request again",
+    retry_after_s=2.0,
+)
+
+WorkerLink = Link[ToWorker, ToEngine]
+
+
+class _Waiting:
+    """Who waits for what on one connection."""
+
+    def __init__(self) -> None:
+        self.admissions: dict[str, Reply] = {}
+        self.sinks: dict[str, Sink] = {}
+        self.calls: dict[int, Reply] = {}
+
+
+class EngineClient:
+    """EngineFace over the socket at `address`. Reconnects for as long as the process lives."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._address = address
+        self._name = name
+        self._lock = threading.Lock()
+        self._link: WorkerLink | None = None
+        self._waiting = _Waiting()
+        self._reason = _LOADING
+        self._call_ids = itertools.count()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the connection for good; everyone who waits is told."""
+        self._stopped.set()
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an engine that has loaded its model is at the other end."""
+        return self._link is not None
+
+    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+        """See EngineFace."""
+        with self._lock:
+            link = self._link
+            if link is not None:
+                self._waiting.admissions[job.job_id] = admitted
+                self._waiting.sinks[job.job_id] = sink
+                link.send(Submit(job))
+                return
+        admitted(ServiceError.from_info(self._reason))
+
+    def cancel(self, job_id: str) -> None:
+        """See EngineFace."""
+        self._send(Cancel(job_id))
+
+    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
+        """See EngineFace; "metrics" is answered by the engine process too."""
+        with self._lock:
+            link = self._link
+            if link is not None:
+                call_id = next(self._call_ids)
+                self._waiting.calls[call_id] = reply
+                link.send(Call(call_id, verb, arguments))
+                return
+        reply(ServiceError.from_info(self._reason))
+
+    def observe(self, observation: Observe) -> None:
+        """Report an ended HTTP request; forgotten when there is no engine."""
+        self._send(observation)
+
+    def _send(self, message: ToEngine) -> None:
+        with self._lock:
+            if self._link is not None:
+                self._link.send(message)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                connection = Client(self._address, family="AF_UNIX")
+            except OSError:
+                self._stopped.wait(_RETRY_S)
+                continue
+            self._serve(connection)
+
+    def _serve(self, connection: Connection) -> None:
+        link: WorkerLink = Link(connection, to_worker_decoder, "engine-client")
+        link.send(Hello(self._name, os.getpid()))
+        with self._lock:
+            self._link = link
+        try:
+            for message in link.receive():
+                self._handle(message)
+        except Exception:
+            logger.exception("the connection to the engine failed; reconnecting")
+        finally:
+            link.close()
+            self._tell_all_lost()
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case News(events):
+                pop = self._waiting.sinks.pop if events.done else self._waiting.sinks.get
+                sink = pop(events.job_id, None)
+                if sink is not None:
+                    sink(events)
+            case Admitted(job_id, error):
+                if error is not None:
+                    self._waiting.sinks.pop(job_id, None)
+                admitted = self._waiting.admissions.pop(job_id)
+                admitted(None if error is None else ServiceError.from_info(error))
+            case Answer(call_id, value, error):
+                reply = self._waiting.calls.pop(call_id)
+                reply(value if error is None else ServiceError.from_info(error))
+
+    def _tell_all_lost(self) -> None:
+        with self._lock:
+            self._link = None
+            self._reason = _LOST
+            waiting, self._waiting = self._waiting, _Waiting()
+        for job_id, admitted in waiting.admissions.items():
+            waiting.sinks.pop(job_id, None)
+            admitted(ServiceError.from_info(_LOST))
+        for job_id, sink in waiting.sinks.items():
+            sink(JobEvents(job_id=job_id, deltas=[], done=True, error=_LOST))
+        for reply in waiting.calls.values():
+            reply(ServiceError.from_info(_LOST))

@@ -1,0 +1,73 @@
+"""Figures for Prometheus, kept in the engine process for all HTTP workers, so that every worker answers the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rwkv_batch.request import JobEvents
+from rwkv_batch.wire import Observe
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """Counters and histograms. Methods may be called from several threads (prometheus_client locks)."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "rwkv_http_requests", "HTTP requests ended.", ["route", "status"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "rwkv_http_request_seconds",
+            "Seconds from a request's arrival to its last byte.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._first_byte = Histogram(
+            "rwkv_http_first_byte_seconds",
+            "Seconds from a request's arrival to the first byte of its answer's text.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._completion_tokens = Counter(
+            "rwkv_completion_tokens", "Tokens sent to HTTP workers.", registry=self._registry
+        )
+        self._prompt_tokens = Counter("rwkv_prompt_tokens", "Prompt tokens of ended rows.", registry=self._registry)
+        self._cached_tokens = Counter(
+            "rwkv_cached_prompt_tokens", "Prompt tokens that were not computed.", registry=self._registry
+        )
+        self._rows = Counter("rwkv_rows_finished", "Rows ended.", ["reason"], registry=self._registry)
+        self._gauges: dict[str, Gauge] = {}
+
+    def observe_request(self, seen: Observe) -> None:
+        """Count one HTTP request that has ended."""
+        self._requests.labels(seen.route, str(seen.status)).inc()
+        self._seconds.labels(seen.route).observe(seen.seconds)
+        if seen.first_byte_s > 0:
+            self._first_byte.labels(seen.route).observe(seen.first_byte_s)
+
+    def observe_events(self, events: JobEvents) -> None:
+        """Count what one step brought for one job."""
+        self._completion_tokens.inc(sum(delta.num_tokens for delta in events.deltas))
+        for delta in events.deltas:
+            if delta.finish is not None:
+                self._prompt_tokens.inc(delta.finish.prompt_tokens)
+                self._cached_tokens.inc(delta.finish.cached_tokens)
+                self._rows.labels(delta.finish.reason.value).inc()
+
+    def render(self, status: dict[str, Any]) -> str:
+        """Prometheus text; each number at the top level of the engine's `status` becomes a gauge."""
+        for name, value in status.items():
+            if isinstance(value, int | float):
+                self._gauge(name).set(float(value))
+        return generate_latest(self._registry).decode()
+
+    def _gauge(self, name: str) -> Gauge:
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(f"rwkv_{name}", f"The engine's {name}.", registry=self._registry)
+        return self._gauges[name]

@@ -1,0 +1,186 @@
+"""The engine process: one engine, a Unix socket for the HTTP workers, a pipe to the supervisor.
+
+Threads: the engine's own; one that accepts; two per HTTP worker (receive, send); the main thread, which
+waits for the supervisor. Engine callbacks only put messages into outboxes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener
+from typing import Any, Protocol
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import ServiceError, StartupError
+from rwkv_batch.face import EngineFace
+from rwkv_batch.metrics import Metrics
+from rwkv_batch.request import JobEvents
+from rwkv_batch.wire import (
+    Admitted,
+    Answer,
+    Call,
+    Cancel,
+    Hello,
+    Link,
+    News,
+    Observe,
+    Submit,
+    ToEngine,
+    ToWorker,
+    to_engine_decoder,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 256
+PeerLink = Link[ToEngine, ToWorker]
+
+
+class ManagedEngine(EngineFace, Protocol):
+    """An engine with a life of its own, as this process runs it."""
+
+    def start(self) -> None:
+        """Load the model; returns when it can serve. Raises StartupError for what a user can mend."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new jobs, and wait at most `timeout_s` seconds for the running ones."""
+
+    def stop(self) -> None:
+        """End what still runs and store what has to be kept."""
+
+
+class Peer:
+    """One HTTP worker's connection: its jobs are cancelled when it goes away."""
+
+    def __init__(self, connection: Connection, engine: EngineFace, metrics: Metrics) -> None:
+        self.name = "?"
+        self.pid = 0
+        self.since = time.time()
+        self.jobs: set[str] = set()
+        self._engine = engine
+        self._metrics = metrics
+        self._link: PeerLink = Link(connection, to_engine_decoder, "worker")
+
+    def serve(self, ask: Callable[[str, dict[str, Any], Callable[[Any], None]], None]) -> None:
+        """Handle the worker's messages until it is gone; `ask` answers calls."""
+        try:
+            for message in self._link.receive():
+                self._handle(message, ask)
+        except Exception:
+            logger.exception("the connection of HTTP worker %s failed; closing it", self.name)
+        finally:
+            self._link.close()
+            for job_id in list(self.jobs):
+                self._engine.cancel(job_id)
+
+    def _handle(self, message: ToEngine, ask: Callable[[str, dict[str, Any], Callable[[Any], None]], None]) -> None:
+        match message:
+            case Submit(job):
+                self.jobs.add(job.job_id)
+                self._engine.submit(job, self._deliver, lambda refusal: self._admit(job.job_id, refusal))
+            case Cancel(job_id):
+                self._engine.cancel(job_id)
+            case Call(call_id, verb, arguments):
+                ask(verb, arguments, lambda value: self._answer(call_id, value))
+            case Observe():
+                self._metrics.observe_request(message)
+            case Hello(name, pid):
+                self.name, self.pid = name, pid
+
+    def _deliver(self, events: JobEvents) -> None:
+        if events.done:
+            self.jobs.discard(events.job_id)
+        self._metrics.observe_events(events)
+        self._link.send(News(events))
+
+    def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
+        if refusal is not None:
+            self.jobs.discard(job_id)
+        self._link.send(Admitted(job_id, None if refusal is None else refusal.info))
+
+    def _answer(self, call_id: int, value: Any) -> None:
+        failure = value.info if isinstance(value, ServiceError) else None
+        self._link.send(Answer(call_id, None if failure else value, failure))
+
+
+class EngineServer:
+    """Accepts HTTP workers on the Unix socket at `address` and connects them to `engine`."""
+
+    def __init__(self, engine: EngineFace, address: str) -> None:
+        self._engine = engine
+        self._metrics = Metrics()
+        self._peers: set[Peer] = set()
+        self._started = time.time()
+        self._listener = Listener(address, family="AF_UNIX", backlog=MAX_WORKERS)
+        threading.Thread(target=self._accept_loop, name="accept", daemon=True).start()
+
+    def _accept_loop(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                logger.exception("the engine's socket failed; HTTP workers cannot connect any more")
+                return
+            peer = Peer(connection, self._engine, self._metrics)
+            threading.Thread(target=self._serve, args=(peer,), name="worker-receive", daemon=True).start()
+
+    def _serve(self, peer: Peer) -> None:
+        self._peers.add(peer)
+        try:
+            peer.serve(self._ask)
+        finally:
+            self._peers.discard(peer)
+
+    def _ask(self, verb: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
+        """Answer a call: "metrics" and the processes in "status" here, the rest by the engine."""
+        match verb:
+            case "metrics":
+                self._engine.call("status", {}, lambda value: reply(_unless_failed(value, self._metrics.render)))
+            case "status":
+                self._engine.call("status", arguments, lambda value: reply(_unless_failed(value, self._with_processes)))
+            case _:
+                self._engine.call(verb, arguments, reply)
+
+    def _with_processes(self, status: dict[str, Any]) -> dict[str, Any]:
+        workers = [
+            {"name": peer.name, "pid": peer.pid, "connected_s": round(time.time() - peer.since, 1), "jobs": len(peer.jobs)}
+            for peer in sorted(self._peers, key=lambda peer: peer.name)
+        ]
+        engine = {"pid": os.getpid(), "up_s": round(time.time() - self._started, 1)}
+        return {**status, "processes": {"engine": engine, "http_workers": workers}}
+
+
+def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
+    return value if isinstance(value, ServiceError) else then(value)
+
+
+def run_engine(config: EngineConfig, address: str, supervisor: Connection, factory: str) -> int:
+    """Main function of the engine process; returns its exit code.
+
+    `factory` names the engine's class as "module:Class". The supervisor is sent ("ready", status) or
+    ("failed", one line), then may send "drain", and is sent ("drained", None) when the states are stored.
+    """
+    module, _, name = factory.partition(":")
+    try:
+        engine: ManagedEngine = getattr(importlib.import_module(module), name)(config)
+        engine.start()
+    except (StartupError, OSError, MemoryError) as error:
+        supervisor.send(("failed", str(error) or type(error).__name__))
+        return 1
+    except Exception as error:
+        logger.exception("the engine did not start")
+        supervisor.send(("failed", f"the engine did not start: {type(error).__name__}: {error}"))
+        return 1
+    EngineServer(engine, address)
+    supervisor.send(("ready", None))
+    while supervisor.recv() != "drain":
+        pass
+    engine.drain(config.drain_timeout_s)
+    engine.stop()
+    supervisor.send(("drained", None))
+    return 0
