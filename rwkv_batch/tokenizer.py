@@ -31,6 +31,13 @@ class Tokenizer:
         text.encode("utf-8")
         return list(self._rust.encode(text))
 
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Token ids of bytes; those that are not UTF-8 become one token a byte (ids 1..256 are the single bytes)."""
+        try:
+            return self.encode(data.decode("utf-8"))
+        except UnicodeDecodeError:
+            return [byte + 1 for byte in data]
+
     @functools.cached_property
     def byte_table(self) -> list[bytes]:
         """Bytes of each id, [65536]; b"" for id 0 and the unused ids."""

@@ -1,0 +1,107 @@
+"""The pipeline's slots as the state pool sees them: states copied to and from host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.state import StateArena
+
+
+class HostTensors:
+    """One state in (pinned) host memory. Implements `state_pool.arena.HostState`."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def parts(self) -> dict[str, memoryview]:
+        """Name -> raw bytes; valid when the copy that fills them is done."""
+        return {name: memoryview(t.reshape(-1).view(torch.uint8).numpy()) for name, t in self.tensors.items()}
+
+
+class StateCopy:
+    """A copy under way. Implements `state_pool.arena.Copy`."""
+
+    def __init__(self, host: HostTensors, events: list[torch.cuda.Event]) -> None:
+        self.host = host
+        self._events = events
+
+    def is_done(self) -> bool:
+        """Whether the bytes have arrived."""
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        """Block until they have."""
+        for event in self._events:
+            event.synchronize()
+
+
+class PipelineArena:
+    """Implements `state_pool.arena.Arena` over all stages. Engine thread only."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._arenas: list[StateArena] = []
+        for stage in pipeline.stages:
+            assert stage.state is not None, "allocate_slots comes first"
+            self._arenas.append(stage.state)
+        self.num_slots = self._arenas[0].num_slots
+        self.state_bytes = pipeline.slot_bytes
+        self.fingerprint = pipeline.weights.fingerprint
+        self.layout = {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:])) for name, tensor in self._parts()
+        }
+        self._streams = {
+            tensor.device: torch.cuda.Stream(tensor.device) for _, tensor in self._parts() if tensor.is_cuda
+        }
+
+    def _parts(self) -> list[tuple[str, Tensor]]:
+        """Part name -> all slots of it, [num_slots, …]."""
+        parts: list[tuple[str, Tensor]] = []
+        for i, arena in enumerate(self._arenas):
+            parts += [(f"stage{i}.wkv", arena.wkv), (f"stage{i}.shift", arena.shift)]
+        return parts
+
+    def save(self, slot: int) -> StateCopy:
+        """See `Arena.save`. The copy runs beside the steps, after those already launched."""
+        tensors: dict[str, Tensor] = {}
+        for name, part in self._parts():
+            tensors[name] = torch.empty(part.shape[1:], dtype=part.dtype, pin_memory=part.is_cuda)
+            with self._beside(part):
+                tensors[name].copy_(part[slot], non_blocking=True)
+        return StateCopy(HostTensors(tensors), self._events())
+
+    def load(self, slot: int, host: HostTensors) -> StateCopy:
+        """See `Arena.load`. Steps launched from now on see the state."""
+        for name, part in self._parts():
+            with self._beside(part):
+                part[slot].copy_(host.tensors[name], non_blocking=True)
+        events = self._events()
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+        return StateCopy(host, events)
+
+    def _beside(self, part: Tensor) -> torch.cuda.StreamContext:
+        """The copying stream of the part's device, made to wait for the steps launched so far."""
+        if not part.is_cuda:
+            return torch.cuda.stream(None)  # type: ignore[arg-type]
+        stream = self._streams[part.device]
+        stream.wait_stream(torch.cuda.current_stream(part.device))
+        return torch.cuda.stream(stream)
+
+    def _events(self) -> list[torch.cuda.Event]:
+        return [stream.record_event() for stream in self._streams.values()]
+
+    def host_state(self, parts: dict[str, bytes]) -> HostTensors:
+        """See `Arena.host_state`."""
+        tensors: dict[str, Tensor] = {}
+        for name, (dtype, shape) in self.layout.items():
+            kind: torch.dtype = getattr(torch, dtype)
+            wanted = kind.itemsize * torch.Size(shape).numel()
+            stored = parts.get(name)
+            if stored is None or len(stored) != wanted:
+                has = "nothing" if stored is None else f"{len(stored)} bytes"
+                raise ValueError(f"state part {name!r}: {has} stored, {wanted} bytes expected ({dtype} {shape})")
+            tensor = torch.frombuffer(bytearray(stored), dtype=kind).view(shape)
+            tensors[name] = tensor.pin_memory() if self._streams else tensor
+        return HostTensors(tensors)

@@ -1,0 +1,194 @@
+"""The batched engine: one thread that owns the model, the scheduler, the samplers and the state pool.
+
+Callers on any thread put commands into an inbox; answers leave through callbacks on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
+from rwkv_batch.face import Reply, Sink
+from rwkv_batch.job import RunningJob
+from rwkv_batch.jobs import JobTable
+from rwkv_batch.machine import Machine
+from rwkv_batch.request import Job
+from rwkv_batch.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.slot_keeper import SlotKeeper
+from rwkv_batch.speed import Speed
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.005
+"""How often the pool is looked at while no row can run but one waits for a state or an acknowledgement."""
+
+
+class Engine:
+    """Implements `EngineFace`. `start` loads the model; `stop` ends everything."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._dead: ErrorInfo | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.speed = Speed()
+
+    # Life ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load the model and begin to serve. Raises StartupError, naming what is wrong and the remedy."""
+        self.machine = Machine(self.config)
+        self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer)
+        self.scheduler = Scheduler(self.machine.limits, self.keeper)
+        self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new jobs and wait at most `timeout_s` for the running ones; what is left is cancelled by `stop`."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._thread.is_alive() and len(self.jobs) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End the rows that still run, store every state, and end the thread."""
+        self._draining = self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # EngineFace ----------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+        """See `EngineFace.submit`."""
+        if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink))):
+            admitted(self._refusal())
+
+    def cancel(self, job_id: str) -> None:
+        """See `EngineFace.cancel`."""
+        self._put(lambda: self.jobs.cancel(job_id))
+
+    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
+        """See `EngineFace.call`."""
+        if not self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments))):
+            reply(self._refusal())
+
+    def _put(self, command: Callable[[], None]) -> bool:
+        if self._dead is not None or self._stopping:
+            return False
+        self._inbox.append(command)
+        self._wake.set()
+        return True
+
+    def _refusal(self) -> ServiceError:
+        return ServiceError.from_info(self._dead) if self._dead else _draining_error()
+
+    @staticmethod
+    def _answer(reply: Reply, action: Callable[[], Any]) -> None:
+        try:
+            value = action()
+        except ServiceError as error:
+            value = error
+        except Exception as error:
+            logger.exception("a command of the engine failed")
+            value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {type(error).__name__}: {error}")
+        reply(value)
+
+    def _admit(self, job: Job, sink: Sink) -> None:
+        if self._draining:
+            raise _draining_error()
+        self.jobs.admit(job, sink)
+
+    def _verb(self, verb: str, arguments: dict[str, Any]) -> Any:
+        pool = self.machine.pool
+        match verb:
+            case "status":
+                return self.status()
+            case "session_status":
+                return pool.status(**arguments)
+            case "session_delete":
+                return pool.delete(**arguments)
+            case "cancel_label":
+                return self.jobs.cancel_label(**arguments)
+        raise ServiceError(ErrorKind.NOT_FOUND, f"the engine knows no call {verb!r}")
+
+    def status(self) -> dict[str, Any]:
+        """Figures for /status, plain data. Engine thread."""
+        return {
+            "running_rows": self.scheduler.running_rows,
+            "waiting_rows": self.scheduler.waiting_rows,
+            "big_batch_jobs": self.jobs.count_label("big_batch"),
+            "draining": self._draining,
+            **self.speed.figures(),
+            **self.machine.status(),
+        }
+
+    # The thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.machine.on_thread_start()
+            while not self._stopping:
+                self._drain_inbox()
+                if not self.step():
+                    self._wake.wait(IDLE_POLL_S if self.jobs.is_waiting_for_pool else 1.0)
+                    self._wake.clear()
+            self._drain_inbox()
+            self.jobs.fail_all(_draining_error().info)
+            self.machine.pool.close()
+        except BaseException as error:
+            logger.critical("the engine's thread died", exc_info=True)
+            self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine has died: {error}; it is restarted")
+            self.jobs.fail_all(self._dead)
+            while self._inbox:
+                self._inbox.popleft()()
+            raise
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def step(self) -> bool:
+        """One step of the plain loop; returns whether there was anything to do."""
+        self.machine.pool.poll()
+        self.jobs.expire(time.monotonic())
+        rows = self.scheduler.schedule()
+        if rows:
+            started = time.perf_counter()
+            drawn = self._compute(rows)
+            self.speed.count(rows, len(drawn), time.perf_counter() - started)
+            self.jobs.commit(rows, drawn)
+        self.jobs.deliver()
+        return bool(rows)
+
+    def _compute(self, rows: list[ScheduledRow]) -> list[tuple[int, Any]]:
+        """Tokens of the rows that draw, in their order; a failure ends the step's jobs and not the engine."""
+        try:
+            return self.machine.compute(rows)
+        except Exception as error:
+            logger.exception("a step over %d rows failed", len(rows))
+            if self.machine.is_lost(error):
+                raise
+            info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
+            for job in {row.sequence.job for row in rows}:
+                self.jobs.fail(job, info)
+            rows.clear()
+            return []
+
+
+def _draining_error() -> ServiceError:
+    return ServiceError(
+        ErrorKind.DRAINING, "the service is shutting down and takes no new requests; try again in a moment", retry_after_s=5
+    )
+
+
+__all__ = ["Engine", "RunningJob", "StartupError"]

@@ -1,0 +1,304 @@
+"""All jobs inside the engine: how they come in, what a step's tokens mean for them, how they end.
+
+Every row that was admitted sends exactly one Finish, and every job exactly one event with `done`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Any
+
+import msgspec
+
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.face import Sink
+from rwkv_batch.job import RunningJob
+from rwkv_batch.output import RowOutput, StopRules
+from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
+from rwkv_batch.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.sequence import Phase, Sequence
+from rwkv_batch.slot_keeper import SlotKeeper
+from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+
+Drawn = tuple[int, TokenLogprob | None]
+
+
+class JobTable:
+    """Jobs by id. Owned by the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, keeper: SlotKeeper, tokenizer: Tokenizer, vocab: int) -> None:
+        self._scheduler = scheduler
+        self._keeper = keeper
+        self._byte_table = tokenizer.byte_table
+        self._vocab = vocab
+        self._jobs: dict[str, RunningJob] = {}
+        self._deadlines: list[tuple[float, int, RunningJob]] = []
+        self._tie = itertools.count()
+        self._leased: dict[Sequence, None] = {}
+        """rows with a session, from admission to acknowledgement"""
+        self._news: dict[RunningJob, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_waiting_for_pool(self) -> bool:
+        """Whether a row waits for a session's state or for its turn to become durable."""
+        return bool(self._leased) or self._scheduler.has_work
+
+    def count_label(self, label: str) -> int:
+        """Jobs that bear a label."""
+        return sum(job.job.label == label for job in self._jobs.values())
+
+    # Coming in -----------------------------------------------------------------------------------------------
+
+    def admit(self, job: Job, sink: Sink) -> None:
+        """Take a job. Raises ServiceError and leaves nothing behind when it cannot be taken."""
+        self._check(job)
+        running = RunningJob(job, sink, unfinished=job.num_rows)
+        rows = self._sequences(running)
+        leased = [sequence for sequence in rows if sequence.request.session is not None]
+        for sequence in leased:
+            self._keeper.check_out(sequence)
+        self._jobs[job.job_id] = running
+        running.live.update(dict.fromkeys(rows))
+        self._leased.update(dict.fromkeys(leased))
+        if running.deadline is not None:
+            heapq.heappush(self._deadlines, (running.deadline, next(self._tie), running))
+        self._scheduler.add(running, rows)
+
+    def _check(self, job: Job) -> None:
+        limit = self._scheduler.limits.max_waiting_rows
+        if job.job_id in self._jobs:
+            raise ServiceError(ErrorKind.INVALID_FIELD, f"job id {job.job_id!r} is in use", field="job_id")
+        if not self._scheduler.has_room_for(job.num_rows):
+            waiting = self._scheduler.waiting_rows
+            raise ServiceError(
+                ErrorKind.OVERLOADED,
+                f"the queue is full: {waiting} rows wait, {job.num_rows} more would pass the limit of {limit}; "
+                "try again later or send fewer rows",
+                retry_after_s=1,
+            )
+        for request in job.rows:
+            self._check_row(request)
+        if any(request.session is not None for request in job.rows) and job.num_rows != 1:
+            raise ServiceError(
+                ErrorKind.INVALID_FIELD, f"a session takes one row a request, {job.num_rows} were given", field="session_id"
+            )
+
+    def _check_row(self, request: GenerateRequest) -> None:
+        resume = request.session.resume_prompt if request.session else request.prompt
+        if not request.prompt or not resume:
+            raise ServiceError(ErrorKind.INVALID_FIELD, "a prompt is empty; give at least one token", field="prompt")
+        bias = list(request.sampling.logit_bias)
+        named = {"prompt": request.prompt, "session": resume, "stop_tokens": request.stop_ids, "logit_bias": bias}
+        for field, ids in named.items():
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
+                wrong = next(i for i in ids if not 0 <= i < self._vocab)
+                raise ServiceError(
+                    ErrorKind.INVALID_FIELD,
+                    f"{field}: token id {wrong} is outside the model's vocabulary 0..{self._vocab - 1}",
+                    field=field,
+                    given=wrong,
+                )
+
+    def _sequences(self, job: RunningJob) -> list[Sequence]:
+        """The rows to run at first: for `n` continuations of a longer prompt, the row that reads it for all."""
+        rows: list[Sequence] = []
+        number = 0
+        for request in job.job.rows:
+            if request.n > 1 and len(request.prompt) > 1:
+                shared = self._sequence(job, number, request, request.prompt[:-1], draws=False)
+                shared.stands_for = request.n
+                rows.append(shared)
+            else:
+                rows.extend(self._continuations(job, number, request))
+            number += request.n
+        return rows
+
+    def _continuations(self, job: RunningJob, first: int, request: GenerateRequest) -> list[Sequence]:
+        return [
+            self._sequence(job, first + i, self._nth(request, i), list(request.prompt), draws=True) for i in range(request.n)
+        ]
+
+    @staticmethod
+    def _nth(request: GenerateRequest, i: int) -> GenerateRequest:
+        """The request of one continuation: its own seed; ignore_eos bans the end token, which is never fed."""
+        sampling = request.sampling
+        if i:
+            sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % (1 << 64))
+        if request.ignore_eos:
+            sampling = msgspec.structs.replace(sampling, logit_bias={**sampling.logit_bias, END_OF_TEXT: float("-inf")})
+        return request if sampling is request.sampling else msgspec.structs.replace(request, sampling=sampling)
+
+    def _sequence(self, job: RunningJob, row: int, request: GenerateRequest, feed: list[int], draws: bool) -> Sequence:
+        output = RowOutput(row, request, StopRules(request, self._byte_table), self._byte_table)
+        return Sequence(job, row, request, feed, output, draws=draws, prompt_tokens=len(request.prompt))
+
+    # A step's outcome ----------------------------------------------------------------------------------------
+
+    def commit(self, rows: list[ScheduledRow], drawn: list[Drawn]) -> None:
+        """What a step has read and drawn; `drawn` belongs to the rows that draw, in their order."""
+        tokens = iter(drawn)
+        for row in rows:
+            sequence = row.sequence
+            if sequence.phase is Phase.DONE:
+                if row.draws:
+                    next(tokens)
+                continue
+            self._keeper.advance(sequence, row.num_tokens)
+            if row.draws:
+                self._take(sequence, *next(tokens))
+            elif not sequence.draws and sequence.num_unread == 0:
+                self._fed_up(sequence)
+
+    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        """A row has drawn a token."""
+        reason = sequence.output.push(token, logprob)
+        if reason is not None:
+            self._finish(sequence, reason)
+            return
+        sequence.feed.append(token)
+        self._keeper.keep_or_drop_mark(sequence)
+        if (delta := sequence.output.take_delta()) is not None:
+            sequence.job.deltas.append(delta)
+            self._news[sequence.job] = None
+
+    def _fed_up(self, sequence: Sequence) -> None:
+        """A row that does not draw has read everything: a closed turn, or a prompt that several rows share."""
+        if sequence.phase is Phase.CLOSING:
+            self._check_in(sequence)
+            return
+        children = self._continuations(sequence.job, sequence.row, sequence.request)
+        self._keeper.fork(sequence, children)
+        self._scheduler.remove(sequence)
+        sequence.job.live.pop(sequence)
+        sequence.job.live.update(dict.fromkeys(children))
+        self._scheduler.add(sequence.job, children, front=True)
+
+    # Ends ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A row has drawn its last token."""
+        if sequence.lease is None:
+            self._end(sequence, reason)
+            return
+        self._scheduler.give_up_seat(sequence)
+        sequence.phase = Phase.CLOSING
+
+        def acknowledge(error: ServiceError | None) -> None:
+            self._leased.pop(sequence, None)
+            self._send_finish(sequence, FinishReason.ERROR if error else reason, error.info if error else None)
+
+        self._keeper.record_turn(sequence, acknowledge)
+        if sequence.num_unread == 0:
+            self._check_in(sequence)
+
+    def _check_in(self, sequence: Sequence) -> None:
+        self._keeper.check_in(sequence)
+        self._scheduler.remove(sequence)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """A row ends and leaves nothing behind."""
+        self._leased.pop(sequence, None)
+        self._keeper.release(sequence)
+        self._scheduler.remove(sequence)
+        self._send_finish(sequence, reason, error)
+
+    def _send_finish(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        job = sequence.job
+        if sequence not in job.live:
+            return  # the job was cancelled meanwhile
+        job.live.pop(sequence)
+        sequence.output.give_up_holding()
+        for row in range(sequence.row, sequence.row + sequence.stands_for):
+            finish = Finish(
+                reason=reason,
+                prompt_tokens=sequence.prompt_tokens,
+                completion_tokens=len(sequence.output.tokens),
+                cached_tokens=sequence.cached_tokens,
+                error=error,
+                session_id=sequence.request.session.session_id if sequence.request.session else None,
+                dialogue_idx=sequence.dialogue_idx,
+            )
+            delta = sequence.output.take_delta(finish)
+            assert delta is not None
+            delta = msgspec.structs.replace(delta, row=row)
+            job.deltas.append(delta)
+            job.unfinished -= 1
+        self._news[job] = None
+
+    def cancel(self, job_id: str) -> None:
+        """See `EngineFace.cancel`."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._end_job(job, FinishReason.CANCELLED)
+
+    def cancel_label(self, label: str) -> int:
+        """Cancel all jobs that bear a label; returns how many."""
+        jobs = [job for job in self._jobs.values() if job.job.label == label]
+        for job in jobs:
+            self._end_job(job, FinishReason.CANCELLED)
+        return len(jobs)
+
+    def expire(self, now: float) -> None:
+        """End what is past its deadline, and rows whose session failed under them."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, job = heapq.heappop(self._deadlines)
+            if job.job.job_id in self._jobs:
+                self._end_job(job, FinishReason.TIMEOUT)
+        for sequence in list(self._leased):
+            error = self._keeper.failure(sequence)
+            if error is not None:
+                self._forget_waiting(sequence)
+                self._end(sequence, FinishReason.ERROR, error.info)
+
+    def _forget_waiting(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING:
+            self._scheduler.forget_waiting(sequence.job)
+
+    def _end_job(self, job: RunningJob, reason: FinishReason) -> None:
+        """End a job's rows. A turn that has its answer is kept: it only waits to be stored."""
+        self._scheduler.forget_waiting(job)
+        for sequence in list(job.live):
+            if sequence.phase is Phase.CLOSING:
+                self._send_finish(sequence, reason)
+            else:
+                self._end(sequence, reason)
+
+    def fail(self, job: RunningJob, error: ErrorInfo) -> None:
+        """End a job because the engine failed under it."""
+        self._scheduler.forget_waiting(job)
+        for sequence in list(job.live):
+            self._leased.pop(sequence, None)
+            self._keeper.release(sequence)
+            self._scheduler.remove(sequence)
+        job.live.clear()
+        self._jobs.pop(job.job.job_id, None)
+        self._news.pop(job, None)
+        job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=error))
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """End every job."""
+        for job in list(self._jobs.values()):
+            self.fail(job, error)
+
+    # Going out -----------------------------------------------------------------------------------------------
+
+    def deliver(self) -> None:
+        """Send what this step brought, one event a job."""
+        for job in self._news:
+            done = job.unfinished == 0
+            if done:
+                self._jobs.pop(job.job.job_id, None)
+            job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=done))
+            job.deltas = []
+        self._news.clear()
+
+    def check_integrity(self) -> list[str]:
+        """What does not hold although nothing runs; for tests and for /status."""
+        wrong: list[Any] = []
+        if not self._jobs and (self._leased or self._scheduler.has_work or self._scheduler.waiting_rows):
+            wrong.append("rows are left without a job")
+        return wrong

@@ -1,0 +1,208 @@
+"""The model on its devices with everything a step needs: slots, samplers, the pool. Engine thread only."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.arena import PipelineArena
+from rwkv_batch.batch import step_inputs
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
+from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.request import TokenLogprob
+from rwkv_batch.scheduler import Limits, ScheduledRow
+from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.weights import WeightsError, open_weights
+from sampling.registry import choose_sampler
+from sampling.sampler import Logprobs, Sampler
+from state_pool.arena import FIRST_FREE_SLOT
+from state_pool.errors import DatabaseUnusable
+from state_pool.pool import StatePool
+
+logger = logging.getLogger(__name__)
+
+CPU_ROWS = 256
+GPU_ROWS = 1024
+CPU_PREFILL_TOKENS = 256
+GPU_PREFILL_TOKENS = 4096
+CPU_SLOTS_SHARE = 0.25
+"""Share of the machine's memory that slots may take on a CPU."""
+LAST_RESORTS = ("cpu", "naive")
+
+
+class Machine:
+    """Loads the model at construction. Raises StartupError, one line naming the thing and the remedy."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.tokenizer = Tokenizer()
+        try:
+            self.weights = open_weights(config.model_path)
+            self.pipeline = Pipeline(self.weights, config.devices, config.dtype, config.kernels, config.wkv_state)
+        except (WeightsError, ValueError) as error:
+            raise StartupError(str(error)) from error
+        self.vocab = self.weights.shape.vocab
+        self.device = self.pipeline.devices[-1]
+        self.limits = self._limits()
+        self._allocate_slots()
+        try:
+            self.pool = StatePool(PipelineArena(self.pipeline), config.pool)
+        except DatabaseUnusable as error:
+            raise StartupError(str(error)) from error
+        self._samplers: dict[str, Sampler] = {}
+        self.sampler_refusals: dict[str, str] = {}
+        self.sampler("")
+        logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
+
+    def on_thread_start(self) -> None:
+        """The engine's thread begins: thread-local settings of torch."""
+        if self._config.threads:
+            torch.set_num_threads(self._config.threads)
+
+    def device_names(self) -> list[str]:
+        """The stages' devices."""
+        return [str(device) for device in self.pipeline.devices]
+
+    # Sizes ---------------------------------------------------------------------------------------------------
+
+    def _limits(self) -> Limits:
+        on_gpu = self.device.type == "cuda"
+        rows = self._config.max_running or self._affordable_rows(GPU_ROWS if on_gpu else CPU_ROWS)
+        return Limits(
+            max_running=rows,
+            max_waiting_rows=self._config.max_waiting_rows,
+            prefill_tokens_per_step=self._config.prefill_tokens_per_step
+            or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS),
+            prefill_chunk=self._config.prefill_chunk,
+        )
+
+    def _affordable_rows(self, wanted: int) -> int:
+        """Rows whose slots fit into the memory that is left."""
+        if self.device.type == "cuda":
+            budget = min(self._free_gpu_bytes(device) for device in set(self.pipeline.devices))
+        else:
+            budget = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
+        fitting = budget // self.pipeline.slot_bytes - self._parked_slots()
+        if fitting < 1:
+            raise StartupError(
+                f"too little memory: {budget >> 20} MiB are left for states, one takes {self.pipeline.slot_bytes >> 20} MiB "
+                f"and {self._parked_slots()} are set aside; lower --l1-sessions and --prefix-cache-slots, or use a smaller model"
+            )
+        return min(wanted, fitting * 8 // 9 or 1)
+
+    def _free_gpu_bytes(self, device: torch.device) -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - self._config.gpu_memory_utilization) * total)
+
+    def _parked_slots(self) -> int:
+        return self._config.pool.l1_sessions + self._config.pool.prefix_cache_slots + FIRST_FREE_SLOT
+
+    def _allocate_slots(self) -> None:
+        """Slots of running rows, an eighth more for marks and borders, and the parked ones."""
+        rows = self.limits.max_running
+        slots = rows + max(4, rows // 8) + self._parked_slots()
+        try:
+            self.pipeline.allocate_slots(slots)
+        except (RuntimeError, MemoryError) as error:
+            raise StartupError(
+                f"too little memory for {slots} slots of {self.pipeline.slot_bytes >> 10} KiB ({error}); lower --max-running"
+            ) from error
+
+    # Steps ---------------------------------------------------------------------------------------------------
+
+    def sampler(self, name: str) -> Sampler:
+        """The sampler of that name ("" = the first choice), or the next that can serve; made at first use."""
+        if name not in self._samplers:
+            names = tuple(dict.fromkeys((name, *self._config.samplers, *LAST_RESORTS)))
+            chosen, refusals = choose_sampler(
+                tuple(n for n in names if n), self.device, self.limits.max_running, self.vocab, self.countless_ids()
+            )
+            self.sampler_refusals |= refusals
+            same = next((s for s in self._samplers.values() if s.name == chosen.name), None)
+            self._samplers[name] = same or chosen
+        return self._samplers[name]
+
+    def countless_ids(self) -> list[int]:
+        """Ids that never add to the penalty count, those beyond this model's vocabulary left out."""
+        return [i for i in self.tokenizer.countless_ids if i < self.vocab]
+
+    @torch.inference_mode()
+    def compute(self, rows: list[ScheduledRow]) -> list[tuple[int, TokenLogprob | None]]:
+        """One step: read the rows' tokens, draw for those that draw. Waits for the device."""
+        parts = [row.sequence.feed[row.sequence.fed : row.sequence.fed + row.num_tokens] for row in rows]
+        drawing = [i for i, row in enumerate(rows) if row.draws]
+        logits = self.pipeline.forward(
+            step_inputs(
+                parts,
+                [row.sequence.read_slot for row in rows],
+                [row.sequence.slot for row in rows],
+                drawing,
+            )
+        )
+        return self._draw([rows[i] for i in drawing], logits)
+
+    def _draw(self, rows: list[ScheduledRow], logits: Tensor) -> list[tuple[int, TokenLogprob | None]]:
+        """Tokens for the rows of logits [R, V]; rows of different samplers are drawn apart."""
+        groups: dict[str, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(row.sequence.job.job.sampler, []).append(i)
+        drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(rows)
+        for name, members in groups.items():
+            sampler = self.sampler(name)
+            for i in members:
+                if not rows[i].sequence.output.tokens:
+                    sampler.admit(rows[i].sequence.seat, rows[i].sequence.request.sampling)
+            picked = logits if len(groups) == 1 else logits[torch.tensor(members, device=logits.device)]
+            sampled = sampler.sample(picked, [rows[i].sequence.seat for i in members])
+            news = self._with_logprobs([rows[i] for i in members], sampled.token_ids.tolist(), sampled.logprobs)
+            for i, entry in zip(members, news, strict=True):
+                drawn[i] = entry
+        return drawn
+
+    def _with_logprobs(
+        self, rows: list[ScheduledRow], tokens: list[int], logprobs: Logprobs | None
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        if logprobs is None:
+            return [(token, None) for token in tokens]
+        table = self.tokenizer.byte_table
+        chosen, ids, top = logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist()
+        news: list[tuple[int, TokenLogprob | None]] = []
+        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            wanted = row.sequence.request.sampling.top_logprobs
+            rivals = [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)] if wanted else []
+            news.append((token, None if wanted is None else TokenLogprob(table[token], chosen[i], rivals)))
+        return news
+
+    def is_lost(self, error: Exception) -> bool:
+        """Whether the device cannot be used after this failure, so that the process has to be replaced."""
+        return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+
+    def status(self) -> dict[str, Any]:
+        """Figures for /status, plain data."""
+        shape = self.weights.shape
+        return {
+            "model": self._config.model_name,
+            "model_file": self.weights.path.name,
+            "model_shape": {"layers": shape.layers, "width": shape.width, "heads": shape.heads, "vocab": shape.vocab},
+            "parameters": self.weights.num_parameters,
+            "fingerprint": self.weights.fingerprint,
+            "devices": self.device_names(),
+            "dtype": str(self.pipeline.stages[0].precision.weights).removeprefix("torch."),
+            "wkv_state": str(self.pipeline.stages[0].precision.wkv_state).removeprefix("torch."),
+            "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
+            "samplers": {
+                "used": {name or "default": sampler.name for name, sampler in self._samplers.items()},
+                "refused": self.sampler_refusals,
+            },
+            "max_running": self.limits.max_running,
+            "free_slots": self.pool.num_free,
+            "state_bytes": self.pipeline.slot_bytes,
+            "pool": self.pool.stats(),
+        }

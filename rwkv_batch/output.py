@@ -1,0 +1,124 @@
+"""A row's output: its drawn tokens as bytes, judged against its stops, gathered into deltas."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
+from rwkv_batch.tokenizer import END_OF_TEXT
+
+
+class StopRules:
+    """What ends a row's text: token ids, and byte strings wherever they begin or end inside tokens."""
+
+    def __init__(self, request: GenerateRequest, byte_table: list[bytes]) -> None:
+        ids = set(request.stop_ids)
+        if request.ignore_eos:
+            ids.discard(END_OF_TEXT)
+        else:
+            ids.add(END_OF_TEXT)
+        self.ids = frozenset(ids)
+        # A blank line hides in merged tokens ("。\n" + "\n"), so a stop id of newlines alone is also matched as text.
+        blank = {byte_table[i] for i in ids if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\n")}
+        self.strings = tuple(sorted(blank | set(request.stop_strings)))
+
+    def find(self, text: bytes | bytearray) -> int:
+        """Where the earliest stop string begins in `text`, -1 if there is none."""
+        found = [at for stop in self.strings if (at := text.find(stop)) >= 0]
+        return min(found, default=-1)
+
+    def held(self, text: bytes | bytearray) -> int:
+        """How many bytes at the end of `text` may be the beginning of a stop string."""
+        longest = 0
+        for stop in self.strings:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while at >= 0 and len(text) - at > longest:
+                if stop.startswith(bytes(text[at:])):
+                    longest = len(text) - at
+                at = text.find(stop[0], at + 1)
+        return longest
+
+
+class RowOutput:
+    """Tokens in, deltas out. Owned by the engine thread."""
+
+    def __init__(self, row: int, request: GenerateRequest, stops: StopRules, byte_table: list[bytes]) -> None:
+        self.row = row
+        self.tokens: list[int] = []
+        """all tokens drawn, a stop token among them"""
+        self._request = request
+        self._stops = stops
+        self._table = byte_table
+        self._ends: list[int] = []
+        """end of each shown token in the row's whole text, in bytes"""
+        self._length = 0
+        self._tail = bytearray()
+        """text that may still belong to a stop"""
+        self._ready = bytearray()
+        self._gathered = 0
+        self._logprobs: list[TokenLogprob] = []
+        self._cut: int | None = None
+        """where the shown text ends, in bytes, once a stop is met"""
+
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
+        """Take a drawn token; returns why the row ends with it, if it does."""
+        self.tokens.append(token)
+        self._gathered += 1
+        if token in self._stops.ids:
+            self._cut = self._length
+            self._release(len(self._tail))
+            return FinishReason.STOP
+        text = self._table[token]
+        self._length += len(text)
+        self._ends.append(self._length)
+        self._tail += text
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        found = self._stops.find(self._tail)
+        if found >= 0:
+            self._cut = self._length - len(self._tail) + found
+            self._tail = self._tail[:found]
+            self._release(found)
+            return FinishReason.STOP
+        if len(self.tokens) >= self._request.max_tokens:
+            self._release(len(self._tail))
+            return FinishReason.LENGTH
+        self._release(len(self._tail) - self._stops.held(self._tail))
+        return None
+
+    def _release(self, num_bytes: int) -> None:
+        self._ready += self._tail[:num_bytes]
+        del self._tail[:num_bytes]
+
+    def give_up_holding(self) -> None:
+        """The row ends for a reason of its own (a timeout): held text was no stop and is shown."""
+        self._release(len(self._tail))
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the end of the text may turn out to be a stop that began in an earlier token."""
+        return bool(self._tail)
+
+    def first_held_token(self) -> int:
+        """Index of the drawn token in which the held text begins."""
+        return bisect_right(self._ends, self._length - len(self._tail))
+
+    def shown_tokens(self) -> tuple[list[int], bytes]:
+        """The drawn tokens that lie wholly before the stop, and the bytes of the next one that do."""
+        if self._cut is None:
+            return list(self.tokens), b""
+        whole = bisect_right(self._ends, self._cut)
+        start = self._ends[whole - 1] if whole else 0
+        partial = b"" if start == self._cut else self._table[self.tokens[whole]][: self._cut - start]
+        return self.tokens[:whole], partial
+
+    def take_delta(self, finish: Finish | None = None) -> Delta | None:
+        """The news worth sending now: a full chunk, or everything with the finish; None: not yet."""
+        chunk = self._request.chunk_size
+        if finish is None and (chunk == 0 or self._gathered < chunk or not (self._ready or self._logprobs)):
+            return None
+        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, self._logprobs or None)
+        self._ready.clear()
+        self._gathered = 0
+        self._logprobs = []
+        return delta

@@ -1,0 +1,207 @@
+"""Which slots a row reads and writes from admission to release: the engine's side of the state pool.
+
+A row never writes to a slot that anyone else may still read. What it starts from (a session's parked
+state, a cached prefix, the shared prompt of several continuations) stays as it is, and the row's own slot
+receives the new state; so forking, resuming and rolling back copy nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.sequence import NO_SLOT, Mark, Sequence, SharedSlot
+from rwkv_batch.tokenizer import Tokenizer
+from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.lease import LeaseState
+from state_pool.pool import StatePool
+
+_KINDS: dict[type[PoolError], ErrorKind] = {
+    SessionBusy: ErrorKind.SESSION_BUSY,
+    SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
+    SessionUnusable: ErrorKind.SESSION_UNUSABLE,
+    PoolFull: ErrorKind.OVERLOADED,
+}
+
+
+def as_service_error(error: Exception) -> ServiceError:
+    """A pool's failure in the words of the one error table."""
+    return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field="session_id")  # type: ignore[arg-type]
+
+
+class SlotKeeper:
+    """Moves rows between the pool and the steps. Owned by the engine thread."""
+
+    def __init__(self, pool: StatePool, tokenizer: Tokenizer) -> None:
+        self.pool = pool
+        self._tokenizer = tokenizer
+
+    def check_out(self, sequence: Sequence) -> None:
+        """Queue for the row's session. Raises ServiceError when the session cannot be had."""
+        turn = sequence.request.session
+        if turn is not None:
+            try:
+                sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait)
+            except PoolError as error:
+                raise as_service_error(error) from error
+
+    def failure(self, sequence: Sequence) -> ServiceError | None:
+        """Why the row's session failed under it, if it did."""
+        if sequence.lease is None or sequence.lease.state is not LeaseState.FAILED:
+            return None
+        return as_service_error(sequence.lease.error or SessionNotFound("the session was deleted while its turn ran"))
+
+    # The scheduler's SlotSource ------------------------------------------------------------------------------
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether the row may start: it has no session, or the session's state can be read."""
+        return sequence.lease is None or sequence.lease.state is LeaseState.READY
+
+    def allocate(self) -> int | None:
+        """A slot to write to."""
+        return self.pool.allocate()
+
+    def prepare(self, sequence: Sequence) -> None:
+        """The row got its slot: find what it starts from."""
+        if sequence.lease is not None:
+            self._start_from_session(sequence)
+        elif sequence.shared is None and sequence.request.use_prefix_cache and sequence.fed == 0:
+            self._start_from_prefix(sequence)
+
+    def _start_from_session(self, sequence: Sequence) -> None:
+        lease, turn = sequence.lease, sequence.request.session
+        assert lease is not None and turn is not None
+        if lease.exists:
+            sequence.feed = [*lease.replay, *turn.resume_prompt]
+            sequence.turn_start = len(lease.replay)
+            sequence.cached_tokens = lease.num_tokens
+            sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
+            # The lease itself keeps the slot's content until the turn ends.
+            sequence.shared = SharedSlot(lease.read_slot, lambda: None)
+
+    def _start_from_prefix(self, sequence: Sequence) -> None:
+        hit = self.pool.match_prefix(sequence.feed)
+        if hit is not None:
+            sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
+            sequence.fed = sequence.cached_tokens = hit.num_tokens
+        sequence.borders = [border for border in self.pool.prefix_borders(sequence.feed) if border > sequence.fed]
+
+    # After each step -----------------------------------------------------------------------------------------
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """The row has read so many tokens; its state is in its own slot now."""
+        sequence.fed += num_tokens
+        if sequence.shared is not None:
+            sequence.shared.drop()
+            sequence.shared = None
+        if sequence.borders and sequence.borders[0] == sequence.fed:
+            del sequence.borders[0]
+            self._offer_prefix(sequence)
+
+    def _offer_prefix(self, sequence: Sequence) -> None:
+        """Give the state at a border to the prefix cache and go on in a new slot."""
+        fresh = self.pool.allocate()
+        if fresh is None:
+            return
+        hit = self.pool.offer_prefix(sequence.feed[: sequence.fed], sequence.slot)
+        if hit is None:
+            self.pool.free(fresh)
+            return
+        sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
+        sequence.slot = fresh
+
+    def fork(self, sequence: Sequence, children: list[Sequence]) -> None:
+        """The row's state becomes what its children start from; the row itself ends."""
+        slot, sequence.slot = sequence.slot, NO_SLOT
+        if sequence.shared is not None:  # a border at the very end: the state lies in the prefix cache
+            shared, sequence.shared = sequence.shared, None
+            self.pool.free(slot)
+            base = SharedSlot(shared.slot, shared.drop, len(children))
+        else:
+            base = SharedSlot(slot, lambda: self.pool.free(slot), len(children))
+        for child in children:
+            child.shared, child.fed = base, sequence.fed
+            child.cached_tokens = sequence.cached_tokens
+
+    def keep_or_drop_mark(self, sequence: Sequence) -> None:
+        """After a draw of a session's row: keep the state from before text that may be part of a stop."""
+        if sequence.lease is None:
+            return
+        if not sequence.output.is_holding:
+            self._drop_mark(sequence)
+        elif sequence.mark is None and sequence.slot != NO_SLOT and (fresh := self.pool.allocate()) is not None:
+            # The token just drawn has not been read: the slot holds the state before it.
+            sequence.mark = Mark(sequence.slot, len(sequence.output.tokens) - 1)
+            sequence.shared = SharedSlot(sequence.slot, lambda: None)
+            sequence.slot = fresh
+
+    def _drop_mark(self, sequence: Sequence) -> None:
+        if sequence.mark is not None:
+            self.pool.free(sequence.mark.slot)
+            sequence.mark = None
+
+    # The end -------------------------------------------------------------------------------------------------
+
+    def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
+        """The turn is complete: store its tokens, then `acknowledge` (with the failure, if it was not stored).
+
+        Leaves in `sequence.feed` what has to be read until the slot holds the state right before the stop.
+        """
+        lease = sequence.lease
+        assert lease is not None
+        answer = self._shown_tokens(sequence)
+        drawn = sequence.output.tokens
+        base = len(sequence.feed) - (len(drawn) - 1)  # where the answer begins in the feed; its last token is not in it
+        feed = sequence.feed[:base] + answer
+
+        def durable(error: Exception | None) -> None:
+            sequence.dialogue_idx = lease.dialogue_idx
+            acknowledge(None if error is None else as_service_error(error))
+
+        self.pool.record(lease, feed[sequence.turn_start :], durable)
+        self._rewind(sequence, feed, base)
+        sequence.feed, sequence.draws, sequence.borders = feed, False, []
+
+    def _shown_tokens(self, sequence: Sequence) -> list[int]:
+        """Token ids of the shown text; the bytes of a token that a stop cuts are tokenised anew."""
+        whole, partial = sequence.output.shown_tokens()
+        return whole + (self._tokenizer.encode_bytes(partial) if partial else [])
+
+    def _rewind(self, sequence: Sequence, feed: list[int], base: int) -> None:
+        """Go back to the latest kept state that has read a beginning of `feed` only."""
+        lease, mark = sequence.lease, sequence.mark
+        assert lease is not None
+        if sequence.feed[: sequence.fed] == feed[: sequence.fed]:
+            self._drop_mark(sequence)
+            return
+        if sequence.shared is not None:
+            sequence.shared.drop()
+            sequence.shared = None
+        if mark is not None and sequence.feed[: base + mark.count] == feed[: base + mark.count]:
+            self.pool.free(sequence.slot)
+            sequence.slot, sequence.fed, sequence.mark = mark.slot, base + mark.count, None
+            return
+        self._drop_mark(sequence)
+        sequence.fed = 0
+        sequence.shared = SharedSlot(lease.read_slot, lambda: None) if lease.exists else None
+
+    def check_in(self, sequence: Sequence) -> None:
+        """The slot holds the session's new state: the pool owns it from here."""
+        assert sequence.lease is not None
+        assert sequence.shared is None, "the turn's last tokens were never read"
+        self._drop_mark(sequence)
+        self.pool.checkin(sequence.lease, sequence.slot)
+        sequence.lease, sequence.slot = None, NO_SLOT
+
+    def release(self, sequence: Sequence) -> None:
+        """The row ends without a trace in its session."""
+        if sequence.shared is not None:
+            sequence.shared.drop()
+            sequence.shared = None
+        self._drop_mark(sequence)
+        if sequence.slot != NO_SLOT:
+            self.pool.free(sequence.slot)
+            sequence.slot = NO_SLOT
+        if sequence.lease is not None:
+            self.pool.release(sequence.lease)
+            sequence.lease = None

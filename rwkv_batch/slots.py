@@ -1,0 +1,23 @@
+"""What the scheduler asks of whoever owns the slots."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rwkv_batch.sequence import Sequence
+
+
+class SlotSource(Protocol):
+    """See `slot_keeper.SlotKeeper`."""
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether the row may start now."""
+        ...
+
+    def allocate(self) -> int | None:
+        """A slot for a row to write to; None if there is none at the moment."""
+        ...
+
+    def prepare(self, sequence: Sequence) -> None:
+        """The row got its slot and its seat."""
+        ...
