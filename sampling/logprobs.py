@@ -1,0 +1,38 @@
+"""Log-probabilities of the raw logits, for the rows that asked; taken before a sampler changes the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sampling.sampler import Logprobs
+
+
+@dataclass(slots=True)
+class RawLogprobs:
+    """log_softmax of some rows of a step."""
+
+    rows: Tensor
+    """[q] int64: which rows of the step these are"""
+    values: Tensor
+    """[q, V] fp32, -inf instead of NaN"""
+
+    def of(self, tokens: Tensor, count: int) -> Logprobs:
+        """The drawn tokens' [R] and the `count` largest; rows that did not ask hold zeros."""
+        ids = tokens.new_zeros(len(tokens), count)
+        top = self.values.new_zeros(len(tokens), count)
+        chosen = self.values.new_zeros(len(tokens))
+        top[self.rows], ids[self.rows] = self.values.topk(count, dim=1)
+        chosen[self.rows] = self.values.gather(1, tokens[self.rows].unsqueeze(1)).squeeze(1)
+        return Logprobs(chosen=chosen, top_ids=ids, top=top)
+
+
+def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
+    """log_softmax of these rows of logits [R, V]; None if there are none."""
+    if not rows:
+        return None
+    picked = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    values = torch.log_softmax(logits[picked].float(), dim=1)
+    return RawLogprobs(picked, values.nan_to_num_(nan=-float("inf"), neginf=-float("inf")))

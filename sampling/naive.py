@@ -1,0 +1,300 @@
+"""The definition of sampling in plain torch, on any device: what the other samplers are tested against.
+
+For each row of logits, in this order:
+
+1. Logit bias is added, then for every token seen so far `alpha_presence + count * alpha_frequency` is subtracted
+   (not for `Method.NOISE`). NaN then counts as -inf, and what exceeds 1e30 as 1e30.
+2. Tokens are ranked by this logit, largest first, equal ones by lower id.
+3. s = logit * (1/T) in fp32; m(token) = exp(s - max s); M = sum of m over all V tokens.
+4. A token is kept if its rank is below top_k and the mass of all tokens ranked before it is below top_p * M.
+5. The kept token with the largest s + gumbel(seed, step, token) is drawn, the lower id if two are equal.
+
+Greedy rows (temperature 0, top_k 1, top_p 0) draw the token of rank 0. `Method.NOISE` draws the largest
+s + noise * u(seed, step, token) over all tokens. A row whose logits are all -inf or NaN draws token 0.
+
+Masses are summed in fp64, so the order of summation does not show, and no row's arithmetic involves another row:
+a row draws the same token alone and in any company. On CUDA this sampler waits for the device; on a CPU it is the
+fallback where nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sampling import philox
+from sampling.logprobs import raw_logprobs
+from sampling.params import Method, SamplingParams
+from sampling.sampler import Sampled
+from sampling.seats import MAX_LOGIT, SeatTable, inverse_temperature, is_greedy, uses_penalties
+
+MAX_HEAD = 1024
+"""Most candidates picked by a partial selection; rows that need more are sorted whole."""
+ROWS_AT_ONCE = 8
+"""Rows per pass over whole vocabularies: keeps temporaries in the cache."""
+
+
+TENSORS = ("rows", "seats", "seeds", "scale", "top_k", "top_p", "noise")
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows of a step that are treated alike: their numbers and parameters as tensors, one entry per row."""
+
+    rows: Tensor
+    """int64"""
+    seats: Tensor
+    """int64"""
+    seeds: Tensor
+    """int64"""
+    scale: Tensor
+    """1 / T, fp32"""
+    top_k: Tensor
+    """int64, V where off"""
+    top_p: Tensor
+    """fp64, inf where off"""
+    noise: Tensor
+    """fp32"""
+    head: int = 0
+    """How many candidates to pick first"""
+
+    def __getitem__(self, part: slice | Tensor) -> Group:
+        picked = {name: getattr(self, name)[part] for name in TENSORS}
+        return Group(head=self.head, **picked)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(slots=True)
+class Plan:
+    """How a list of seats is dealt with; the same step after step while nobody comes or goes."""
+
+    seats: Tensor
+    groups: dict[str, Group] = field(default_factory=dict)
+    """By kind: cut_small, cut_large (top_k or top_p act), open (neither), noise; greedy rows are in none"""
+    biased: tuple[Tensor, Tensor, Tensor] | None = None
+    """rows, seats, number of entries"""
+    penalised: tuple[Tensor, Tensor, Tensor, list[int]] | None = None
+    """rows, seats, alphas [p, 3], seats as a list"""
+    logprob_rows: list[int] = field(default_factory=list)
+    num_logprobs: int = 0
+
+
+class NaiveSampler:
+    """Sampler of plain torch operations. One thread uses it."""
+
+    name = "naive"
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Serves everywhere."""
+        return None
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+        self.table = SeatTable(max_rows, vocab, device, countless_ids)
+        self._plan: Plan | None = None
+        self._plan_for: tuple[int, list[int]] = (-1, [])
+
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias."""
+        self.table.admit(seat, params)
+
+    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it."""
+        if logits.shape != (len(seats), self.table.vocab):
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.table.vocab} tokens")
+        logits = logits.float().contiguous()
+        plan = self._plan_of(seats)
+        before = raw_logprobs(logits, plan.logprob_rows)
+        self._adjust(logits, plan)
+        tokens = self._draw(logits, plan)
+        self._conclude(plan, tokens)
+        return Sampled(tokens, before.of(tokens, plan.num_logprobs) if before is not None else None)
+
+    def _plan_of(self, seats: list[int]) -> Plan:
+        asked = (self.table.version, list(seats))
+        if self._plan is None or asked != self._plan_for:
+            self._plan, self._plan_for = make_plan(self.table, seats), asked
+        return self._plan
+
+    def _adjust(self, logits: Tensor, plan: Plan) -> None:
+        """Bias, penalties, then NaN and infinities, in place."""
+        if plan.biased is not None:
+            self.table.add_bias(logits, *plan.biased)
+        if plan.penalised is not None:
+            rows, seats, alphas, listed = plan.penalised
+            self.table.subtract_penalties(logits, rows, seats, self.table.widest(listed), alphas)
+        odd = (~(logits.amax(dim=1) <= MAX_LOGIT)).nonzero().flatten()
+        if len(odd):
+            infinity = float("inf")
+            logits[odd] = (
+                logits[odd].nan_to_num_(nan=-infinity, posinf=MAX_LOGIT, neginf=-infinity).clamp_(max=MAX_LOGIT)
+            )
+
+    def _draw(self, logits: Tensor, plan: Plan) -> Tensor:
+        """The tokens [R] int64 of adjusted logits: the largest logit, then what the groups draw instead."""
+        largest, tokens = logits.max(dim=1)
+        for kind, group in plan.groups.items():
+            steps = self.table.steps[group.seats]
+            if kind == "open":
+                drawn = draw_open(logits, group, steps)
+            elif kind == "noise":
+                drawn = draw_noise(logits, group, steps)
+            else:
+                drawn = draw_cut(logits, largest, group, steps)
+            tokens[group.rows] = drawn
+        return tokens.masked_fill_(largest == -float("inf"), 0)
+
+    def _conclude(self, plan: Plan, tokens: Tensor) -> None:
+        if plan.penalised is not None:
+            rows, seats, alphas, listed = plan.penalised
+            self.table.count(listed, seats, tokens[rows], alphas)
+        self.table.advance(plan.seats)
+
+
+def make_plan(table: SeatTable, seats: list[int]) -> Plan:
+    """Sort the rows of a step by what they need."""
+    kinds: dict[str, list[int]] = {}
+    for row, seat in enumerate(seats):
+        kind = _kind(table.params[seat], table.vocab)
+        if kind is not None:
+            kinds.setdefault(kind, []).append(row)
+    plan = Plan(_ids(table, seats), {kind: _group(table, seats, rows) for kind, rows in kinds.items()})
+    params = [table.params[seat] for seat in seats]
+    biased = [row for row, p in enumerate(params) if p.logit_bias]
+    if biased:
+        sizes = [len(params[row].logit_bias) for row in biased]
+        plan.biased = (_ids(table, biased), _ids(table, [seats[row] for row in biased]), _ids(table, sizes))
+    punished = [row for row, p in enumerate(params) if uses_penalties(p)]
+    if punished:
+        alphas = [
+            [params[row].alpha_presence, params[row].alpha_frequency, params[row].alpha_decay] for row in punished
+        ]
+        listed = [seats[row] for row in punished]
+        plan.penalised = (_ids(table, punished), _ids(table, listed), torch.tensor(alphas, device=table.device), listed)
+    asked = [(row, p.top_logprobs) for row, p in enumerate(params) if p.top_logprobs is not None]
+    plan.logprob_rows = [row for row, _ in asked]
+    plan.num_logprobs = min(max((number for _, number in asked), default=0), table.vocab)
+    return plan
+
+
+def _kind(params: SamplingParams, vocab: int) -> str | None:
+    if is_greedy(params):
+        return None
+    if params.method is Method.NOISE:
+        return "noise"
+    if 0 < params.top_k <= MAX_HEAD and params.top_k < vocab:
+        return "cut_small"
+    return "cut_large" if 0 < params.top_k < vocab or params.top_p < 1 else "open"
+
+
+def _ids(table: SeatTable, values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=table.device)
+
+
+def _group(table: SeatTable, seats: list[int], rows: list[int]) -> Group:
+    listed = [seats[row] for row in rows]
+    params = [table.params[seat] for seat in listed]
+    top_k = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
+    top_p = [p.top_p if p.top_p < 1 else float("inf") for p in params]
+    return Group(
+        rows=_ids(table, rows),
+        seats=_ids(table, listed),
+        seeds=table.seeds(listed),
+        scale=torch.tensor([inverse_temperature(p) for p in params], device=table.device),
+        top_k=_ids(table, top_k),
+        top_p=torch.tensor(top_p, dtype=torch.float64, device=table.device),
+        noise=torch.tensor([p.noise for p in params], device=table.device),
+        head=min(max(top_k), MAX_HEAD) + 1,
+    )
+
+
+def _portions(entries: Tensor) -> Iterator[Tensor]:
+    """The entries, ROWS_AT_ONCE at a time; none for an empty tensor."""
+    return (entries[start : start + ROWS_AT_ONCE] for start in range(0, len(entries), ROWS_AT_ONCE))
+
+
+def total_mass(logits: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
+    """Sum over the vocabulary of exp(s - max s): logits [r, V], largest and scale [r]; [r] fp64."""
+    scale = scale.unsqueeze(1)
+    return (logits * scale).sub_(largest.unsqueeze(1) * scale).exp_().double().sum(dim=1)
+
+
+def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor) -> Tensor:
+    """Draw for rows with top_k or top_p: from the largest few where they decide, else by sorting the row whole."""
+    rows, vocab = group.rows, logits.shape[1]
+    total = torch.zeros(len(group), dtype=torch.float64, device=logits.device)
+    with_top_p = (group.top_p < 1).nonzero().flatten()
+    for part in _portions(with_top_p):
+        total[part] = total_mass(logits[rows[part]], largest[rows[part]], group.scale[part])
+    values, ids = ranked_head(logits if len(group) == len(logits) else logits[rows], min(group.head, vocab))
+    kept = kept_of_ranked(values, largest[rows], group, total)
+    # The head decides if the last kept value lies above the last value of the head: then no equal one is missing.
+    last = values.gather(1, kept.sum(dim=1, keepdim=True) - 1)
+    undecided = ((last <= values[:, -1:]) & (last > -float("inf"))).flatten()
+    drawn = best_of(values, ids, kept, group, steps)
+    if values.shape[1] < vocab:
+        for part in _portions(undecided.nonzero().flatten()):
+            some = group[part]
+            values, ids = torch.sort(logits[some.rows], dim=1, descending=True, stable=True)
+            kept = kept_of_ranked(values, largest[some.rows], some, total[part])
+            drawn[part] = best_of(values, ids, kept, some, steps[part])
+    return drawn
+
+
+def ranked_head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each row and their ids, ranked: by value, equal ones by id.
+
+    Of values equal to the last one returned, others may have been left out.
+    """
+    values, ids = logits.topk(count, dim=1)
+    ids, by_id = ids.sort(dim=1)
+    values, order = torch.sort(values.gather(1, by_id), dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def kept_of_ranked(values: Tensor, largest: Tensor, group: Group, total: Tensor) -> Tensor:
+    """Which of the ranked values [r, n] are among the top_k and within the top_p: [r, n] bool, a prefix, not empty."""
+    scale = group.scale.unsqueeze(1)
+    mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_().double()
+    before = mass.cumsum(dim=1).sub_(mass)
+    kept = (before < (group.top_p * total).unsqueeze(1)) | (group.top_p >= 1).unsqueeze(1)
+    kept &= torch.arange(values.shape[1], device=values.device) < group.top_k.unsqueeze(1)
+    kept[:, 0] = True
+    return kept
+
+
+def best_of(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tensor) -> Tensor:
+    """The kept candidate with the largest s + gumbel, the lowest id among equal ones: [r] int64."""
+    width = int(kept.sum(dim=1).max())
+    values, ids, kept = values[:, :width], ids[:, :width], kept[:, :width]
+    words = philox.words_at(group.seeds, steps, ids, philox.DOMAIN_GUMBEL)
+    score = (values * group.scale.unsqueeze(1)).add_(philox.to_gumbel(words)).masked_fill_(~kept, -float("inf"))
+    best = score.amax(dim=1, keepdim=True)
+    return ids.masked_fill(score != best, torch.iinfo(torch.int64).max).amin(dim=1)
+
+
+def draw_open(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
+    """Gumbel-max over the whole vocabulary."""
+    drawn = torch.empty_like(group.rows)
+    for part in _portions(torch.arange(len(group), device=logits.device)):
+        some = group[part]
+        words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], philox.DOMAIN_GUMBEL)
+        score = (logits[some.rows] * some.scale.unsqueeze(1)).add_(philox.to_gumbel(words))
+        drawn[part] = score.max(dim=1).indices
+    return drawn
+
+
+def draw_noise(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
+    """argmax(logits / T + U(0, noise)) over the whole vocabulary."""
+    drawn = torch.empty_like(group.rows)
+    for part in _portions(torch.arange(len(group), device=logits.device)):
+        some = group[part]
+        words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], philox.DOMAIN_NOISE)
+        jitter = philox.to_uniform(words).mul_(some.noise.unsqueeze(1))
+        drawn[part] = (logits[some.rows] * some.scale.unsqueeze(1)).add_(jitter).max(dim=1).indices
+    return drawn

@@ -1,0 +1,86 @@
+"""The random numbers of every sampler: Philox4x32-10 and the uniform and Gumbel numbers made of it.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), and the
+known-answer vectors of the Random123 library.
+
+What a row draws for a token depends on (seed, step, token id) only:
+
+    key     = (seed & 0xffffffff, seed >> 32)
+    counter = (token_id // 4, step & 0xffffffff, step >> 32, domain)
+    x       = word [token_id % 4] of Philox4x32-10(counter, key)
+    u       = min((float32(x) + 0.5) * 2^-32, 1 - 2^-24)        in float32, strictly inside (0, 1)
+    gumbel  = -log(-log(1 - u))                                 rounded to float32
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+WORD_MASK = 0xFFFFFFFF
+U_MAX = 1 - 2**-24
+
+DOMAIN_GUMBEL = 0
+"""Fourth counter word of the draws by the Gumbel-max rule."""
+DOMAIN_NOISE = 1
+"""Fourth counter word of the uniform noise of `Method.NOISE`."""
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Ten rounds of Philox4x32. All tensors int64 with values in 0 .. 2^32-1, shapes that broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for round_number in range(ROUNDS):
+        if round_number:
+            k0, k1 = (k0 + WEYL[0]) & WORD_MASK, (k1 + WEYL[1]) & WORD_MASK
+        # int64 products wrap, but their 64 bits are those of the unsigned product.
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & WORD_MASK, (product1 >> 32) & WORD_MASK
+        c0, c1 = high1 ^ c1 ^ k0, product1 & WORD_MASK
+        c2, c3 = high0 ^ c3 ^ k1, product0 & WORD_MASK
+    return c0, c1, c2, c3
+
+
+def signed64(seed: int) -> int:
+    """The int64 with the same 64 bits as an unsigned seed (torch has no unsigned arithmetic)."""
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def words_at(seeds: Tensor, steps: Tensor, token_ids: Tensor, domain: int) -> Tensor:
+    """The random word of each (row, token).
+
+    seeds, steps: [R] int64 (seeds: bits of an unsigned number); token_ids: [R, n] int64; result [R, n] int64.
+    """
+    c0, c1, c2, c3 = _blocks(seeds, steps, token_ids >> 2, domain)
+    lane = token_ids & 3
+    return torch.where(lane < 2, torch.where(lane == 0, c0, c1), torch.where(lane == 2, c2, c3))
+
+
+def words_of_vocab(seeds: Tensor, steps: Tensor, vocab: int, domain: int) -> Tensor:
+    """The random words of all tokens 0 .. vocab-1: [R, vocab] int64, each block computed once."""
+    blocks = torch.arange((vocab + 3) // 4, device=seeds.device).unsqueeze(0)
+    words = torch.stack(_blocks(seeds, steps, blocks, domain), dim=-1)
+    return words.flatten(1)[:, :vocab]
+
+
+def _blocks(seeds: Tensor, steps: Tensor, blocks: Tensor, domain: int) -> Words:
+    """The four words of each row's Philox blocks [R, n] or [1, n]; each word [R, n]."""
+    seeds, steps = seeds.unsqueeze(1), steps.unsqueeze(1)
+    counter = (blocks, steps & WORD_MASK, (steps >> 32) & WORD_MASK, torch.full_like(steps, domain))
+    return philox4x32(counter, (seeds & WORD_MASK, (seeds >> 32) & WORD_MASK))
+
+
+def to_uniform(words: Tensor) -> Tensor:
+    """Words (int64, 0 .. 2^32-1) to fp32 numbers strictly between 0 and 1."""
+    return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=U_MAX)
+
+
+def to_gumbel(words: Tensor) -> Tensor:
+    """Words to fp32 Gumbel numbers; the logarithms are taken in fp64, so that the result is the rounded true one."""
+    return to_uniform(words).double().neg_().log1p_().neg_().log_().neg_().float()
