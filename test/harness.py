@@ -1,0 +1,127 @@
+"""Runs jobs on an in-process engine and collects what comes back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo.random_weights import write_random_model
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, SessionTurn
+from rwkv_batch.tokenizer import Tokenizer
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+
+TOKENIZER = Tokenizer()
+GREEDY = SamplingParams(temperature=0.0)
+WAIT_S = 120.0
+_ids = itertools.count()
+
+
+@dataclass
+class Running:
+    """A job under way: its news by row, its end."""
+
+    job: Job
+    texts: dict[int, bytes] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    events: list[JobEvents] = field(default_factory=list)
+    refusal: ServiceError | None = None
+    answered: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    started: threading.Event = field(default_factory=threading.Event)
+
+    def admitted(self, refusal: Any) -> None:
+        self.refusal = refusal
+        self.answered.set()
+        if refusal is not None:
+            self.done.set()
+
+    def sink(self, events: JobEvents) -> None:
+        self.events.append(events)
+        for delta in events.deltas:
+            self.texts[delta.row] = self.texts.get(delta.row, b"") + delta.text
+            if delta.finish is not None:
+                assert delta.row not in self.finishes, "a row ended twice"
+                self.finishes[delta.row] = delta.finish
+        self.started.set()
+        if events.done:
+            assert not self.done.is_set(), "a job ended twice"
+            self.done.set()
+
+    def wait(self) -> Running:
+        assert self.done.wait(WAIT_S), "the job did not end"
+        return self
+
+    @property
+    def all_texts(self) -> list[bytes]:
+        """Texts in the order of rows."""
+        return [self.texts[row] for row in range(self.job.num_rows)]
+
+
+def ask(prompt: str | list[int], **fields: Any) -> GenerateRequest:
+    """A row; greedy, 16 tokens, unless told."""
+    ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    return GenerateRequest(**{"prompt": ids, "max_tokens": 16, "sampling": GREEDY, **fields})
+
+
+def turn(session_id: str, prompt: str, **fields: Any) -> GenerateRequest:
+    """A row that continues a session with the same prompt whether it exists or not."""
+    session = {k: fields.pop(k) for k in ("branch_from", "wait") if k in fields}
+    ids = TOKENIZER.encode(prompt)
+    return ask(ids, session=SessionTurn(session_id=session_id, resume_prompt=ids, **session), **fields)
+
+
+def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
+    """Hand a job over without waiting for it."""
+    running = Running(Job(job_id=f"job{next(_ids)}", rows=list(rows), **fields))
+    engine.submit(running.job, running.sink, running.admitted)
+    return running
+
+
+def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
+    """Run a job to its end; a refusal is raised."""
+    running = submit(engine, *rows, **fields).wait()
+    if running.refusal is not None:
+        raise running.refusal
+    return running
+
+
+def call(engine: Engine, verb: str, **arguments: Any) -> Any:
+    """Call the engine and wait for the answer; a failure is raised."""
+    answered, answer = threading.Event(), []
+    engine.call(verb, arguments, lambda value: (answer.append(value), answered.set()))
+    assert answered.wait(WAIT_S)
+    if isinstance(answer[0], ServiceError):
+        raise answer[0]
+    return answer[0]
+
+
+def tiny_model(folder: Path, **fields: Any) -> Path:
+    """A random model small enough for tests: 3 layers of 2 heads, all 65,536 tokens."""
+    return write_random_model(folder / "tiny.safetensors", **{"layers": 3, "width": 128, **fields})
+
+
+@contextmanager
+def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -> Iterator[Engine]:
+    """An engine on the CPU, stopped at the end, with nothing left running or leaked."""
+    config = EngineConfig(
+        model_path=str(model),
+        devices=("cpu",),
+        pool=pool or PoolConfig(state_db=""),
+        **{"max_running": 64, "prefill_tokens_per_step": 128, "prefill_chunk": 32, **fields},
+    )
+    engine = Engine(config)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+    assert engine.jobs.check_integrity() == []

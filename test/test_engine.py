@@ -1,0 +1,192 @@
+"""The engine in-process on a tiny random model: batching, isolation, fairness, ends."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason
+from sampling.params import SamplingParams
+from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model
+
+SAMPLED = SamplingParams(
+    temperature=1.0, top_k=50, top_p=0.8, alpha_presence=0.5, alpha_frequency=0.2, alpha_decay=0.99, seed=7
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with started_engine(model) as engine:
+        yield engine
+
+
+def wait_until_idle(engine: Engine) -> dict[str, int]:
+    deadline = time.monotonic() + 30
+    while True:
+        status = call(engine, "status")
+        if (status["running_rows"], status["waiting_rows"]) == (0, 0) or time.monotonic() > deadline:
+            return status
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SAMPLED], ids=["greedy", "sampled"])
+def test_alone_or_among_two_hundred_others(engine: Engine, sampling: SamplingParams) -> None:
+    rng = random.Random(3)
+    prompt = "The weather in Paris is"
+    alone = run(engine, ask(prompt, sampling=sampling, max_tokens=40)).texts[0]
+    others = [
+        ask("x" * rng.randint(1, 90), max_tokens=rng.randint(1, 60), sampling=SamplingParams(seed=i, top_k=20))
+        for i in range(200)
+    ]
+    crowd = submit(engine, *others)
+    among = run(engine, ask(prompt, sampling=sampling, max_tokens=40)).texts[0]
+    assert among == alone
+    assert len(crowd.wait().finishes) == 200
+    other_seed = SamplingParams(temperature=1.0, seed=8)
+    assert run(engine, ask(prompt, sampling=other_seed, max_tokens=40)).texts[0] != alone
+
+
+def test_chunks_of_a_prompt_do_not_change_the_text(model: Path, engine: Engine) -> None:
+    prompt = "one two three " * 60
+    whole = run(engine, ask(prompt, max_tokens=24)).texts[0]
+    with started_engine(model, prefill_chunk=7, prefill_tokens_per_step=7) as chopping:
+        assert run(chopping, ask(prompt, max_tokens=24)).texts[0] == whole
+
+
+def test_deltas_make_up_the_text(engine: Engine) -> None:
+    whole = run(engine, ask("Hello", chunk_size=0, max_tokens=30))
+    assert len(whole.events) == 1
+    for chunk_size in (1, 4, 7):
+        pieces = run(engine, ask("Hello", chunk_size=chunk_size, max_tokens=30))
+        assert pieces.texts == whole.texts
+        assert sum(delta.num_tokens for events in pieces.events for delta in events.deltas) == 30
+
+
+def test_counts_and_reasons(engine: Engine) -> None:
+    long = run(engine, ask("Hello there", max_tokens=9)).finishes[0]
+    assert (long.reason, long.completion_tokens) == (FinishReason.LENGTH, 9)
+    assert long.prompt_tokens == len(TOKENIZER.encode("Hello there"))
+    text = run(engine, ask("Hello there", max_tokens=9)).texts[0].decode(errors="ignore")
+    stop = text[3:6].encode()
+    stopped = run(engine, ask("Hello there", max_tokens=9, stop_strings=[stop]))
+    assert stopped.finishes[0].reason is FinishReason.STOP
+    assert stop not in stopped.texts[0] and text.encode().startswith(stopped.texts[0])
+
+
+def test_n_continuations_equal_rows_of_their_own(engine: Engine) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=100)
+    prompt = "Tell me a story about"
+    together = run(engine, ask(prompt, n=4, sampling=sampling), ask("another", max_tokens=3))
+    for i in range(4):
+        alone = run(engine, ask(prompt, sampling=SamplingParams(temperature=1.0, seed=100 + i)))
+        assert together.texts[i] == alone.texts[0]
+    assert together.finishes[4].completion_tokens == 3
+    one_token = run(engine, ask("a", n=3, sampling=sampling))
+    assert len(one_token.finishes) == 3
+
+
+def test_bulk_does_not_starve_an_interactive_request(engine: Engine) -> None:
+    bulk = submit(engine, *[ask("bulk row " * 20, max_tokens=12, ignore_eos=True) for _ in range(1000)])
+    assert bulk.answered.wait(30) and bulk.refusal is None
+    quick = run(engine, ask("hi", max_tokens=4))
+    assert quick.finishes[0].completion_tokens == 4
+    assert not bulk.done.is_set(), "the interactive request waited for the bulk job"
+    engine.cancel(bulk.job.job_id)
+    bulk.wait()
+
+
+def test_queue_is_bounded_and_a_refused_job_leaves_nothing(model: Path) -> None:
+    with started_engine(model, max_waiting_rows=10) as engine:
+        with pytest.raises(ServiceError) as refusal:
+            run(engine, *[ask("x") for _ in range(11)])
+        assert refusal.value.info.kind is ErrorKind.OVERLOADED
+        assert "10" in str(refusal.value) and refusal.value.info.retry_after_s
+        assert len(run(engine, *[ask("x") for _ in range(10)]).finishes) == 10
+
+
+def test_cancel_frees_every_slot(engine: Engine) -> None:
+    before = wait_until_idle(engine)["free_slots"]
+    jobs = [submit(engine, *[ask("cancel me", max_tokens=100000, ignore_eos=True)] * 3) for _ in range(40)]
+    assert jobs[0].started.wait(30)
+    for job in jobs:
+        engine.cancel(job.job.job_id)
+    for job in jobs:
+        assert {finish.reason for finish in job.wait().finishes.values()} == {FinishReason.CANCELLED}
+    assert wait_until_idle(engine)["free_slots"] == before
+
+
+def test_timeout_ends_the_rows(engine: Engine) -> None:
+    ended = run(engine, ask("endless", max_tokens=10**6, ignore_eos=True), timeout_s=0.3)
+    assert ended.finishes[0].reason is FinishReason.TIMEOUT
+    assert ended.finishes[0].completion_tokens > 0 and ended.texts[0]
+
+
+def test_label_is_cancelled_together(engine: Engine) -> None:
+    kept = submit(engine, ask("keep", max_tokens=60, ignore_eos=True), label="v1")
+    cleaned = [submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), label="big_batch") for _ in range(3)]
+    assert all(job.answered.wait(30) for job in cleaned)
+    assert call(engine, "cancel_label", label="big_batch") == 3
+    assert all(job.wait().finishes[0].reason is FinishReason.CANCELLED for job in cleaned)
+    assert kept.wait().finishes[0].reason is FinishReason.LENGTH
+
+
+def test_wrong_ids_are_refused_by_field(engine: Engine) -> None:
+    for field, row in {
+        "prompt": ask([70000]),
+        "stop_tokens": ask("x", stop_ids=[65536]),
+        "logit_bias": ask("x", sampling=SamplingParams(logit_bias={-1: 1.0})),
+    }.items():
+        with pytest.raises(ServiceError) as refusal:
+            run(engine, row)
+        assert refusal.value.info.field == field and refusal.value.info.kind is ErrorKind.INVALID_FIELD
+    with pytest.raises(ServiceError):
+        run(engine, ask([]))
+
+
+def test_logprobs_come_with_the_text(engine: Engine) -> None:
+    plain = run(engine, ask("Hello", max_tokens=6))
+    told = run(engine, ask("Hello", max_tokens=6, sampling=SamplingParams(temperature=0.0, top_logprobs=3)))
+    entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
+    assert told.texts == plain.texts
+    assert b"".join(entry.token for entry in entries) == told.texts[0]
+    for entry in entries:
+        assert len(entry.top) == 3 and entry.logprob <= 0
+        assert entry.top[0] == (entry.token, pytest.approx(entry.logprob))
+        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+
+
+def test_mixed_parameters_share_a_step(engine: Engine) -> None:
+    kinds = [SamplingParams(temperature=0.0), SAMPLED, SamplingParams(top_p=0.5, seed=1), SamplingParams(seed=2)]
+    alone = [run(engine, ask("mixed", sampling=kind)).texts[0] for kind in kinds]
+    together = run(engine, *[ask("mixed", sampling=kind) for kind in kinds])
+    assert together.all_texts == alone
+
+
+def test_a_failing_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = wait_until_idle(engine)["free_slots"]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.machine, "compute", lambda rows: 1 / 0)
+        failed = submit(engine, ask("x")).wait()
+    assert failed.events[-1].error is not None and "ZeroDivisionError" in failed.events[-1].error.message
+    assert run(engine, ask("x", max_tokens=2)).finishes[0].completion_tokens == 2
+    assert wait_until_idle(engine)["free_slots"] == free
+
+
+def test_stopped_engine_refuses(model: Path) -> None:
+    with started_engine(model) as engine:
+        running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
+        assert running.started.wait(30)
+    assert running.wait().events[-1].error is not None
+    refused = submit(engine, ask("x"))
+    assert refused.refusal is not None and refused.refusal.info.kind is ErrorKind.DRAINING
