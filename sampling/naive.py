@@ -33,7 +33,7 @@ from sampling.seats import MAX_LOGIT, SeatTable, inverse_temperature, is_greedy,
 
 MAX_HEAD = 1024
 """Most candidates picked by a partial selection; rows that need more are sorted whole."""
-ROWS_AT_ONCE = 8
+ROWS_AT_ONCE = 4
 """Rows per pass over whole vocabularies: keeps temporaries in the cache."""
 
 
@@ -96,6 +96,7 @@ class NaiveSampler:
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
         self.table = SeatTable(max_rows, vocab, device, countless_ids)
+        self._scratch = Scratch(vocab, device)
         self._plan: Plan | None = None
         self._plan_for: tuple[int, list[int]] = (-1, [])
 
@@ -145,7 +146,7 @@ class NaiveSampler:
             elif kind == "noise":
                 drawn = draw_noise(logits, group, steps)
             else:
-                drawn = draw_cut(logits, largest, group, steps)
+                drawn = draw_cut(logits, largest, group, steps, self._scratch)
             tokens[group.rows] = drawn
         return tokens.masked_fill_(largest == -float("inf"), 0)
 
@@ -218,19 +219,29 @@ def _portions(entries: Tensor) -> Iterator[Tensor]:
     return (entries[start : start + ROWS_AT_ONCE] for start in range(0, len(entries), ROWS_AT_ONCE))
 
 
-def total_mass(logits: Tensor, largest: Tensor, scale: Tensor) -> Tensor:
-    """Sum over the vocabulary of exp(s - max s): logits [r, V], largest and scale [r]; [r] fp64."""
-    scale = scale.unsqueeze(1)
-    return (logits * scale).sub_(largest.unsqueeze(1) * scale).exp_().double().sum(dim=1)
+class Scratch:
+    """Work space for passes over whole vocabularies: fresh megabytes cost more in page faults than the arithmetic."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.single = torch.empty(ROWS_AT_ONCE, vocab, device=device)
+        self.double = torch.empty(ROWS_AT_ONCE, vocab, dtype=torch.float64, device=device)
+
+    def total_mass(self, logits: Tensor, largest: Tensor, group: Group) -> Tensor:
+        """Sum over the vocabulary of exp(s - max s) for a group's rows: logits [R, V], largest [R]; [len(group)] fp64."""
+        single, double = self.single[: len(group)], self.double[: len(group)]
+        scale = group.scale.unsqueeze(1)
+        torch.index_select(logits, 0, group.rows, out=single)
+        single.mul_(scale).sub_(largest[group.rows].unsqueeze(1) * scale).exp_()
+        return double.copy_(single).sum(dim=1)
 
 
-def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor) -> Tensor:
+def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scratch: Scratch) -> Tensor:
     """Draw for rows with top_k or top_p: from the largest few where they decide, else by sorting the row whole."""
     rows, vocab = group.rows, logits.shape[1]
     total = torch.zeros(len(group), dtype=torch.float64, device=logits.device)
     with_top_p = (group.top_p < 1).nonzero().flatten()
     for part in _portions(with_top_p):
-        total[part] = total_mass(logits[rows[part]], largest[rows[part]], group.scale[part])
+        total[part] = scratch.total_mass(logits, largest, group[part])
     values, ids = ranked_head(logits if len(group) == len(logits) else logits[rows], min(group.head, vocab))
     kept = kept_of_ranked(values, largest[rows], group, total)
     # The head decides if the last kept value lies above the last value of the head: then no equal one is missing.
