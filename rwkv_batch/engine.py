@@ -66,6 +66,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs; after it has died the process is of no use."""
+        return self._thread.is_alive()
+
     # EngineFace ----------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:

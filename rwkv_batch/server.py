@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.face import EngineFace
 from rwkv_batch.metrics import Metrics
+from rwkv_batch.process import LogStyle, become_child
 from rwkv_batch.request import JobEvents
 from rwkv_batch.wire import (
     Admitted,
@@ -38,6 +40,7 @@ from rwkv_batch.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
+_WATCH_S = 0.5
 PeerLink = Link[ToEngine, ToWorker]
 
 
@@ -49,6 +52,10 @@ class ManagedEngine(EngineFace, Protocol):
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new jobs, and wait at most `timeout_s` seconds for the running ones."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still works; if not, the process ends and is started again."""
 
     def stop(self) -> None:
         """End what still runs and store what has to be kept."""
@@ -159,28 +166,43 @@ def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
     return value if isinstance(value, ServiceError) else then(value)
 
 
-def run_engine(config: EngineConfig, address: str, supervisor: Connection, factory: str) -> int:
-    """Main function of the engine process; returns its exit code.
+def run_engine(config: EngineConfig, address: str, factory: str, style: LogStyle, name: str, supervisor: Connection) -> None:
+    """Main function of the engine process.
 
-    `factory` names the engine's class as "module:Class". The supervisor is sent ("ready", status) or
+    `factory` names the engine's class as "module:Class". The supervisor is sent ("ready", None) or
     ("failed", one line), then may send "drain", and is sent ("drained", None) when the states are stored.
     """
-    module, _, name = factory.partition(":")
+    become_child(name, style)
     try:
-        engine: ManagedEngine = getattr(importlib.import_module(module), name)(config)
+        module, _, class_name = factory.partition(":")
+        engine: ManagedEngine = getattr(importlib.import_module(module), class_name)(config)
         engine.start()
     except (StartupError, OSError, MemoryError) as error:
         supervisor.send(("failed", str(error) or type(error).__name__))
-        return 1
+        sys.exit(1)
     except Exception as error:
         logger.exception("the engine did not start")
         supervisor.send(("failed", f"the engine did not start: {type(error).__name__}: {error}"))
-        return 1
+        sys.exit(1)
     EngineServer(engine, address)
-    supervisor.send(("ready", None))
-    while supervisor.recv() != "drain":
-        pass
-    engine.drain(config.drain_timeout_s)
-    engine.stop()
-    supervisor.send(("drained", None))
-    return 0
+    try:
+        supervisor.send(("ready", None))
+        _obey(engine, config.drain_timeout_s, supervisor)
+    except (EOFError, OSError):
+        logger.error("the supervisor is gone; storing the states and ending")
+        engine.stop()
+
+
+def _obey(engine: ManagedEngine, drain_timeout_s: float, supervisor: Connection) -> None:
+    """Follow the supervisor until it says "end". Raises EOFError or OSError when it is gone."""
+    while True:
+        while not supervisor.poll(_WATCH_S):
+            if not engine.is_alive:
+                sys.exit("the engine's thread has died")
+        match supervisor.recv():
+            case "drain":
+                engine.drain(drain_timeout_s)
+                engine.stop()
+                supervisor.send(("drained", None))
+                supervisor.recv()
+                return

@@ -1,0 +1,187 @@
+"""Request bodies: strict pydantic models, where null means the default and unknown fields are ignored.
+
+Limits that a flag decides (number of contents, tokens) are judged in rows.py; these here are fixed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.tokenizer import VOCAB_SIZE
+
+StopToken = (
+    Annotated[int, Field(ge=0, lt=VOCAB_SIZE, description="Token id.")]
+    | Annotated[str, Field(min_length=1, max_length=256, description="Text.")]
+)
+DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
+_SHOWN_CHARACTERS = 200
+
+
+class Body(BaseModel):
+    """What every request body has."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    password: str = Field("", description="The service's password, where one is set and no Bearer token is sent.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any) -> Any:
+        return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
+
+
+class TextPart(BaseModel):
+    """One part of a message's content; only text is understood."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation, as OpenAI writes it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content's text; parts are joined by newlines."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class SamplingBody(Body):
+    """Fields that every generating route understands."""
+
+    model: str = Field("rwkv7", max_length=256)
+    max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
+    stop_tokens: list[StopToken] = Field(
+        list(DEFAULT_STOPS), max_length=64, description="Token ids and strings that end a row; they are not shown."
+    )
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
+    top_k: int = Field(50, ge=0, lt=2**31, description="0 switches it off.")
+    top_p: float = Field(0.6, ge=0, le=1, description="1 switches it off, 0 is greedy.")
+    alpha_presence: float = Field(2.0, ge=-100, le=100)
+    alpha_frequency: float = Field(0.2, ge=-100, le=100)
+    alpha_decay: float = Field(0.996, ge=0, le=1)
+    stream: bool = False
+    chunk_size: int = Field(4, ge=1, le=65536, description="Tokens gathered per row before a delta is sent.")
+    pad_zero: bool = Field(False, description="Put token 0 before the prompt.")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="Row i draws with seed + i.")
+    ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
+    use_prefix_cache: bool = True
+    timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")
+
+
+class PromptBody(SamplingBody):
+    """The native batch routes: raw prompts, a conversation, or text to fill in."""
+
+    contents: list[str] = Field([], description="Raw prompts, one row each.")
+    messages: list[Message] = Field([], description="A conversation, instead of contents.")
+    prefix: str | list[str] = Field([], description="Fill in the middle: the text before, one per row.")
+    suffix: str | list[str] = Field([], description="Fill in the middle: the text after, one per row.")
+    enable_think: bool = Field(False, description="Let the model think before it answers (messages only).")
+    session_id: str | None = Field(None, min_length=1, max_length=256)
+
+    @property
+    def prefixes(self) -> list[str]:
+        """`prefix` as a list."""
+        return [self.prefix] if isinstance(self.prefix, str) else self.prefix
+
+    @property
+    def suffixes(self) -> list[str]:
+        """`suffix` as a list."""
+        return [self.suffix] if isinstance(self.suffix, str) else self.suffix
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        forms = [bool(self.contents), bool(self.messages), bool(self.prefixes or self.suffixes)]
+        if sum(forms) != 1:
+            raise PydanticCustomError(
+                "prompt_form", "exactly one of contents, messages and prefix/suffix must be given and not be empty"
+            )
+        if len(self.prefixes) != len(self.suffixes):
+            raise PydanticCustomError(
+                "fim_lengths",
+                "prefix and suffix must be of equal length, got {prefixes} and {suffixes}",
+                {"prefixes": len(self.prefixes), "suffixes": len(self.suffixes)},
+            )
+        return self
+
+
+class TranslateBody(Body):
+    """immersive-translate's custom API."""
+
+    source_lang: str = Field("auto", min_length=1, max_length=64, description="ISO code, or auto.")
+    target_lang: str = Field(min_length=1, max_length=64, description="ISO code.")
+    text_list: list[str]
+    placeholders: list[Any] | dict[str, Any] | str | None = Field(None, description="Accepted; kept as they are in texts.")
+    timeout_s: float | None = Field(None, gt=0, le=86400)
+
+
+class CountBody(Body):
+    """What to count the tokens of."""
+
+    text: str | None = None
+    contents: list[str] = []
+    messages: list[Message] = []
+    enable_think: bool = False
+
+
+def validate(model: type[Body], data: Any) -> Any:
+    """An instance of `model`. Raises ServiceError naming the field, the limit and the value."""
+    if not isinstance(data, dict):
+        raise ServiceError(
+            ErrorKind.INVALID_FIELD, f"the body must be a JSON object, got {type(data).__name__}", field="body"
+        )
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    location, given = _place(data, first["loc"])
+    if location:
+        wording = first["msg"].replace("Input should be", "must be").replace("Field required", "must be given")
+        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {shown(given)}")
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
+    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=_first_form(data))
+
+
+def _first_form(data: dict[str, Any]) -> str:
+    """The field that a mistake in the whole body is put down to."""
+    return next((name for name in ("contents", "messages", "prefix") if data.get(name) is not None), "contents")
+
+
+def _place(data: Any, path: tuple[int | str, ...]) -> tuple[str, Any]:
+    """The field as a client writes it, and its value. pydantic's tags of union members are left out."""
+    location, given = "", data
+    for step in path:
+        if isinstance(given, list) and isinstance(step, int) and step < len(given):
+            location, given = f"{location}[{step}]", given[step]
+        elif isinstance(given, dict) and isinstance(step, str):
+            location, given = f"{location}.{step}".lstrip("."), given.get(step)
+        else:
+            break
+    return location, given
+
+
+def shown(value: Any) -> Any:
+    """`value` as an error may repeat it: short, and with a JSON form."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**53:
+        return value
+    if isinstance(value, float) and abs(value) < float("inf"):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"

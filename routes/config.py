@@ -1,0 +1,36 @@
+"""What an HTTP worker is told at start. Plain data, made by settings.py from flags and environment."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Address, password and the limits of one request."""
+
+    host: str = "127.0.0.1"
+    """An IP literal."""
+    port: int = 8000
+    password: str = ""
+    """"" = none is wanted."""
+    cors_origin: str = "*"
+    max_body_mb: float = 32.0
+    max_contents: int = 4096
+    """Prompts in one request."""
+    max_prompt_tokens: int = 262_144
+    """Tokens of one prompt."""
+    max_tokens_limit: int = 1_048_576
+    """Most that `max_tokens` may ask for."""
+    max_streams: int = 480
+    """Answers one HTTP worker writes at a time; each waits on a thread of Robyn's pool of 512."""
+    stall_timeout_s: float = 30.0
+    """A client that reads nothing for so long is cut off."""
+    translate_cache: int = 4096
+    """Translations each HTTP worker remembers; 0: none."""
+    drain_timeout_s: float = 30.0
+    model_name: str = "rwkv7"
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body_mb` in bytes."""
+        return int(self.max_body_mb * 1024 * 1024)

@@ -1,0 +1,74 @@
+"""What every handler may use, and the gate that counts and refuses answers under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from routes.config import HttpConfig
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.face import EngineFace
+from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.wire import Observe
+
+
+class ServingFace(EngineFace, Protocol):
+    """An engine that can be away, and that keeps the figures of all workers."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a loaded engine is there."""
+
+    def observe(self, observation: Observe) -> None:
+        """Report an ended HTTP request."""
+
+
+class Gate:
+    """Counts the answers under way, up to a limit, and lets no new work in while draining."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._inside = 0
+        self.draining = False
+
+    @property
+    def inside(self) -> int:
+        """Answers under way."""
+        return self._inside
+
+    def enter(self, is_work: bool) -> None:
+        """Count an answer. Raises ServiceError (draining, overloaded) for work that cannot be taken."""
+        with self._lock:
+            if is_work and self.draining:
+                raise ServiceError(
+                    ErrorKind.DRAINING, "the service is shutting down and takes no new requests", retry_after_s=5.0
+                )
+            if is_work and self._inside >= self._limit:
+                raise ServiceError(
+                    ErrorKind.OVERLOADED,
+                    f"this HTTP worker writes {self._inside} answers already, its limit is {self._limit} "
+                    "(--max-streams); try again, or put more rows into one request",
+                    retry_after_s=1.0,
+                )
+            self._inside += 1
+
+    def leave(self) -> None:
+        """The answer's last byte was handed over, or its client is gone."""
+        with self._lock:
+            self._inside -= 1
+
+
+@dataclass(slots=True)
+class Context:
+    """One per HTTP worker."""
+
+    engine: ServingFace
+    config: HttpConfig
+    gate: Gate
+    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    started: int = field(default_factory=lambda: int(time.time()))
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Documents made once at start, by name."""

@@ -1,0 +1,120 @@
+"""One job's events between the engine client's thread and the thread that writes its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
+
+from routes.context import Context
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.face import EngineFace
+from rwkv_batch.request import Job, JobEvents
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_EVENTS = 50_000
+
+
+def new_job_id() -> str:
+    """An id that no other HTTP worker makes."""
+    return uuid.uuid4().hex
+
+
+class Feed:
+    """A bounded queue with one reader. Closing it cancels the job; a reader that stops reading is cut off."""
+
+    def __init__(self, engine: EngineFace, job_id: str, stall_timeout_s: float) -> None:
+        self._engine = engine
+        self._job_id = job_id
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._events: queue.SimpleQueue[JobEvents] = queue.SimpleQueue()
+        self._last_pull = time.monotonic()
+        self._ended = threading.Event()
+        self._closed = False
+
+    def sink(self, events: JobEvents) -> None:
+        """Take what a step brought. Runs on the engine client's thread; returns at once."""
+        self._events.put(events)
+        if events.done:
+            self._ended.set()
+            self._loop.call_soon_threadsafe(self._finish)
+        elif not self._closed and self._is_stalled():
+            logger.warning("job %s: its client stopped reading; cancelled", self._job_id)
+            self.close()
+
+    def pull(self, timeout_s: float) -> list[JobEvents]:
+        """Everything that waits; waits for at most `timeout_s` seconds, then []."""
+        self._last_pull = time.monotonic()
+        try:
+            batch = [self._events.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+        while not self._events.empty():
+            batch.append(self._events.get_nowait())
+        return batch
+
+    async def wait_finished(self, timeout_s: float) -> bool:
+        """Whether the last event is there within `timeout_s` seconds."""
+        await asyncio.wait([self._finished], timeout=timeout_s)
+        self._last_pull = time.monotonic()
+        return self._finished.done()
+
+    def wait_on_thread(self, timeout_s: float) -> bool:
+        """The same for a thread that is not the loop's."""
+        self._last_pull = time.monotonic()
+        return self._ended.wait(timeout_s)
+
+    def close(self) -> None:
+        """Cancel the job unless it has ended."""
+        if not self._closed:
+            self._closed = True
+            if not self._ended.is_set():
+                self._engine.cancel(self._job_id)
+
+    def _finish(self) -> None:
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+    def _is_stalled(self) -> bool:
+        idle = time.monotonic() - self._last_pull
+        return idle > self._stall_timeout_s or self._events.qsize() > MAX_WAITING_EVENTS
+
+
+async def submit(context: Context, job: Job) -> Feed:
+    """Hand a job to the engine and wait until it is admitted. Raises ServiceError when it is refused."""
+    loop = asyncio.get_running_loop()
+    admission: asyncio.Future[None] = loop.create_future()
+
+    def settle(refusal: ServiceError | None) -> None:
+        if admission.done():
+            return
+        if refusal is None:
+            admission.set_result(None)
+        else:
+            admission.set_exception(refusal)
+
+    feed = Feed(context.engine, job.job_id, context.config.stall_timeout_s)
+    context.engine.submit(job, feed.sink, lambda refusal: loop.call_soon_threadsafe(settle, refusal) and None)
+    await admission
+    return feed
+
+
+async def ask(context: Context, verb: str, **arguments: object) -> object:
+    """The engine's answer to a call. Raises ServiceError."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[object] = loop.create_future()
+
+    def settle(value: object) -> None:
+        if isinstance(value, ServiceError):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
+
+    context.engine.call(verb, arguments, lambda value: loop.call_soon_threadsafe(settle, value) and None)
+    return await answer

@@ -1,0 +1,185 @@
+"""The one way from a Job to an answer: streamed as server-sent events, or whole as JSON.
+
+A dialect only formats. Iterators run on threads of Robyn's pool, one per answer under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from routes.context import Context
+from routes.feed import Feed, submit
+from routes.reply import DONE, JSON, SSE, Answer, ErrorBody, Reply, Stream, error_answer, native_error, sse, to_json
+from routes.text import RowNews, Transcript
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import Finish, Job
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 0.3
+"""An answer that is whole within this time carries a true status and Content-Length."""
+PATIENCE_S = 0.25
+"""A writer that has nothing to say for so long says that, which shows whether its client is still there."""
+HEARTBEAT = b": hb\n\n"
+BLANK = b" "
+
+_INTERNAL = ErrorInfo(kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why")
+
+
+@dataclass(slots=True)
+class RowResult:
+    """A row that has ended."""
+
+    text: str
+    finish: Finish | None
+    logprobs: list[Any]
+
+
+class Dialect(Protocol):
+    """How one route writes what the engine says."""
+
+    error_body: ErrorBody
+
+    def opening(self) -> bytes:
+        """What a stream begins with."""
+
+    def chunk(self, news: list[RowNews]) -> bytes:
+        """News as server-sent events."""
+
+    def closing(self) -> bytes:
+        """What a stream says before [DONE]."""
+
+    def whole(self, rows: list[RowResult]) -> Any:
+        """The body of an answer that is not streamed, as a JSON value."""
+
+
+class PlainDialect:
+    """Defaults: nothing around the chunks, native errors."""
+
+    error_body: ErrorBody = staticmethod(native_error)
+
+    def opening(self) -> bytes:
+        """See Dialect."""
+        return b""
+
+    def closing(self) -> bytes:
+        """See Dialect."""
+        return b""
+
+
+class SseChunks:
+    """A job as server-sent events; what waits is merged into one chunk."""
+
+    def __init__(self, feed: Feed, transcript: Transcript, dialect: Dialect) -> None:
+        self._feed = feed
+        self._transcript = transcript
+        self._dialect = dialect
+        self._start = dialect.opening()
+        self._ended = False
+
+    def __iter__(self) -> SseChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._ended:
+            raise StopIteration
+        if self._start:
+            start, self._start = self._start, b""
+            return start
+        try:
+            return self._next_chunk()
+        except Exception:
+            logger.exception("a stream failed")
+            self._ended = True
+            return sse(self._dialect.error_body(_INTERNAL)) + DONE
+
+    def close(self) -> None:
+        """See Chunks."""
+        self._feed.close()
+
+    def _next_chunk(self) -> bytes:
+        batch = self._feed.pull(PATIENCE_S)
+        if not batch:
+            return HEARTBEAT
+        news = self._transcript.read(batch)
+        chunk = self._dialect.chunk(news) if news else b""
+        for row in news:
+            if row.finish is not None and row.finish.error is not None:
+                chunk += sse(self._dialect.error_body(row.finish.error) | {"index": row.row})
+        if batch[-1].done:
+            self._ended = True
+            chunk += self._end()
+        return chunk or HEARTBEAT
+
+    def _end(self) -> bytes:
+        if self._transcript.error is not None:
+            return sse(self._dialect.error_body(self._transcript.error)) + DONE
+        return self._dialect.closing() + DONE
+
+
+class JsonChunks:
+    """A JSON answer that takes its time: white space, which JSON allows before a value, until it is there."""
+
+    def __init__(self, feed: Feed, make: Callable[[], Answer]) -> None:
+        self._feed = feed
+        self._make = make
+        self._ended = False
+
+    def __iter__(self) -> JsonChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._ended:
+            raise StopIteration
+        if not self._feed.wait_on_thread(PATIENCE_S):
+            return BLANK
+        self._ended = True
+        return self._make().body
+
+    def close(self) -> None:
+        """See Chunks."""
+        self._feed.close()
+
+
+def _results(feed: Feed, transcript: Transcript, num_rows: int) -> list[RowResult]:
+    """All rows of a job that has ended. Raises ServiceError if the job, or every row of it, failed."""
+    rows = [RowResult("", None, []) for _ in range(num_rows)]
+    for news in transcript.read(feed.pull(0)):
+        rows[news.row] = RowResult(news.text, news.finish, news.logprobs)
+    if transcript.error is not None:
+        raise ServiceError.from_info(transcript.error)
+    errors = [row.finish.error for row in rows if row.finish is not None and row.finish.error is not None]
+    if len(errors) == num_rows:
+        raise ServiceError.from_info(errors[0])
+    return rows
+
+
+async def run_whole(
+    context: Context, job: Job, transcript: Transcript, whole: Callable[[list[RowResult]], Any], error_body: ErrorBody
+) -> Reply:
+    """Run a job and answer with one JSON value, which `whole` makes of its rows."""
+    feed = await submit(context, job)
+
+    def make() -> Answer:
+        try:
+            return Answer(to_json(whole(_results(feed, transcript, job.num_rows))))
+        except ServiceError as error:
+            return error_answer(error.info, error_body)
+        except Exception:
+            logger.exception("an answer could not be written")
+            return error_answer(_INTERNAL, error_body)
+
+    if await feed.wait_finished(GRACE_S):
+        return make()
+    return Stream(JsonChunks(feed, make), JSON)
+
+
+async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcript, stream: bool) -> Reply:
+    """Run a job and answer as `dialect` writes."""
+    if not stream:
+        return await run_whole(context, job, transcript, dialect.whole, dialect.error_body)
+    feed = await submit(context, job)
+    return Stream(SseChunks(feed, transcript, dialect), SSE)

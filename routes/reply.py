@@ -1,0 +1,77 @@
+"""What a handler returns, and the one table of how failures are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+
+JSON = "application/json"
+SSE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+
+to_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = JSON
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Chunks(Iterator[bytes], Protocol):
+    """The body of a streamed answer. `__next__` returns within a fraction of a second, if only a sign of life."""
+
+    def close(self) -> None:
+        """End the work behind it; called once, also when the client has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An answer that is written while it is made. Its status is 200."""
+
+    chunks: Chunks
+    content_type: str = SSE
+
+
+Reply = Answer | Stream
+ErrorBody = Callable[[ErrorInfo], dict[str, Any]]
+
+
+def json_answer(value: Any, status: int = 200) -> Answer:
+    """An answer with a JSON body."""
+    return Answer(to_json(value), status)
+
+
+def native_error(info: ErrorInfo) -> dict[str, Any]:
+    """`{"error": …}`, with the field and its value where one is at fault."""
+    body: dict[str, Any] = {"error": info.message}
+    if info.field is not None:
+        body |= {"field": info.field, "given": info.given}
+    return body
+
+
+def error_answer(info: ErrorInfo, error_body: ErrorBody) -> Answer:
+    """A failure before anything was written."""
+    headers = {}
+    if info.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(info.retry_after_s)))
+    elif info.kind is ErrorKind.OVERLOADED:
+        headers["Retry-After"] = "1"
+    if info.kind is ErrorKind.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Answer(to_json(error_body(info)), info.kind.http_status, JSON, headers)
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event with a JSON value."""
+    return b"data: " + to_json(value) + b"\n\n"

@@ -1,0 +1,31 @@
+"""A route as data: what registration, metrics and the OpenAPI page are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from routes.bodies import Body
+from routes.context import Context
+from routes.reply import ErrorBody, Reply, native_error
+
+Handler = Callable[[Context, Any], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method on one path. The handler gets the validated body, or the query's fields where `body` is None."""
+
+    method: str
+    path: str
+    handle: Handler
+    body: type[Body] | None
+    summary: str
+    is_work: bool = False
+    """Refused while draining and above the limit of answers under way."""
+    streams: bool = False
+    """Answers with server-sent events when the body says so."""
+    is_public: bool = False
+    """Wants no password."""
+    error_body: ErrorBody = native_error

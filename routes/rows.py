@@ -1,0 +1,100 @@
+"""From a validated body to the engine's rows: tokens, stops, sampling parameters, and the limits that flags set."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+from routes.bodies import SamplingBody
+from routes.config import HttpConfig
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import GenerateRequest
+from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from sampling.params import SamplingParams
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_INLINE_CHARACTERS = 200_000
+_SEEDS = 2**64
+
+
+async def off_loop(
+    characters: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """Run `function` here if it is quick (by the length of its text), else on a thread, so that the loop goes on."""
+    if characters <= _INLINE_CHARACTERS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def invalid(field: str, message: str, given: object) -> ServiceError:
+    """The refusal of one field."""
+    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
+
+
+def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
+    """Stop ids and stop strings. Id 0 ends a row anyway, unless `ignore_eos` says otherwise."""
+    ids = sorted({stop for stop in stops if isinstance(stop, int) and stop != END_OF_TEXT})
+    strings = sorted({stop.encode() for stop in stops if isinstance(stop, str)})
+    return ids, strings
+
+
+def sampling_params(body: SamplingBody, seed: int) -> SamplingParams:
+    """The body's sampling parameters with one row's seed."""
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        alpha_presence=body.alpha_presence,
+        alpha_frequency=body.alpha_frequency,
+        alpha_decay=body.alpha_decay,
+        seed=seed,
+    )
+
+
+def encode(tokenizer: Tokenizer, text: str, field: str, config: HttpConfig, pad_zero: bool = False) -> list[int]:
+    """Token ids of one prompt. Raises ServiceError if there are none or too many."""
+    ids = tokenizer.encode(text)
+    if pad_zero:
+        ids.insert(0, END_OF_TEXT)
+    if not ids:
+        raise invalid(field, "must not be empty", text)
+    if len(ids) > config.max_prompt_tokens:
+        limit = config.max_prompt_tokens
+        raise invalid(field, f"has {len(ids)} tokens, the limit is {limit} (--max-prompt-tokens)", len(ids))
+    return ids
+
+
+def build_rows(
+    tokenizer: Tokenizer,
+    config: HttpConfig,
+    body: SamplingBody,
+    prompts: Sequence[str],
+    stops: Sequence[int | str],
+    field: str,
+) -> list[GenerateRequest]:
+    """One row per prompt; `field` names where the prompts came from. Raises ServiceError."""
+    if len(prompts) > config.max_contents:
+        limit = config.max_contents
+        raise invalid(field, f"has {len(prompts)} prompts, the limit is {limit} (--max-contents)", len(prompts))
+    if body.max_tokens > config.max_tokens_limit:
+        limit = config.max_tokens_limit
+        raise invalid("max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens)
+    seed = secrets.randbits(64) if body.seed is None else body.seed
+    stop_ids, stop_strings = split_stops(stops)
+    return [
+        GenerateRequest(
+            prompt=encode(tokenizer, prompt, f"{field}[{index}]", config, body.pad_zero),
+            max_tokens=body.max_tokens,
+            sampling=sampling_params(body, (seed + index) % _SEEDS),
+            stop_ids=stop_ids,
+            stop_strings=stop_strings,
+            ignore_eos=body.ignore_eos,
+            chunk_size=body.chunk_size if body.stream else 0,
+            use_prefix_cache=body.use_prefix_cache,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,97 @@
+"""An HTTP worker process: Robyn on the shared port, the engine behind a socket. Knows no torch.
+
+Threads: Robyn's event loop runs the handlers; its pool writes the streams; one receives from the engine;
+one keeps house; one listens to the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+from routes import languages, system, translate
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.openapi import openapi_document
+from routes.route import Route
+from routes.table import ROUTES
+from rwkv_batch.client import EngineClient
+from rwkv_batch.process import LogStyle, become_child
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_S = 0.1
+_WIDENINGS = 100
+_FLUSH_S = 0.3
+"""Time for the last bytes to leave Robyn after the last handler has returned."""
+
+
+def run_http_worker(config: HttpConfig, address: str, style: LogStyle, name: str, supervisor: Connection) -> None:
+    """Main function of the process; it ends when the supervisor says so."""
+    become_child(name, style)
+    cpus = os.sched_getaffinity(0)
+    # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
+    os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
+    client = EngineClient(address, name)
+    context = Context(client, config, Gate(config.max_streams))
+    context.shared[system.OPENAPI] = openapi_document(ROUTES)
+    context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
+    client.start()
+    threading.Thread(target=_obey, args=(context, supervisor), name="supervisor", daemon=True).start()
+    _serve(context, ROUTES, cpus)
+
+
+def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
+    # Robyn reads sys.argv when it is imported, abbreviations and all.
+    sys.argv = [sys.argv[0], "--log-level", "WARN", "--disable-openapi"]
+    for name in ("ROBYN_HOST", "ROBYN_PORT", "ROBYN_DEV_MODE", "ROBYN_BROWSER_OPEN"):
+        os.environ.pop(name, None)
+    from robyn import Headers, Robyn
+
+    from routes.http import register
+
+    def keep_house() -> None:
+        languages.detect("The first detection loads the model.")
+        for turn in range(sys.maxsize):
+            if turn < _WIDENINGS:
+                _widen(cpus)
+            # Entering Robyn's native side releases the streams whose clients have gone.
+            Headers({})
+            time.sleep(_HOUSEKEEPING_S)
+
+    def started() -> None:
+        threading.Thread(target=keep_house, name="housekeeping", daemon=True).start()
+
+    app = Robyn(__file__)
+    register(app, context, routes)
+    app.startup_handler(started)
+    app.start(host=context.config.host, port=context.config.port, _check_port=False)
+
+
+def _widen(cpus: set[int]) -> None:
+    """Let every thread of this process run on all its CPUs again."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def _obey(context: Context, supervisor: Connection) -> None:
+    """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
+    while True:
+        try:
+            command = supervisor.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        if command == "drain":
+            context.gate.draining = True
+        elif command == "finish":
+            deadline = time.monotonic() + context.config.drain_timeout_s
+            while context.gate.inside and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(_FLUSH_S)
+            os._exit(0)

@@ -1,0 +1,86 @@
+"""Routes about the service itself: alive, ready, status, figures, models, token counts, the OpenAPI page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from routes import prompts
+from routes.bodies import CountBody
+from routes.context import Context
+from routes.feed import ask
+from routes.reply import Answer, Reply, json_answer
+from routes.route import Route
+from routes.rows import off_loop
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.tokenizer import Tokenizer
+
+OPENAPI = "openapi"
+"""Key of the OpenAPI document in `Context.shared`."""
+
+
+async def healthz(context: Context, query: dict[str, str]) -> Reply:
+    """This HTTP worker is alive."""
+    return json_answer({"status": "ok"})
+
+
+async def readyz(context: Context, query: dict[str, str]) -> Reply:
+    """The model is loaded and new work is taken; 503 otherwise."""
+    if context.gate.draining:
+        return json_answer({"status": "draining"}, 503)
+    if not context.engine.is_connected:
+        return json_answer({"status": "the engine is not running (loading the model, or being restarted)"}, 503)
+    return json_answer({"status": "ready"})
+
+
+async def status(context: Context, query: dict[str, str]) -> Reply:
+    """Model, devices, samplers, rows, pool and processes."""
+    return json_answer(await ask(context, "status"))
+
+
+async def metrics(context: Context, query: dict[str, str]) -> Reply:
+    """Figures of all processes in Prometheus' text form."""
+    text = await ask(context, "metrics")
+    return Answer(str(text).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def models(context: Context, query: dict[str, str]) -> Reply:
+    """The one model that is served."""
+    model = {"id": context.config.model_name, "object": "model", "created": context.started, "owned_by": "rwkv"}
+    return json_answer({"object": "list", "data": [model]})
+
+
+async def count_tokens(context: Context, body: CountBody) -> Reply:
+    """Tokens of a text, of raw prompts, or of a conversation with its prompt form."""
+    if body.messages:
+        texts = [prompts.chat(body.messages, body.enable_think)]
+    elif body.contents:
+        texts = body.contents
+    elif body.text is not None:
+        texts = [body.text]
+    else:
+        raise ServiceError(
+            ErrorKind.INVALID_FIELD, "one of text, contents and messages must be given", field="text", given=None
+        )
+    counts = await off_loop(sum(map(len, texts)), _counts, context.tokenizer, texts)
+    return json_answer({"tokens": sum(counts)})
+
+
+def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
+    return [len(tokenizer.encode(text)) for text in texts]
+
+
+async def openapi(context: Context, query: dict[str, str]) -> Reply:
+    """This interface as an OpenAPI document."""
+    document: dict[str, Any] = context.shared[OPENAPI]
+    return json_answer(document)
+
+
+ROUTES = (
+    Route("GET", "/healthz", healthz, None, "Alive.", is_public=True),
+    Route("GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise."),
+    Route("GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes."),
+    Route("GET", "/metrics", metrics, None, "Figures for Prometheus."),
+    Route("GET", "/v1/models", models, None, "The models served."),
+    Route("POST", "/v1/tokens/count", count_tokens, CountBody, "Count tokens."),
+    Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
+)

@@ -1,0 +1,164 @@
+"""`POST /translate/v1/batch-translate`: immersive-translate's custom API, many short texts at once.
+
+A text is translated paragraph by paragraph, since a blank line ends an answer; the white space around and
+between paragraphs is kept as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from routes import languages, prompts
+from routes.bodies import TranslateBody
+from routes.context import Context
+from routes.feed import new_job_id
+from routes.generate import RowResult, run_whole
+from routes.reply import Reply, json_answer, native_error
+from routes.route import Route
+from routes.rows import encode, invalid, off_loop
+from routes.text import Transcript
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason, GenerateRequest, Job
+from sampling.params import SamplingParams
+
+LABEL = "/translate/v1/batch-translate"
+CACHE = "translations"
+_BLANK_LINES = re.compile(r"(\s*\n[^\S\n]*\n\s*)")
+_NEXT_LABEL = re.compile(r"\n[A-Z][A-Za-z ]{1,40}:")
+_TOKENS_PER_PROMPT_TOKEN = 4
+_TOKENS_AT_LEAST = 64
+_CACHED_CHARACTERS = 4000
+
+Key = tuple[str, str, str]
+"""Source language, target language, paragraph."""
+
+
+class TranslationCache:
+    """The most recently used translations. Any thread may ask."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._texts: OrderedDict[Key, str] = OrderedDict()
+
+    def get(self, key: Key) -> str | None:
+        """The translation, if it is remembered."""
+        with self._lock:
+            if key not in self._texts:
+                return None
+            self._texts.move_to_end(key)
+            return self._texts[key]
+
+    def put(self, key: Key, text: str) -> None:
+        """Remember a translation; long texts are not."""
+        if len(key[2]) + len(text) > _CACHED_CHARACTERS:
+            return
+        with self._lock:
+            self._texts[key] = text
+            while len(self._texts) > self._size:
+                self._texts.popitem(last=False)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A request taken apart: what has to be computed, and how the answers are put together."""
+
+    sources: list[str] = field(default_factory=list)
+    """Language code of each text."""
+    pieces: list[list[Key | str]] = field(default_factory=list)
+    """Of each text: paragraphs to translate (Key) between white space to keep (str)."""
+    known: dict[Key, str] = field(default_factory=dict)
+    missing: list[Key] = field(default_factory=list)
+    """Paragraphs without a translation yet, each once."""
+
+    def assembled(self) -> dict[str, object]:
+        """The answer's body."""
+        texts = ["".join(piece if isinstance(piece, str) else self.known[piece] for piece in text) for text in self.pieces]
+        return {
+            "translations": [
+                {"detected_source_lang": source, "text": text} for source, text in zip(self.sources, texts, strict=True)
+            ]
+        }
+
+
+def plan(body: TranslateBody, cache: TranslationCache) -> Plan:
+    """Take a request apart. Equal paragraphs are computed once."""
+    made = Plan()
+    for text in body.text_list:
+        source = body.source_lang
+        if source.lower() == "auto":
+            source = languages.detect(text) if text.strip() else "auto"
+        made.sources.append(source)
+        made.pieces.append(_pieces(source, body.target_lang, text))
+        for piece in made.pieces[-1]:
+            if isinstance(piece, str) or piece in made.known:
+                continue
+            made.known[piece] = cache.get(piece) or ""
+            if not made.known[piece]:
+                made.missing.append(piece)
+    return made
+
+
+def _pieces(source: str, target: str, text: str) -> list[Key | str]:
+    pieces: list[Key | str] = []
+    for part in _BLANK_LINES.split(text):
+        body = part.strip()
+        if not body:
+            pieces.append(part)
+            continue
+        start = part.index(body)
+        pieces += [part[:start], (source, target, body), part[start + len(body) :]]
+    return pieces
+
+
+def _rows(context: Context, keys: list[Key]) -> list[GenerateRequest]:
+    rows = []
+    for source, target, text in keys:
+        labels = languages.name_of(source), languages.name_of(target)
+        prompt = encode(context.tokenizer, prompts.translation(*labels, text), "text_list", context.config)
+        stops = sorted({"\n\n", *(f"\n{label}:" for label in labels)})
+        rows.append(
+            GenerateRequest(
+                prompt=prompt,
+                max_tokens=min(_TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit),
+                sampling=SamplingParams(temperature=0.0),
+                stop_strings=[stop.encode() for stop in stops],
+                chunk_size=0,
+            )
+        )
+    return rows
+
+
+def cleaned(text: str) -> str:
+    """The answer up to a new label, without the white space around it."""
+    return _NEXT_LABEL.split(text, maxsplit=1)[0].strip()
+
+
+async def batch_translate(context: Context, body: TranslateBody) -> Reply:
+    """Translate every text; order and length are kept, texts of white space alone come back as they are."""
+    if len(body.text_list) > context.config.max_contents:
+        limit, given = context.config.max_contents, len(body.text_list)
+        raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
+    cache: TranslationCache = context.shared[CACHE]
+    characters = sum(map(len, body.text_list))
+    made = await off_loop(characters, plan, body, cache)
+    if not made.missing:
+        return json_answer(made.assembled())
+    rows = await off_loop(characters, _rows, context, made.missing)
+    job = Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=LABEL)
+
+    def whole(results: list[RowResult]) -> object:
+        for key, row in zip(made.missing, results, strict=True):
+            if row.finish is None or row.finish.reason in (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR):
+                raise ServiceError(ErrorKind.TIMEOUT, "a translation did not end in time; send fewer texts at once")
+            made.known[key] = cleaned(row.text)
+            cache.put(key, made.known[key])
+        return made.assembled()
+
+    return await run_whole(context, job, Transcript(len(rows)), whole, native_error)
+
+
+ROUTES = (Route("POST", LABEL, batch_translate, TranslateBody, "Translate many texts, greedily.", is_work=True),)

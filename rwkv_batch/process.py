@@ -1,0 +1,59 @@
+"""What every process of the service does first: its own session, and log lines that say who speaks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+
+import msgspec
+
+
+class LogStyle(msgspec.Struct, frozen=True):
+    """How log lines look and which are written."""
+
+    form: str = "text"
+    """"text" or "json"."""
+    level: str = "info"
+
+
+class _Json(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up_logging(process: str, style: LogStyle) -> None:
+    """Send this process's log lines to standard error."""
+    handler = logging.StreamHandler()
+    if style.form == "json":
+        handler.setFormatter(_Json(process))
+    else:
+        form = f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s"
+        handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
+    logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
+
+
+def become_child(process: str, style: LogStyle) -> None:
+    """Start of a supervised process: signals for the whole group are the supervisor's business."""
+    with contextlib.suppress(OSError):
+        os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging(process, style)

@@ -1,0 +1,255 @@
+"""Every setting of the service in one table: command-line flag, environment variable, default, meaning.
+
+A flag `--max-running` is also read from `RWKV_MAX_RUNNING`; the command line wins. The defaults are those of
+HttpConfig, EngineConfig and PoolConfig, which is where the values end up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from routes.config import HttpConfig
+from rwkv_batch.config import EngineConfig
+from state_pool.config import PoolConfig
+
+Section = type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
+
+
+class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What concerns the supervisor alone."""
+
+    http_workers: int = 0
+    """0: by the number of CPUs."""
+    log_format: str = "text"
+    log_level: str = "info"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole configuration."""
+
+    service: ServiceConfig
+    http: HttpConfig
+    engine: EngineConfig
+
+
+class SettingsError(Exception):
+    """A flag or variable cannot be used; the message is one line."""
+
+
+def _whole(lowest: int, highest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise SettingsError(f"must be a whole number, got {text!r}") from None
+        if not lowest <= value <= highest:
+            raise SettingsError(f"must be {lowest}..{highest}, got {value}")
+        return value
+
+    return parse
+
+
+def _number(lowest: float, highest: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise SettingsError(f"must be a number, got {text!r}") from None
+        if not lowest <= value <= highest:
+            raise SettingsError(f"must be {lowest:g}..{highest:g}, got {text}")
+        return value
+
+    return parse
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise SettingsError(f"must be one of {', '.join(names)}, got {text!r}")
+        return text
+
+    return parse
+
+
+def _yes_or_no(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise SettingsError(f"must be one of {', '.join(words)}, got {text!r}")
+    return words[text.lower()]
+
+
+def _host(text: str) -> str:
+    """An IP literal: Robyn accepts nothing else."""
+    try:
+        return str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        raise SettingsError(f"must be an address of this machine, got {text!r}, which cannot be resolved") from None
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    """`[0,1]`, `0,1` and `cuda:0,cpu` alike; a bare number is a CUDA device."""
+    names = [name.strip() for name in text.strip().removeprefix("[").removesuffix("]").split(",")]
+    for name in names:
+        kind, _, number = name.partition(":")
+        known = kind in ("auto", "cpu", "cuda") and (not number or number.isdecimal())
+        if not (name.isdecimal() or known):
+            raise SettingsError(f"must list devices like [0,1] or cuda:0,cpu, got {text!r}")
+    return tuple(f"cuda:{name}" if name.isdecimal() else name for name in names)
+
+
+def _samplers(text: str) -> tuple[str, ...]:
+    one = _one_of("rapid", "flashinfer", "naive")
+    return tuple(one(name.strip()) for name in text.split(","))
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """One setting: its field in a config struct, how its text is read, what it means."""
+
+    field: str
+    parse: Callable[[str], Any]
+    help: str
+    name: str = ""
+    """Where the flag is not called like the field."""
+
+    @property
+    def option(self) -> str:
+        """The command-line flag."""
+        return "--" + (self.name or self.field).replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return "RWKV_" + (self.name or self.field).upper()
+
+
+_COUNT = _whole(0, 1_000_000)
+_POSITIVE = _whole(1, 2**31 - 1)
+_SECONDS = _number(0, 1e9)
+
+FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
+    ServiceConfig: (
+        Flag("http_workers", _whole(0, 128), "HTTP worker processes; 0: 2, from 8 CPUs on 4, from 32 on 8"),
+        Flag("log_format", _one_of("text", "json"), "text, or one JSON object per line"),
+        Flag("log_level", _one_of("debug", "info", "warning", "error"), "least severity that is logged"),
+    ),
+    HttpConfig: (
+        Flag("host", _host, "address to listen on; 0.0.0.0 for every interface"),
+        Flag("port", _whole(1, 65535), "port to listen on"),
+        Flag("password", str, "wanted from every client; visible in the process list, so better --password-file"),
+        Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
+        Flag("max_body_mb", _number(0.001, 1024), "largest request body in MiB"),
+        Flag("max_contents", _whole(1, 1_000_000), "most prompts in one request"),
+        Flag("max_prompt_tokens", _POSITIVE, "most tokens of one prompt"),
+        Flag("max_tokens_limit", _POSITIVE, "most that max_tokens may ask for"),
+        Flag("max_streams", _whole(1, 500), "answers that one HTTP worker writes at a time; Robyn has 512 threads for them"),
+        Flag("stall_timeout_s", _number(0.1, 1e6), "seconds after which a client that reads nothing is cut off"),
+        Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
+    ),
+    EngineConfig: (
+        Flag("model_path", str, "weights, .pth or .safetensors; without it the demo model is served"),
+        Flag("model_name", str, "name under which the model is listed"),
+        Flag("dtype", _one_of("auto", "fp32", "bf16", "fp16"), "arithmetic; auto: fp16 on CUDA, fp32 on a CPU"),
+        Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
+        Flag("kernels", _one_of("auto", "cuda", "cpu", "naive"), "kernels; auto: the fastest that run here"),
+        Flag("samplers", _samplers, "samplers in order of preference"),
+        Flag("wkv_state", _one_of("auto", "fp32", "fp16"), "storage of the WKV state"),
+        Flag("max_running", _COUNT, "rows that decode at once; 0: by memory"),
+        Flag("max_waiting_rows", _POSITIVE, "rows that may wait; more are refused with 429"),
+        Flag("prefill_tokens_per_step", _COUNT, "prompt tokens that ride along in a step; 0: by device"),
+        Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
+        Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),
+        Flag("warmup", _yes_or_no, "run every kernel once before serving"),
+        Flag("overlap", _yes_or_no, "launch a step before the last one has been read"),
+        Flag("threads", _whole(0, 4096), "compute threads on a CPU; 0: all cores"),
+        Flag("drain_timeout_s", _SECONDS, "seconds that running requests get at shutdown"),
+    ),
+    PoolConfig: (
+        Flag("l1_sessions", _COUNT, "parked sessions kept in slots on the device"),
+        Flag("l2_sessions", _COUNT, "parked sessions kept in host memory"),
+        Flag("state_db", str, "SQLite file of the sessions; empty: memory only"),
+        Flag("durability", _one_of("log", "turn", "lazy"), "what a turn commits before it is acknowledged"),
+        Flag("synchronous", _one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous"),
+        Flag("session_ttl_s", _SECONDS, "seconds after which an unused session is deleted; 0: never"),
+        Flag("state_db_max_gb", _number(0, 1e6), "most the database may hold; 0: unlimited"),
+        Flag("state_db_full", _one_of("evict", "refuse"), "at that limit: evict the oldest, or refuse new ones"),
+        Flag("checkpoint_tokens", _POSITIVE, "log length at which a session's state is written again"),
+        Flag("prefix_cache_slots", _COUNT, "cached prompt prefixes kept in slots; 0: no prefix cache"),
+        Flag("prefix_cache_l2", _COUNT, "cached prefixes kept in host memory"),
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see python app.py --help")
+
+
+def _default(section: Any, field: str) -> Any:
+    value = next(item.default for item in msgspec.structs.fields(section) if item.name == field)
+    return "" if value is msgspec.NODEFAULT else value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line. Values stay text (None: not given), so that one place reads flag and environment."""
+    parser = _Parser(prog="app.py", allow_abbrev=False, description="RWKV-7 batch inference server.")
+    for section, flags in FLAGS.items():
+        for flag in flags:
+            default = _default(section, flag.field)
+            shown = ",".join(default) if isinstance(default, tuple) else default
+            text = f"{flag.help} (default: {shown!s}; {flag.variable})".replace("%", "%%")
+            parser.add_argument(flag.option, dest=flag.variable, metavar="X", help=text)
+    parser.add_argument(
+        "--password-file", dest="RWKV_PASSWORD_FILE", metavar="X", help="file whose first line is the password"
+    )
+    return parser
+
+
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Settings of a command line and an environment. Raises SettingsError with one clear line."""
+    given = vars(build_parser().parse_args(list(arguments)))
+    source = {**environment, **{name: text for name, text in given.items() if text is not None}}
+    values = {section: _section_values(flags, given, source) for section, flags in FLAGS.items()}
+    if not values[HttpConfig].get("password") and (path := source.get("RWKV_PASSWORD_FILE")):
+        values[HttpConfig]["password"] = _first_line(path)
+    engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
+    shared = {"drain_timeout_s": engine.drain_timeout_s, "model_name": engine.model_name}
+    service = ServiceConfig(**values[ServiceConfig])
+    if service.http_workers == 0:
+        service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))
+    return Settings(service=service, http=HttpConfig(**values[HttpConfig], **shared), engine=engine)
+
+
+def default_http_workers(cpus: int) -> int:
+    """HTTP worker processes for a machine of so many CPUs."""
+    return 8 if cpus >= 32 else 4 if cpus >= 8 else 2
+
+
+def _section_values(flags: Sequence[Flag], given: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for flag in flags:
+        text = source.get(flag.variable)
+        if text is None or (text == "" and flag.parse is not str):
+            continue
+        try:
+            values[flag.field] = flag.parse(text)
+        except SettingsError as error:
+            origin = flag.option if given[flag.variable] is not None else flag.variable
+            raise SettingsError(f"{origin} {error}") from None
+    return values
+
+
+def _first_line(path: str) -> str:
+    try:
+        password = Path(path).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--password-file {path} cannot be read: {error}") from None
+    if not password:
+        raise SettingsError(f"--password-file {path} has no password in its first line")
+    return password
