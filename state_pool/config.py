@@ -30,3 +30,14 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prompt prefixes kept in slots; 0: no prefix cache."""
     prefix_cache_l2: int = 64
     """Cached prefixes kept in host memory."""
+    retain_tokens: int = 0
+    """Tokens of history kept in the log behind the last checkpoint; 0: only what a replay needs; -1: all of them,
+    so that a session can be rebuilt for another model or after damage."""
+    checkpoint_idle_s: float = 5.0
+    """A parked session whose state on disk is older than its log is checkpointed after so long without a turn."""
+    transfer_states: int = 4
+    """States on their way to disk or host at once; each holds a host buffer."""
+    prefix_block: int = 256
+    """Tokens between the fixed borders at which a prompt's state may be cached."""
+    prefix_seen: int = 65536
+    """Borders of earlier prompts remembered (24 bytes each), to notice a prefix that is met again."""

@@ -1,0 +1,68 @@
+"""What the engine thread asks of the writer and reader threads, and what comes back. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from state_pool.arena import HostState
+from state_pool.sessions import SessionKey
+
+Done = Callable[[Exception | None], None]
+"""Called on the engine thread when a write was committed, or with why it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A session as a row: written whenever a turn of it is."""
+
+    row: int
+    key: SessionKey
+    parent: int | None
+    turn: int
+    num_tokens: int
+    """Tokens of all turns together, after `turn`."""
+    created: float
+    updated: float
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Commit a turn's token ids; many such are committed together."""
+
+    session: SessionRow
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Commit a state; `commits` also makes it the session's newest turn (durability "turn")."""
+
+    session: SessionRow
+    host: HostState
+    commits: Append | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove sessions from the disk; a dialogue whose children still need it goes later, hidden until then."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A session's state as it was stored, verified, with what to replay after it."""
+
+    parts: dict[str, bytes] | None
+    """None: no stored state applies; replay starts from the zero state."""
+    replay: list[int]
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A session whose rows are damaged: what to tell whoever asks for it."""
+
+    row: int
+    reason: str

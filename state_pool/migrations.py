@@ -1,0 +1,99 @@
+"""The schema, as numbered steps; each is applied in one transaction with the record that it was."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from state_pool.errors import DatabaseUnusable
+
+_SESSIONS = """
+CREATE TABLE sessions(
+  id INTEGER PRIMARY KEY,
+  session_id TEXT NOT NULL,
+  dialogue INTEGER NOT NULL,
+  parent INTEGER,
+  fingerprint TEXT NOT NULL,
+  turn INTEGER NOT NULL,
+  num_tokens INTEGER NOT NULL,
+  created REAL NOT NULL,
+  updated REAL NOT NULL,
+  hidden INTEGER NOT NULL DEFAULT 0,
+  quarantined TEXT)
+"""
+_TURNS = """
+CREATE TABLE turns(
+  session INTEGER NOT NULL,
+  turn INTEGER NOT NULL,
+  num_tokens INTEGER NOT NULL,
+  tokens BLOB NOT NULL,
+  checksum BLOB NOT NULL,
+  created REAL NOT NULL,
+  PRIMARY KEY(session, turn)) WITHOUT ROWID
+"""
+_STATES = """
+CREATE TABLE states(
+  id INTEGER PRIMARY KEY,
+  session INTEGER NOT NULL UNIQUE,
+  turn INTEGER NOT NULL,
+  num_tokens INTEGER NOT NULL,
+  fingerprint TEXT NOT NULL,
+  layout_version INTEGER NOT NULL,
+  layout TEXT NOT NULL,
+  bytes INTEGER NOT NULL,
+  checksum BLOB NOT NULL,
+  created REAL NOT NULL)
+"""
+_CHUNKS = "CREATE TABLE state_chunks(id INTEGER PRIMARY KEY, checksum BLOB NOT NULL, data BLOB NOT NULL)"
+
+MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "sessions, their turns and their states",
+        (
+            _SESSIONS,
+            "CREATE UNIQUE INDEX sessions_by_name ON sessions(session_id, dialogue) WHERE hidden = 0",
+            "CREATE INDEX sessions_by_parent ON sessions(parent) WHERE parent IS NOT NULL",
+            _TURNS,
+            _STATES,
+            _CHUNKS,
+        ),
+    ),
+)
+"""(name, statements), in order; the first is version 1. Never change one that was released: add another."""
+
+SCHEMA_VERSION = len(MIGRATIONS)
+
+
+def migrate(connection: sqlite3.Connection, path: str) -> int:
+    """Bring the database to `SCHEMA_VERSION`; returns the version it had.
+
+    Raises DatabaseUnusable for a database that a newer version of this program wrote.
+    """
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS schema_migrations(version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied REAL NOT NULL)"
+    )
+    found = int(connection.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchone()[0])
+    if found > SCHEMA_VERSION:
+        raise DatabaseUnusable(
+            f"session database {path} has schema {found}, this version knows up to {SCHEMA_VERSION}: "
+            "start the newer version, or name another file with --state-db"
+        )
+    for version in range(found + 1, SCHEMA_VERSION + 1):
+        _apply(connection, version)
+    return found
+
+
+def _apply(connection: sqlite3.Connection, version: int) -> None:
+    name, statements = MIGRATIONS[version - 1]
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in statements:
+            connection.execute(statement)
+        connection.execute(
+            "INSERT INTO schema_migrations(version, name, applied) VALUES (?, ?, ?)", (version, name, time.time())
+        )
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise

@@ -1,0 +1,243 @@
+"""Cached prompt prefixes: states after the first tokens of prompts, in slots and in host memory.
+
+Engine thread only. An entry is found by its first tokens and compared token by token: a hash alone never
+decides, so there are no false hits. Which borders are worth a state is learnt from a bounded memory of
+hashes: a prefix that was never met before costs one hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from state_pool.arena import HostState
+from state_pool.config import PoolConfig
+from state_pool.records import pack_tokens
+from state_pool.tiers import Tiers
+
+MIN_TOKENS = 32
+"""Shortest prefix worth a state; also the part by which entries are looked up."""
+_TOKEN_BYTES = 4
+_KEY_BYTES = MIN_TOKENS * _TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHit:
+    """A state to begin from: the one after the first `num_tokens` of the prompt. Give it back with `unpin`."""
+
+    slot: int
+    num_tokens: int
+    tier: str
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    ids: bytes
+    used: float
+    slot: int | None = None
+    host: HostState | None = None
+    leaving: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids) // _TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    """What the cache did since the start."""
+
+    hits: int = 0
+    misses: int = 0
+    saved_tokens: int = 0
+    stored: int = 0
+    dropped: int = 0
+
+
+class PrefixCache:
+    """Owns entries; slots and copies come from the tiers."""
+
+    def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
+        self.counters = PrefixCounters()
+        self._tiers = tiers
+        self._config = config
+        self._buckets: dict[bytes, list[_Entry]] = {}
+        """First tokens -> entries that begin so, longest first."""
+        self._l1: OrderedDict[_Entry, None] = OrderedDict()
+        self._l2: OrderedDict[_Entry, None] = OrderedDict()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._seed = tiers.arena.fingerprint.encode()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is cached at all."""
+        return self._config.prefix_cache_slots > 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(entries in slots, entries in host memory)."""
+        return len(self._l1), len(self._l2)
+
+    def match(self, tokens: Sequence[int]) -> PrefixHit | None:
+        """The longest cached prefix that leaves at least one token to compute; its slot is pinned."""
+        if not self._buckets or len(tokens) <= MIN_TOKENS:
+            self.counters.misses += self.enabled
+            return None
+        ids = pack_tokens(tokens)
+        for entry in self._buckets.get(ids[:_KEY_BYTES], ()):
+            if len(entry.ids) < len(ids) and ids.startswith(entry.ids):
+                hit = self._take(entry)
+                if hit is not None:
+                    return hit
+        self.counters.misses += 1
+        return None
+
+    def unpin(self, hit: PrefixHit) -> None:
+        """The row no longer reads the slot."""
+        self._tiers.unpin(hit.slot)
+
+    def borders(self, tokens: Sequence[int], extra: Sequence[int] = ()) -> list[int]:
+        """Where a prefill should pause because the state there is worth offering; ascending, at most two.
+
+        Candidates are multiples of `prefix_block` and `extra` (ends of messages). Kept are the longest one
+        that an earlier prompt shared, and the longest that at least twice as many shared.
+        """
+        if not self.enabled or len(tokens) <= MIN_TOKENS:
+            return []
+        block = self._config.prefix_block
+        wanted = {at for at in (*range(block, len(tokens), block), *extra) if MIN_TOKENS <= at < len(tokens)}
+        ids = pack_tokens(tokens)
+        met = [(at, self._count(digest)) for at, digest in self._digests(ids, sorted(wanted))]
+        shared = [(at, count) for at, count in met if count > 0]
+        if not shared:
+            return []
+        longest, its_count = shared[-1]
+        common = [at for at, count in shared if count >= 2 * its_count]
+        chosen = {longest, *common[-1:]}
+        return [at for at in sorted(chosen) if self._find(ids[: at * _TOKEN_BYTES]) is None]
+
+    def offer(self, tokens: Sequence[int], slot: int) -> PrefixHit | None:
+        """Cache the state after `tokens`, which the caller's slot holds.
+
+        The cache takes the slot over and pins it for the caller, who goes on reading it and writes
+        elsewhere; None: refused, the slot stays the caller's.
+        """
+        ids = pack_tokens(tokens)
+        if not self.enabled or len(tokens) < MIN_TOKENS or self._find(ids) is not None:
+            return None
+        if not self._tiers.pin(slot):
+            return None
+        entry = _Entry(ids, time.time(), slot=slot)
+        bucket = self._buckets.setdefault(ids[:_KEY_BYTES], [])
+        bucket.append(entry)
+        bucket.sort(key=lambda e: -len(e.ids))
+        self._l1[entry] = None
+        self.counters.stored += 1
+        return PrefixHit(slot, entry.num_tokens, "L1 (VRAM)")
+
+    def clear(self) -> None:
+        """Forget every entry; slots still read by rows are freed when those let go."""
+        for entry in [*self._l1, *self._l2]:
+            self._forget(entry)
+
+    # -- evictable, for the tiers ----------------------------------------------------------------------
+
+    def oldest(self) -> float | None:
+        """When the least recently used entry whose slot nobody reads was last used."""
+        entry = self._oldest_idle()
+        return None if entry is None else entry.used
+
+    def evict(self) -> None:
+        """Begin to move that entry to host memory."""
+        entry = self._oldest_idle()
+        if entry is not None:
+            self._demote(entry)
+
+    def trim(self) -> None:
+        """Bring both tiers back to their sizes."""
+        leaving = sum(entry.leaving for entry in self._l1)
+        if len(self._l1) - leaving > self._config.prefix_cache_slots:
+            self.evict()
+        while len(self._l2) > self._config.prefix_cache_l2:
+            self._forget(next(iter(self._l2)))
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _take(self, entry: _Entry) -> PrefixHit | None:
+        tier = "L1 (VRAM)" if entry.slot is not None else "L2 (RAM)"
+        if entry.slot is None:
+            assert entry.host is not None
+            slot = self._tiers.load(entry.host)
+            if slot is None:
+                return None
+            entry.slot, entry.host = slot, None
+            self._l2.pop(entry, None)
+            self._l1[entry] = None
+        if not self._tiers.pin(entry.slot):
+            return None
+        entry.used = time.time()
+        self._l1.move_to_end(entry)
+        self.counters.hits += 1
+        self.counters.saved_tokens += entry.num_tokens
+        return PrefixHit(entry.slot, entry.num_tokens, tier)
+
+    def _find(self, ids: bytes) -> _Entry | None:
+        return next((entry for entry in self._buckets.get(ids[:_KEY_BYTES], ()) if entry.ids == ids), None)
+
+    def _oldest_idle(self) -> _Entry | None:
+        slots = self._tiers.slots
+        return next((e for e in self._l1 if not e.leaving and e.slot is not None and slots.holders(e.slot) == 1), None)
+
+    def _demote(self, entry: _Entry) -> None:
+        slot = entry.slot
+        assert slot is not None
+        if self._config.prefix_cache_l2 == 0:
+            self._forget(entry)
+            return
+        entry.leaving = True
+
+        def arrived(host: HostState) -> None:
+            entry.leaving = False
+            if entry.slot != slot or self._tiers.slots.holders(slot) != 1:
+                return
+            self._tiers.slots.drop(slot)
+            entry.slot, entry.host = None, host
+            self._l1.pop(entry, None)
+            self._l2[entry] = None
+            self.trim()
+
+        self._tiers.save(slot, arrived)
+
+    def _forget(self, entry: _Entry) -> None:
+        bucket = self._buckets[entry.ids[:_KEY_BYTES]]
+        bucket.remove(entry)
+        if not bucket:
+            del self._buckets[entry.ids[:_KEY_BYTES]]
+        self._l1.pop(entry, None)
+        self._l2.pop(entry, None)
+        if entry.slot is not None:
+            self._tiers.slots.drop(entry.slot)
+            entry.slot = None
+        entry.host = None
+        self.counters.dropped += 1
+
+    def _digests(self, ids: bytes, borders: Sequence[int]) -> list[tuple[int, bytes]]:
+        """The chain of hashes over the token ids, one for each border."""
+        chain = hashlib.blake2b(self._seed, digest_size=16)
+        digests, start = [], 0
+        for at in borders:
+            chain.update(ids[start : at * _TOKEN_BYTES])
+            start = at * _TOKEN_BYTES
+            digests.append((at, chain.copy().digest()))
+        return digests
+
+    def _count(self, digest: bytes) -> int:
+        """How many earlier prompts had this prefix; this one is counted from now on."""
+        count = self._seen.pop(digest, 0)
+        self._seen[digest] = count + 1
+        while len(self._seen) > self._config.prefix_seen:
+            self._seen.popitem(last=False)
+        return count

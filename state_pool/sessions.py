@@ -1,0 +1,163 @@
+"""What the pool knows of each session in memory. Owned by the engine thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from state_pool.arena import HostState
+
+if TYPE_CHECKING:
+    from state_pool.lease import Lease, PendingTurn
+
+LINEAR = -1
+"""Dialogue number of a plain session, which grows turn by turn; branching dialogues are numbered from 1."""
+ROOT = 0
+"""The empty dialogue that every branching session begins from; it always exists and is never stored."""
+
+
+class SessionKey(NamedTuple):
+    """A session's name and which of its dialogues; the plain session is a kind of its own."""
+
+    session_id: str
+    dialogue: int = LINEAR
+
+    @property
+    def shown(self) -> str:
+        """The name in lists: "s" for the plain session, "s:2" for dialogue 2. Never parsed."""
+        return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One line of turns, and where its state is. At most one of `slot` and `host` holds it, or only the disk."""
+
+    key: SessionKey
+    row: int
+    """Its number in the database, never used again for another."""
+    created: float
+    updated: float
+    parent: Session | None = None
+    turn: int = 0
+    """Turns that are part of it; 0: it doesn't exist yet for anyone but its first lease."""
+    num_tokens: int = 0
+    slot: int | None = None
+    host: HostState | None = None
+    replay: list[int] = field(default_factory=list)
+    """Tokens to be read after the state in `slot` or `host`, which came from an older checkpoint."""
+    disk_turn: int = -1
+    """Turn after which the state on disk was taken; -1: none."""
+    disk_tokens: int = 0
+    """Tokens the state on disk stands for."""
+    log_broken: bool = False
+    """A turn could not be logged (only with durability "lazy"): no more are until a checkpoint covers it."""
+    unusable: str | None = None
+    queue: deque[Lease] = field(default_factory=deque)
+    """Leases that wait for their turn."""
+    active: Lease | None = None
+    pending: PendingTurn | None = None
+    """The turn that was recorded and isn't settled yet."""
+    readers: int = 0
+    """Leases that wait for this state to come to a slot: it isn't evicted under them."""
+    loading: bool = False
+    moving: bool = False
+    """A copy or a checkpoint of it is under way."""
+    deleted: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """Whether a turn of it was ever kept."""
+        return self.turn > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn runs, waits or settles, or somebody reads it."""
+        return self.active is not None or bool(self.queue) or self.pending is not None or self.readers > 0
+
+    @property
+    def dirty(self) -> bool:
+        """Whether the state on disk is older than the session."""
+        return self.disk_turn < self.turn
+
+    @property
+    def reloadable(self) -> bool:
+        """Whether the state in memory can go because the disk gives the very same."""
+        return not self.dirty or bool(self.replay)
+
+    @property
+    def tier(self) -> str:
+        """The highest tier that holds it, in the words of /state/status."""
+        if self.slot is not None:
+            return "L1 (VRAM)"
+        return "L2 (RAM)" if self.host is not None else "Database (Disk)"
+
+
+class SessionIndex:
+    """All sessions by name, least recently used first; the tiers' own orders beside it."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[SessionKey, Session] = OrderedDict()
+        self._dialogues: dict[str, dict[int, Session]] = {}
+        self.l1: OrderedDict[Session, None] = OrderedDict()
+        """Sessions parked in slots, least recently used first."""
+        self.l2: OrderedDict[Session, None] = OrderedDict()
+        """Sessions in host memory, least recently used first."""
+        self.num_existing = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_key.values())
+
+    def __reversed__(self) -> Iterator[Session]:
+        return reversed(self._by_key.values())
+
+    def get(self, key: SessionKey) -> Session | None:
+        """The session of that name, perhaps not existing yet."""
+        return self._by_key.get(key)
+
+    def add(self, session: Session) -> None:
+        """Enter a session as the most recently used."""
+        self._by_key[session.key] = session
+        if session.key.dialogue != LINEAR:
+            self._dialogues.setdefault(session.key.session_id, {})[session.key.dialogue] = session
+        self.num_existing += session.exists
+
+    def remove(self, session: Session) -> None:
+        """Forget a session, on every tier's list."""
+        if self._by_key.get(session.key) is session:
+            del self._by_key[session.key]
+            self.num_existing -= session.exists
+        family = self._dialogues.get(session.key.session_id, {})
+        if family.get(session.key.dialogue) is session:
+            del family[session.key.dialogue]
+            if not family:
+                del self._dialogues[session.key.session_id]
+        self.l1.pop(session, None)
+        self.l2.pop(session, None)
+
+    def touch(self, session: Session, now: float) -> None:
+        """Mark as the most recently used."""
+        session.updated = now
+        self._by_key.move_to_end(session.key)
+        if session in self.l1:
+            self.l1.move_to_end(session)
+        if session in self.l2:
+            self.l2.move_to_end(session)
+
+    def next_dialogue(self, session_id: str) -> int:
+        """The number a new dialogue of the session gets: one more than the largest, those being stored counted."""
+        return max(self._dialogues.get(session_id, {ROOT: None}), default=ROOT) + 1
+
+    def matching(self, session_id: str, prefix: bool) -> list[Session]:
+        """Sessions a delete means: by id with all dialogues, else by shown name, or all that begin so."""
+        if prefix:
+            return [s for s in self if s.key.shown.startswith(session_id)]
+        exact = list(self._dialogues.get(session_id, {}).values())
+        linear = self._by_key.get(SessionKey(session_id))
+        if linear is not None:
+            exact.append(linear)
+        return exact or [s for s in self if s.key.dialogue != LINEAR and s.key.shown == session_id]

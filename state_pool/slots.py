@@ -1,0 +1,61 @@
+"""Who holds which slot of the arena, by counting holders. Engine thread only; moves no bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
+
+
+class Slots:
+    """The slots a sequence may own. A slot is free when nobody holds it.
+
+    Running rows, parked sessions, cached prefixes, leases that read from a slot and copies under way each
+    hold a slot once; whoever lets go last frees it. So a state that is being read cannot be handed out anew.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots <= FIRST_FREE_SLOT:
+            raise ValueError(f"an arena of {num_slots} slots has none to lend; it needs at least {FIRST_FREE_SLOT + 1}")
+        self._free = deque(range(FIRST_FREE_SLOT, num_slots))
+        self._holders = [0] * num_slots
+        self.num_usable = num_slots - FIRST_FREE_SLOT
+
+    @property
+    def num_free(self) -> int:
+        """Slots nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, held once by the caller; None if there is none."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._holders[slot] = 1
+        return slot
+
+    def hold(self, slot: int) -> None:
+        """Hold a slot that somebody holds already. The zero slot needs no holding."""
+        if slot == ZERO_SLOT:
+            return
+        if self._holders[slot] < 1:
+            raise ValueError(f"slot {slot} is free and cannot be shared")
+        self._holders[slot] += 1
+
+    def drop(self, slot: int) -> None:
+        """Let go of a slot once."""
+        if slot == ZERO_SLOT:
+            return
+        if self._holders[slot] < 1:
+            raise ValueError(f"slot {slot} was let go more often than held")
+        self._holders[slot] -= 1
+        if self._holders[slot] == 0:
+            self._free.append(slot)
+
+    def holders(self, slot: int) -> int:
+        """How many hold the slot."""
+        return self._holders[slot]
+
+    def held(self) -> dict[int, int]:
+        """Slot -> number of holders, for integrity checks."""
+        return {slot: count for slot, count in enumerate(self._holders) if count}

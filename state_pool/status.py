@@ -1,0 +1,80 @@
+"""What the pool says of itself: sessions for /state/status, sizes and troubles for /status. Engine thread only."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from state_pool.config import PoolConfig
+from state_pool.sessions import Session, SessionIndex
+from state_pool.store import Store
+
+if TYPE_CHECKING:
+    from state_pool.prefix import PrefixCache
+    from state_pool.tiers import Tiers
+
+
+def session_status(index: SessionIndex, limit: int, offset: int) -> dict[str, Any]:
+    """Counts by the highest tier that holds a session, and a page of sessions, newest first."""
+    total = index.num_existing
+    l1 = sum(session.exists for session in index.l1)
+    l2 = sum(session.exists for session in index.l2)
+    existing = (session for session in reversed(index) if session.exists)
+    return {
+        "total_sessions": total,
+        "l1_cache_count": l1,
+        "l2_cache_count": l2,
+        "database_count": total - l1 - l2,
+        "sessions": [_shown(session) for session in islice(existing, offset, offset + limit)],
+    }
+
+
+def _shown(session: Session) -> dict[str, Any]:
+    return {
+        "session_id": session.key.shown,
+        "cache_level": session.tier,
+        "last_updated": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.updated)),
+        "timestamp": session.updated,
+    }
+
+
+def pool_stats(
+    config: PoolConfig, index: SessionIndex, tiers: Tiers, prefix: PrefixCache, store: Store | None
+) -> dict[str, Any]:
+    """Sizes, queues, counters and degradations."""
+    state_bytes = tiers.arena.state_bytes
+    prefix_l1, prefix_l2 = prefix.sizes
+    unusable = [session for session in index if session.unusable is not None]
+    return {
+        "durability": config.durability if store is not None else "memory",
+        "sessions": index.num_existing,
+        "slots": {"total": tiers.slots.num_usable, "free": tiers.slots.num_free},
+        "l1": {"sessions": len(index.l1), "limit": config.l1_sessions, "bytes": len(index.l1) * state_bytes},
+        "l2": {"sessions": len(index.l2), "limit": config.l2_sessions, "bytes": len(index.l2) * state_bytes},
+        "database": _database(store),
+        "prefix_cache": {
+            "enabled": prefix.enabled,
+            "l1": prefix_l1,
+            "l2": prefix_l2,
+            **_fields(prefix.counters),
+        },
+        "counters": _fields(tiers.counters),
+        "quarantined": [{"session_id": s.key.shown, "reason": s.unusable} for s in unusable[:20]],
+        "quarantined_count": len(unusable),
+        "degraded": None if store is None else store.degraded,
+    }
+
+
+def _database(store: Store | None) -> dict[str, Any] | None:
+    if store is None:
+        return None
+    small, states = store.writer.queued
+    return {"path": store.path, "queued_turns": small, "queued_states": states, **_fields(store.writer.stats)}
+
+
+def _fields(counters: Any) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(counters)
+    return found

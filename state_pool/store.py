@@ -1,0 +1,162 @@
+"""The third tier as the engine thread sees it: jobs go in, callbacks come back through `deliver`."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sqlite3
+from collections.abc import Callable
+
+from state_pool.arena import Arena
+from state_pool.config import PoolConfig
+from state_pool.database import ProcessLock, explain, open_reader, open_writer
+from state_pool.jobs import Append, Checkpoint, Delete, Done, Quarantined, SessionRow
+from state_pool.reader import OnLoaded, Reader
+from state_pool.sessions import Session, SessionIndex, SessionKey
+from state_pool.writer import Writer
+
+
+class Deliveries:
+    """Callbacks on their way from the threads to the engine thread."""
+
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = wake
+
+    def __call__(self, callback: Callable[[], None]) -> None:
+        """From any thread: have the callback run by the next `run`."""
+        self._queue.put(callback)
+        if self._wake is not None:
+            self._wake()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is there to run."""
+        return not self._queue.empty()
+
+    def run(self) -> int:
+        """On the engine thread: run what has arrived; returns how many."""
+        count = 0
+        while not self._queue.empty():
+            self._queue.get_nowait()()
+            count += 1
+        return count
+
+
+class Store:
+    """The database with its two threads. Raises DatabaseUnusable when it cannot be opened."""
+
+    def __init__(self, config: PoolConfig, arena: Arena, deliver: Deliveries) -> None:
+        self.path = os.path.abspath(config.state_db)
+        self._limit_bytes = int(config.state_db_max_gb * 1e9)
+        self._lock: ProcessLock | None = None
+        connection = None
+        try:
+            self._lock = ProcessLock(self.path) if os.path.isdir(os.path.dirname(self.path)) else None
+            connection = open_writer(self.path, config.synchronous)
+            self._sessions = _stored_sessions(connection)
+            self.writer = Writer(
+                connection,
+                layout=arena.layout,
+                fingerprint=arena.fingerprint,
+                retain=config.retain_tokens,
+                queue=config.transfer_states,
+                deliver=deliver,
+            )
+        except sqlite3.Error as error:
+            self._give_up(connection)
+            raise explain(error, self.path) from error
+        except BaseException:
+            self._give_up(connection)
+            raise
+        self._reader = Reader(
+            open_reader(self.path), layout=arena.layout, fingerprint=arena.fingerprint, deliver=deliver
+        )
+        self._next_row = self.writer.next_row
+        self.pending = 0
+        """Jobs whose outcome has not been delivered."""
+
+    def _give_up(self, connection: sqlite3.Connection | None) -> None:
+        if connection is not None:
+            connection.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def fill(self, index: SessionIndex) -> None:
+        """Enter every stored session, oldest first."""
+        by_row: dict[int, Session] = {}
+        for stored, disk_turn, disk_tokens, quarantined in self._sessions:
+            session = Session(stored.key, stored.row, stored.created, stored.updated)
+            session.parent = by_row.get(stored.parent) if stored.parent is not None else None
+            session.turn, session.num_tokens = stored.turn, stored.num_tokens
+            session.disk_turn, session.disk_tokens = disk_turn, disk_tokens
+            session.unusable = quarantined
+            by_row[stored.row] = session
+        for session in sorted(by_row.values(), key=lambda s: s.updated):
+            index.add(session)
+        self._sessions = []
+
+    def next_row(self) -> int:
+        """A row number that was never used."""
+        self._next_row += 1
+        return self._next_row - 1
+
+    @property
+    def takes_state(self) -> bool:
+        """Whether the writer's queue has room for another state."""
+        return self.writer.takes_state
+
+    @property
+    def degraded(self) -> str | None:
+        """Why the last write failed; None since one succeeded."""
+        return self.writer.stats.degraded
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether the database holds more than `state_db_max_gb`."""
+        return bool(self._limit_bytes) and self.writer.stats.used_bytes > self._limit_bytes
+
+    def submit(self, job: Append | Delete | Quarantined, done: Done) -> None:
+        """Queue a small write."""
+        self.writer.submit(job, self._counted(done))
+
+    def submit_state(self, job: Checkpoint, done: Done) -> None:
+        """Queue a state; only while `takes_state`."""
+        self.writer.submit_state(job, self._counted(done))
+
+    def load(self, row: int, on_loaded: OnLoaded) -> None:
+        """Read a session back."""
+        self._reader.load(row, on_loaded)
+
+    def close(self) -> None:
+        """Write what is queued and let go of the file. Blocks."""
+        self._reader.close()
+        self.writer.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _counted(self, done: Done) -> Done:
+        self.pending += 1
+
+        def outcome(error: Exception | None) -> None:
+            self.pending -= 1
+            done(error)
+
+        return outcome
+
+
+def _stored_sessions(connection: sqlite3.Connection) -> list[tuple[SessionRow, int, int, str | None]]:
+    rows = connection.execute(
+        "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
+        "coalesce(t.turn, -1), coalesce(t.num_tokens, 0), s.quarantined "
+        "FROM sessions s LEFT JOIN states t ON t.session = s.id WHERE s.hidden = 0 ORDER BY s.id"
+    )
+    return [
+        (
+            SessionRow(row, SessionKey(sid, dialogue), parent, turn, tokens, created, updated),
+            disk_turn,
+            disk_tokens,
+            bad,
+        )
+        for row, sid, dialogue, parent, turn, tokens, created, updated, disk_turn, disk_tokens, bad in rows
+    ]

@@ -1,0 +1,170 @@
+"""The statements that change or read the database, each within its caller's transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from state_pool.jobs import Append, Delete, SessionRow
+from state_pool.records import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens
+
+
+def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
+    """Insert a session, or move it on to a later turn; an earlier one changes nothing."""
+    connection.execute(
+        "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
+        "turn = excluded.turn, num_tokens = excluded.num_tokens, updated = excluded.updated, "
+        "fingerprint = excluded.fingerprint WHERE excluded.turn > turn",
+        (
+            session.row,
+            session.key.session_id,
+            session.key.dialogue,
+            session.parent,
+            fingerprint,
+            session.turn,
+            session.num_tokens,
+            session.created,
+            session.updated,
+        ),
+    )
+
+
+def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -> int:
+    """Log one turn and move its session on; returns the bytes of the log row.
+
+    Turns follow each other without a gap: anything else is an IntegrityError, so that no turn is applied
+    twice and none is missing.
+    """
+    data = pack_tokens(job.tokens)
+    row, turn = job.session.row, job.session.turn
+    found = connection.execute("SELECT turn FROM sessions WHERE id = ?", (row,)).fetchone()
+    if turn != (1 if found is None else int(found[0]) + 1):
+        raise sqlite3.IntegrityError(f"turn {turn} does not follow turn {0 if found is None else found[0]}")
+    put_session(connection, job.session, fingerprint)
+    connection.execute(
+        "INSERT INTO turns(session, turn, num_tokens, tokens, checksum, created) VALUES (?, ?, ?, ?, ?, ?)",
+        (row, turn, job.session.num_tokens, data, checksum(data, row, turn), job.session.updated),
+    )
+    return len(data)
+
+
+def put_chunk(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
+    """One piece of a state that nothing points to yet."""
+    at = state * CHUNKS_PER_STATE + number
+    connection.execute("INSERT INTO state_chunks(id, checksum, data) VALUES (?, ?, ?)", (at, checksum(data, at), data))
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """What is said about a stored state beside its bytes."""
+
+    state: int
+    session: int
+    turn: int
+    num_tokens: int
+    fingerprint: str
+    layout: str
+    num_bytes: int
+
+    def checksum(self) -> bytes:
+        """Over everything that decides whether and where the state may be used."""
+        numbers = (self.state, self.session, self.turn, self.num_tokens, self.num_bytes, LAYOUT_VERSION)
+        return checksum(f"{self.fingerprint}\n{self.layout}".encode(), *numbers)
+
+
+def put_state(connection: sqlite3.Connection, row: StateRow) -> int | None:
+    """Make staged chunks the session's state; returns the number of the state they replace."""
+    old = connection.execute("SELECT id FROM states WHERE session = ?", (row.session,)).fetchone()
+    connection.execute("DELETE FROM states WHERE session = ?", (row.session,))
+    connection.execute(
+        "INSERT INTO states(id, session, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, created) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            row.state,
+            row.session,
+            row.turn,
+            row.num_tokens,
+            row.fingerprint,
+            LAYOUT_VERSION,
+            row.layout,
+            row.num_bytes,
+            row.checksum(),
+            time.time(),
+        ),
+    )
+    return None if old is None else int(old[0])
+
+
+def trim_turns(connection: sqlite3.Connection, session: int, turn: int, num_tokens: int, retain: int) -> None:
+    """Drop the log that a state covers, but for the last `retain` tokens of it; -1 keeps everything."""
+    if retain < 0:
+        return
+    connection.execute(
+        "DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)
+    )
+
+
+def delete_sessions(connection: sqlite3.Connection, job: Delete) -> list[int]:
+    """Remove sessions; returns the states whose chunks are garbage now."""
+    for row in job.rows:
+        connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
+    return sweep_hidden(connection, job.rows)
+
+
+def sweep_hidden(connection: sqlite3.Connection, among: Iterable[int] | None = None) -> list[int]:
+    """Really remove hidden sessions that no child needs; a child with a state of its own needs no parent."""
+    garbage: list[int] = []
+    if among is None:
+        among = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
+    left = sorted(among, reverse=True)
+    for row in left:  # children have larger numbers than their parents and go first
+        needed = connection.execute(
+            "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
+            (row,),
+        ).fetchone()
+        if needed is not None:
+            continue
+        garbage += [int(found[0]) for found in connection.execute("SELECT id FROM states WHERE session = ?", (row,))]
+        for statement in (
+            "DELETE FROM states WHERE session = ?",
+            "DELETE FROM turns WHERE session = ?",
+            "DELETE FROM sessions WHERE id = ?",
+        ):
+            connection.execute(statement, (row,))
+    return garbage
+
+
+def delete_chunks(connection: sqlite3.Connection, state: int, limit: int) -> bool:
+    """Remove up to `limit` chunks of a state nothing points to; True when none is left."""
+    low = state * CHUNKS_PER_STATE
+    gone = connection.execute(
+        "DELETE FROM state_chunks WHERE id IN (SELECT id FROM state_chunks WHERE id >= ? AND id < ? LIMIT ?)",
+        (low, low + CHUNKS_PER_STATE, limit),
+    ).rowcount
+    return gone < limit
+
+
+def orphaned_states(connection: sqlite3.Connection) -> list[int]:
+    """States that a crash left half written or half removed."""
+    known = {int(row[0]) for row in connection.execute("SELECT id FROM states")}
+    orphans: list[int] = []
+    at = 0
+    while True:
+        found = connection.execute("SELECT min(id) FROM state_chunks WHERE id >= ?", (at,)).fetchone()[0]
+        if found is None:
+            return orphans
+        state = int(found) // CHUNKS_PER_STATE
+        if state not in known:
+            orphans.append(state)
+        at = (state + 1) * CHUNKS_PER_STATE
+
+
+def first_numbers(connection: sqlite3.Connection) -> tuple[int, int]:
+    """(next session row, next state number): larger than any in use."""
+    row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
+    states = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
+    chunks = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
+    return int(row) + 1, max(int(states), int(chunks) // CHUNKS_PER_STATE) + 1

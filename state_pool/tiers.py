@@ -1,0 +1,354 @@
+"""Where states are: slots (L1), host memory (L2), disk (L3), and the copies between. Engine thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from state_pool.arena import ZERO_SLOT, Arena, Copy, HostState
+from state_pool.config import PoolConfig
+from state_pool.crash_points import reach
+from state_pool.jobs import Append, Checkpoint, Done, SessionRow
+from state_pool.sessions import Session, SessionIndex
+from state_pool.slots import Slots
+from state_pool.store import Store
+
+
+class Evictable(Protocol):
+    """Another owner of slots that can give some back: the prefix cache."""
+
+    def oldest(self) -> float | None:
+        """When the least recently used slot it could free was last used; None: it can free none."""
+        ...
+
+    def evict(self) -> None:
+        """Begin to free that slot."""
+        ...
+
+
+@dataclass(slots=True)
+class _Transfer:
+    copy: Copy
+    finish: Callable[[HostState], None]
+    slot: int
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What has been moved since the start."""
+
+    demotions: int = 0
+    promotions: int = 0
+    loads: int = 0
+    lost: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    bytes_from_disk: int = 0
+
+
+class Tiers:
+    """Moves states between the tiers under pressure, and nothing when there is none."""
+
+    def __init__(self, arena: Arena, config: PoolConfig, index: SessionIndex, store: Store | None) -> None:
+        self.arena = arena
+        self.slots = Slots(arena.num_slots)
+        self.counters = TierCounters()
+        self.other: Evictable | None = None
+        self._config = config
+        self._index = index
+        self._store = store
+        self._transfers: list[_Transfer] = []
+        self._pins: dict[int, int] = {}
+        self._leaving = 0
+        """Slots that become free when a copy is done."""
+        self._saving = 0
+        """Copies that will be handed to the writer."""
+
+    # -- slots -----------------------------------------------------------------------------------------
+
+    def take(self) -> int | None:
+        """A free slot for the caller; begins to make room when there is none."""
+        slot = self.slots.take()
+        if slot is not None:
+            return slot
+        self.finish_copies()
+        if self.slots.num_free == 0 and self._leaving == 0:
+            self._make_room()
+            self.finish_copies()
+        return self.slots.take()
+
+    @property
+    def can_pin(self) -> bool:
+        """Whether one more slot may be pinned."""
+        return len(self._pins) < self.slots.num_usable - 1
+
+    def pin(self, slot: int) -> bool:
+        """Hold a slot for somebody who reads it; False when too few would be left for rows to write to."""
+        if slot == ZERO_SLOT:
+            return True
+        if slot not in self._pins and not self.can_pin:
+            return False
+        self._pins[slot] = self._pins.get(slot, 0) + 1
+        self.slots.hold(slot)
+        return True
+
+    def unpin(self, slot: int) -> None:
+        """Undo one `pin`."""
+        if slot == ZERO_SLOT:
+            return
+        self._pins[slot] -= 1
+        if self._pins[slot] == 0:
+            del self._pins[slot]
+        self.slots.drop(slot)
+
+    def park(self, session: Session, slot: int) -> None:
+        """The slot, held by the caller until now, holds the session's state from now on."""
+        self.forget(session)
+        session.slot = slot
+        self._index.l1[session] = None
+
+    def forget(self, session: Session) -> None:
+        """Let go of the session's state in memory, whichever tier holds it."""
+        if session.slot is not None:
+            self.slots.drop(session.slot)
+            session.slot = None
+        session.host = None
+        session.replay = []
+        self._index.l1.pop(session, None)
+        self._index.l2.pop(session, None)
+
+    def _make_room(self) -> None:
+        session = next((s for s in self._index.l1 if self._may_leave(s) and s.slot != ZERO_SLOT), None)
+        other = self.other.oldest() if self.other is not None else None
+        if self.other is not None and other is not None and (session is None or other <= session.updated):
+            self.other.evict()
+        elif session is not None:
+            self.demote(session)
+
+    def _may_leave(self, session: Session) -> bool:
+        if session.slot is None or session.moving or session.readers or session.pending is not None:
+            return False
+        return self.slots.holders(session.slot) <= 1
+
+    # -- between the tiers -----------------------------------------------------------------------------
+
+    def demote(self, session: Session) -> bool:
+        """Begin to move a parked session to host memory; False when there is no room there yet."""
+        slot = session.slot
+        assert slot is not None
+        if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
+            self.forget(session)
+            return True
+        if not self._host_has_room():
+            return False
+        reach("before_demotion")
+        session.moving = True
+
+        def arrived(host: HostState) -> None:
+            session.moving = False
+            if session.slot != slot or session.busy or session.deleted:
+                return
+            self.slots.drop(slot)
+            session.slot = None
+            session.host = host
+            self._index.l1.pop(session, None)
+            self._index.l2[session] = None
+            self.counters.demotions += 1
+            reach("after_demotion")
+            self._checkpoint_host(session)
+
+        self.save(slot, arrived)
+        return True
+
+    def promote(self, session: Session) -> bool:
+        """Begin to bring a session from host memory to a slot; False when none is free yet.
+
+        Rows may be scheduled at once: the device orders them after the copy.
+        """
+        host = session.host
+        assert host is not None
+        slot = self.take()
+        if slot is None:
+            return False
+        self._begin_load(slot, host)
+        replay = session.replay
+        self.park(session, slot)
+        session.replay = replay
+        self.counters.promotions += 1
+        reach("after_promotion")
+        return True
+
+    def receive(self, session: Session, host: HostState | None, replay: list[int]) -> None:
+        """A session's state came from disk; None: the zero state."""
+        self.forget(session)
+        self.counters.loads += 1
+        if host is None:
+            session.slot = ZERO_SLOT
+            self._index.l1[session] = None
+        else:
+            session.host = host
+            self._index.l2[session] = None
+        session.replay = replay
+
+    def save(self, slot: int, finish: Callable[[HostState], None], *, leaves: bool = True) -> None:
+        """Copy a slot to host memory and call back when it is there; the slot is held meanwhile."""
+        self.slots.hold(slot)
+        self._leaving += leaves
+        self.counters.bytes_to_host += self.arena.state_bytes
+
+        def done(host: HostState) -> None:
+            self._leaving -= leaves
+            self.slots.drop(slot)
+            finish(host)
+
+        self._transfers.append(_Transfer(self.arena.save(slot), done, slot))
+
+    def load(self, host: HostState) -> int | None:
+        """A slot into which a host state is being copied; None when none is free."""
+        slot = self.take()
+        if slot is not None:
+            self._begin_load(slot, host)
+        return slot
+
+    def _begin_load(self, slot: int, host: HostState) -> None:
+        self.slots.hold(slot)
+        self.counters.bytes_to_device += self.arena.state_bytes
+        self._transfers.append(_Transfer(self.arena.load(slot, host), lambda _: self.slots.drop(slot), slot))
+
+    # -- to disk ---------------------------------------------------------------------------------------
+
+    def checkpoint(self, session: Session) -> bool:
+        """Begin to store a session's state as it is now; False when the writer has no room for it yet."""
+        if session.host is not None:
+            return self._checkpoint_host(session)
+        if session.slot is None or session.moving or session.reloadable or not self._writer_has_room():
+            return False
+        row = row_of(session)
+        session.moving = True
+        self._saving += 1
+
+        def arrived(host: HostState) -> None:
+            self._saving -= 1
+            session.moving = False
+            if not session.deleted:
+                self._store_state(session, Checkpoint(row, host))
+
+        self.save(session.slot, arrived, leaves=False)
+        return True
+
+    def store_turn(self, slot: int, turn: Append, done: Done) -> bool:
+        """Durability "turn": store the whole state after a turn, and with it the turn."""
+        if not self._writer_has_room():
+            return False
+        self._saving += 1
+
+        def arrived(host: HostState) -> None:
+            self._saving -= 1
+            assert self._store is not None
+            self._store.submit_state(Checkpoint(turn.session, host, commits=turn), done)
+
+        self.save(slot, arrived, leaves=False)
+        return True
+
+    def _checkpoint_host(self, session: Session) -> bool:
+        if session.host is None or session.moving or session.reloadable or not self._writer_has_room():
+            return False
+        self._store_state(session, Checkpoint(row_of(session), session.host))
+        return True
+
+    def _writer_has_room(self) -> bool:
+        if self._store is None:
+            return False
+        return self._store.writer.queued[1] + self._saving < self._config.transfer_states
+
+    def _store_state(self, session: Session, job: Checkpoint) -> None:
+        assert self._store is not None
+        session.moving = True
+
+        def stored(error: Exception | None) -> None:
+            session.moving = False
+            if error is None:
+                mark_stored(session, job.session)
+
+        self._store.submit_state(job, stored)
+
+    # -- housekeeping ----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is under way."""
+        return bool(self._transfers)
+
+    def finish_copies(self) -> None:
+        """Conclude the copies that are done; never blocks."""
+        if not self._transfers:
+            return
+        done = [t for t in self._transfers if t.copy.is_done()]
+        if done:
+            self._transfers = [t for t in self._transfers if t not in done]
+        for transfer in done:
+            transfer.finish(transfer.copy.host)
+
+    def wait_copies(self) -> None:
+        """Block until all copies are done (at shutdown)."""
+        while self._transfers:
+            for transfer in self._transfers:
+                transfer.copy.wait()
+            self.finish_copies()
+
+    def trim(self) -> None:
+        """Bring L1 and L2 back to their sizes, as far as the writer keeps up."""
+        index = self._index
+        excess = len(index.l1) - self._leaving - self._config.l1_sessions
+        for session in list(index.l1) if excess > 0 else ():
+            if excess > 0 and self._may_leave(session):
+                if not self.demote(session):
+                    break
+                excess -= 1
+        self._trim_host()
+
+    def _trim_host(self) -> None:
+        excess = len(self._index.l2) - self._config.l2_sessions
+        for session in list(self._index.l2)[:excess] if excess > 0 else ():
+            self._leave_host(session)
+
+    def _leave_host(self, session: Session) -> None:
+        if session.busy or session.moving:
+            return
+        if self._store is None:
+            self.counters.lost += 1
+            self.forget(session)
+            self._index.remove(session)
+        elif session.reloadable or (self._store.degraded and self._config.durability == "log"):
+            self.forget(session)  # the disk gives it back: the state, or an older one and the log
+        else:
+            self._checkpoint_host(session)
+
+    def _host_has_room(self) -> bool:
+        most = self._config.l2_sessions + self._config.transfer_states
+        if len(self._index.l2) + self._leaving >= most:
+            self._trim_host()
+        return len(self._index.l2) + self._leaving < most
+
+
+def row_of(
+    session: Session, *, turn: int | None = None, num_tokens: int | None = None, updated: float | None = None
+) -> SessionRow:
+    """The session as a row: as it is now, or as a turn makes it."""
+    return SessionRow(
+        session.row,
+        session.key,
+        None if session.parent is None else session.parent.row,
+        session.turn if turn is None else turn,
+        session.num_tokens if num_tokens is None else num_tokens,
+        session.created,
+        session.updated if updated is None else updated,
+    )
+
+
+def mark_stored(session: Session, row: SessionRow) -> None:
+    """A state was committed: remember which, and that turns may be logged again behind it."""
+    session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
+    if row.turn == session.turn:
+        session.log_broken = False

@@ -1,0 +1,346 @@
+"""The thread that owns the one write connection. Turns go first, in groups; states follow piece by piece."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from state_pool import tables
+from state_pool.crash_points import reach
+from state_pool.errors import SessionNotFound, TurnNotStored
+from state_pool.jobs import Append, Checkpoint, Delete, Done, Quarantined
+from state_pool.records import Layout, chunks_of, layout_text
+
+GROUP_LIMIT = 256
+"""Most small jobs in one transaction."""
+WAL_BYTES = 16 << 20
+"""Written bytes after which the write-ahead log is moved into the file, between jobs."""
+_GARBAGE_CHUNKS = 4
+_IDLE_S = 0.5
+_TRANSACTION_BYTES = 3 * 8192
+
+Small = Append | Delete | Quarantined
+Deliver = Callable[[Callable[[], None]], None]
+"""Hands a callback to the engine thread."""
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """Counters of the writer thread; others only read them."""
+
+    commits: int = 0
+    turns: int = 0
+    states: int = 0
+    state_bytes: int = 0
+    failures: int = 0
+    used_bytes: int = 0
+    """Bytes of the database in use, free pages not counted."""
+    degraded: str | None = None
+    """Why the last write failed; None since one succeeded."""
+
+
+@dataclass(slots=True)
+class _Staging:
+    """A state being written: chunks first, then the row that points to them."""
+
+    job: Checkpoint
+    done: Done
+    state: int
+    chunks: deque[memoryview] = field(default_factory=deque)
+    number: int = 0
+    num_bytes: int = 0
+
+
+class Writer:
+    """Takes jobs from the engine thread; `deliver` brings their outcome back there."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        layout: Layout,
+        fingerprint: str,
+        retain: int,
+        queue: int,
+        deliver: Deliver,
+    ) -> None:
+        self.stats = WriterStats()
+        self._connection = connection
+        self._layout = layout
+        self._fingerprint = fingerprint
+        self._retain = retain
+        self._queue = queue
+        self._deliver = deliver
+        self._changed = threading.Condition()
+        self._small: deque[tuple[Small, Done]] = deque()
+        self._states: deque[_Staging] = deque()
+        self._staging: _Staging | None = None
+        self._stopping = False
+        self._wal_bytes = 0
+        self.next_row, self._next_state = tables.first_numbers(connection)
+        self._garbage = deque(tables.orphaned_states(connection))
+        self._garbage.extend(self._sweep_at_start())
+        self._measure()
+        self._thread = threading.Thread(target=self._run, name="state-pool-writer", daemon=True)
+        self._thread.start()
+
+    # -- engine thread ---------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """(small jobs, states) that wait or are being written."""
+        return len(self._small), len(self._states) + (self._staging is not None)
+
+    @property
+    def takes_state(self) -> bool:
+        """Whether another state may be handed over; each keeps its host buffer until it is written."""
+        return self.queued[1] < self._queue
+
+    def submit(self, job: Small, done: Done) -> None:
+        """Queue a turn, a delete or a mark. Bounded by the callers: a session has one turn under way."""
+        with self._changed:
+            if isinstance(job, Delete):
+                self._forget_states(set(job.rows))
+            self._small.append((job, done))
+            self._changed.notify()
+
+    def submit_state(self, job: Checkpoint, done: Done) -> None:
+        """Queue a state; ask `takes_state` first."""
+        with self._changed:
+            self._states.append(_Staging(job, done, self._next_state))
+            self._next_state += 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write everything that was queued, then end the thread and close the connection. Blocks."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _forget_states(self, rows: set[int]) -> None:
+        """A delete overtakes states of the same sessions: they must not come back afterwards."""
+        gone = [staged for staged in self._states if staged.job.session.row in rows]
+        if self._staging is not None and self._staging.job.session.row in rows:
+            gone.append(self._staging)
+        for staged in gone:
+            if staged in self._states:
+                self._states.remove(staged)
+            else:
+                self._staging = None
+                self._garbage.append(staged.state)
+            self._report(staged.done, SessionNotFound("the session was deleted while its state was being stored"))
+
+    # -- writer thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._round():
+            pass
+        self._connection.close()
+
+    def _round(self) -> bool:
+        """One piece of work, the most urgent; False when told to stop and nothing is left."""
+        with self._changed:
+            if not (self._small or self._states or self._staging or self._stopping or self._garbage):
+                self._changed.wait(None if self._wal_bytes == 0 else _IDLE_S)
+            group = [self._small.popleft() for _ in range(min(len(self._small), GROUP_LIMIT))]
+            if not group and self._staging is None and self._states:
+                self._staging = self._states.popleft()
+            staging = self._staging
+        if group:
+            self._commit_group(group)
+        elif staging is not None:
+            self._write_state(staging)
+        elif self._garbage:
+            self._collect()
+        elif self._wal_bytes:
+            self._move_wal()
+        else:
+            return not self._stopping
+        if self._wal_bytes > WAL_BYTES and not self._small:
+            self._move_wal()
+        return True
+
+    def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
+        error = self._transaction([job for job, _ in group])
+        if error is not None and len(group) > 1 and not _is_outside(error):
+            # One job of the group is at fault: each for itself, so that the others are kept.
+            for job, done in group:
+                self._report(done, self._failure(self._transaction([job]), job))
+            return
+        for job, done in group:
+            self._report(done, self._failure(error, job))
+
+    def _transaction(self, jobs: list[Small]) -> sqlite3.Error | None:
+        garbage: list[int] = []
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for job in jobs:
+                garbage += self._apply(job)
+            reach("before_commit")
+            self._connection.execute("COMMIT")
+            reach("after_commit")
+        except sqlite3.Error as error:
+            self._roll_back(error)
+            return error
+        self._garbage.extend(garbage)
+        self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
+        self.stats.turns += sum(isinstance(job, Append) for job in jobs)
+        return None
+
+    def _apply(self, job: Small) -> list[int]:
+        if isinstance(job, Append):
+            reach("before_append")
+            tables.append_turn(self._connection, job, self._fingerprint)
+            reach("after_append")
+            return []
+        if isinstance(job, Delete):
+            reach("before_delete")
+            return tables.delete_sessions(self._connection, job)
+        self._connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
+        return []
+
+    def _write_state(self, staging: _Staging) -> None:
+        """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
+        if staging.number == 0:
+            reach("before_checkpoint")
+            parts = staging.job.host.parts()
+            staging.chunks.extend(chunks_of(parts, list(self._layout)))
+            staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
+        written = 0
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            while staging.chunks and (written == 0 or not self._small):
+                tables.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
+                written += len(staging.chunks.popleft())
+                staging.number += 1
+                reach("within_checkpoint")
+            old = self._point_to(staging) if not staging.chunks else None
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._roll_back(error)
+            self._state_failed(staging, error)
+            return
+        self._succeeded(written + _TRANSACTION_BYTES)
+        if not staging.chunks:
+            self._state_written(staging, old)
+
+    def _point_to(self, staging: _Staging) -> int | None:
+        job, connection = staging.job, self._connection
+        session = job.session
+        if job.commits is not None and self._retain:
+            tables.append_turn(connection, job.commits, self._fingerprint)
+        tables.put_session(connection, session, self._fingerprint)
+        row = tables.StateRow(
+            state=staging.state,
+            session=session.row,
+            turn=session.turn,
+            num_tokens=session.num_tokens,
+            fingerprint=self._fingerprint,
+            layout=layout_text(self._layout),
+            num_bytes=staging.num_bytes,
+        )
+        old = tables.put_state(connection, row)
+        tables.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
+        reach("before_commit")
+        return old
+
+    def _state_written(self, staging: _Staging, old: int | None) -> None:
+        reach("after_checkpoint")
+        self.stats.states += 1
+        self.stats.state_bytes += staging.num_bytes
+        with self._changed:
+            if self._staging is not staging:
+                return  # a delete overtook it; its Delete job removes the row
+            self._staging = None
+            if old is not None:
+                self._garbage.append(old)
+        self._report(staging.done, None)
+
+    def _state_failed(self, staging: _Staging, error: sqlite3.Error) -> None:
+        with self._changed:
+            if self._staging is not staging:
+                return
+            self._staging = None
+            self._garbage.append(staging.state)
+        self._report(staging.done, self._failure(error, staging.job))
+
+    def _collect(self) -> None:
+        """Remove chunks nothing points to, a few at a time, so that turns are not kept waiting."""
+        state = self._garbage[0]
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            empty = tables.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
+            if empty and len(self._garbage) == 1:
+                self._garbage.extend(tables.sweep_hidden(self._connection))
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._roll_back(error)
+            self._garbage.popleft()  # the next start finds it again
+            return
+        if empty:
+            self._garbage.popleft()
+        self._wal_bytes += _TRANSACTION_BYTES
+
+    def _sweep_at_start(self) -> list[int]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        garbage = tables.sweep_hidden(self._connection)
+        self._connection.execute("COMMIT")
+        return garbage
+
+    def _move_wal(self) -> None:
+        self._wal_bytes = 0
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.Error as error:
+            self.stats.degraded = f"the write-ahead log cannot be moved into the database: {error}"
+
+    def _succeeded(self, num_bytes: int) -> None:
+        self.stats.commits += 1
+        self.stats.degraded = None
+        self._wal_bytes += num_bytes
+        self._measure()
+
+    def _measure(self) -> None:
+        """Counts pages in use; reads only the file's first page, which is in memory."""
+        execute = self._connection.execute
+        pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
+        self.stats.used_bytes = pages * int(execute("PRAGMA page_size").fetchone()[0])
+
+    def _roll_back(self, error: sqlite3.Error) -> None:
+        self.stats.failures += 1
+        self.stats.degraded = _words(error)
+        if self._connection.in_transaction:
+            try:
+                self._connection.execute("ROLLBACK")
+            except sqlite3.Error as second:
+                self.stats.degraded = _words(second)
+
+    def _failure(self, error: sqlite3.Error | None, job: Small | Checkpoint) -> Exception | None:
+        if error is None:
+            return None
+        what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
+        return TurnNotStored(f"{what}: {_words(error)}")
+
+    def _report(self, done: Done, error: Exception | None) -> None:
+        reach("before_acknowledgement")
+        self._deliver(lambda: done(error))
+
+
+def _is_outside(error: sqlite3.Error) -> bool:
+    """Whether the fault lies outside the job: trying again at once would only wait again."""
+    return any(word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O"))
+
+
+def _words(error: sqlite3.Error) -> str:
+    text = str(error)
+    if "full" in text:
+        return f"no space is left for the session database ({text}); make room on its disk"
+    if "readonly" in text:
+        return f"the session database is read-only ({text}); make it writable again"
+    if "locked" in text or "busy" in text:
+        return f"another program holds a lock on the session database ({text}); close it"
+    return f"the session database cannot be written ({text}); check its disk"

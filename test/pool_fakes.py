@@ -1,0 +1,220 @@
+"""An arena of plain numbers and a driver that plays the engine, for the tests of the state pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from state_pool.config import PoolConfig
+from state_pool.lease import Lease, LeaseState
+from state_pool.pool import StatePool
+
+STATE_WORDS = 32
+
+
+@dataclass
+class FakeHost:
+    """A state in host memory."""
+
+    data: dict[str, bytes]
+
+    def parts(self) -> dict[str, memoryview]:
+        """Name -> bytes."""
+        return {name: memoryview(data) for name, data in self.data.items()}
+
+
+@dataclass
+class FakeCopy:
+    """A copy that is done after so many looks; it reads or writes at the last moment allowed."""
+
+    host: FakeHost
+    looks: int = 0
+    finish: Callable[[], None] | None = None
+
+    def is_done(self) -> bool:
+        """Whether it is, after one more look."""
+        self.looks -= 1
+        if self.looks < 0:
+            self.wait()
+        return self.looks < 0
+
+    def wait(self) -> None:
+        """Do it now."""
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+
+
+@dataclass
+class FakeArena:
+    """Slots of a toy model whose state is a function of every token read, in order."""
+
+    num_slots: int = 16
+    words: int = STATE_WORDS
+    fingerprint: str = "model-a"
+    delay: int = 0
+    """Looks until a copy is done."""
+    saves: int = 0
+    loads: int = 0
+    layout: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    memory: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Fill every slot but the zero state with what must never be read."""
+        self.layout = self.layout or {"a.wkv": ("float32", (self.words - 4,)), "a.shift": ("float32", (4,))}
+        self.memory = np.full((self.num_slots, self.words), 0xDEADBEEF, dtype=np.uint32)
+        self.memory[ZERO_SLOT] = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        return self.words * 4
+
+    def save(self, slot: int) -> FakeCopy:
+        """Copy out; reads the slot only at the end, so that writing to it meanwhile shows."""
+        self.saves += 1
+        host = FakeHost({})
+
+        def finish() -> None:
+            row = self.memory[slot].copy()
+            host.data = {"a.wkv": row[:-4].tobytes(), "a.shift": row[-4:].tobytes()}
+
+        return FakeCopy(host, self.delay, finish)
+
+    def load(self, slot: int, host: FakeHost) -> FakeCopy:
+        """Copy in; at once, since the device orders later reads after it."""
+        self.loads += 1
+        self.memory[slot] = np.frombuffer(host.data["a.wkv"] + host.data["a.shift"], dtype=np.uint32)
+        return FakeCopy(host, self.delay)
+
+    def host_state(self, parts: dict[str, bytes]) -> FakeHost:
+        """From stored bytes."""
+        for name, (_, shape) in self.layout.items():
+            if len(parts.get(name, b"")) != 4 * int(np.prod(shape)):
+                raise ValueError(f"part {name} has {len(parts.get(name, b''))} bytes")
+        return FakeHost({name: bytes(data) for name, data in parts.items()})
+
+    def run(self, read: int, write: int, tokens: Sequence[int]) -> None:
+        """One forward of one row: state(read) and tokens -> state(write)."""
+        assert write not in (ZERO_SLOT, DUMMY_SLOT)
+        self.memory[write] = fold(self.memory[read], tokens)
+
+
+def fold(state: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """The toy model: every word depends on every token and on their order."""
+    state = state.astype(np.uint32).copy()
+    step = np.arange(1, len(state) + 1, dtype=np.uint32)
+    with np.errstate(over="ignore"):
+        for token in tokens:
+            state = (state * np.uint32(1664525) + np.uint32(token + 1) * step + np.uint32(1013904223)).astype(np.uint32)
+    return state
+
+
+def state_of(tokens: Sequence[int], words: int = STATE_WORDS) -> np.ndarray:
+    """The state after a whole history, computed afresh."""
+    return fold(np.zeros(words, dtype=np.uint32), tokens)
+
+
+class Outcome:
+    """What `on_durable` was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Exception | None] = []
+
+    def __call__(self, error: Exception | None) -> None:
+        self.calls.append(error)
+
+    @property
+    def known(self) -> bool:
+        """Whether it was called."""
+        return bool(self.calls)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was called once, with None."""
+        return self.calls == [None]
+
+
+class Driver:
+    """Plays the engine over a pool and a fake arena, one turn at a time or several at once."""
+
+    def __init__(self, arena: FakeArena, config: PoolConfig) -> None:
+        self.arena = arena
+        self.pool = StatePool(arena, config)
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Poll until it holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the pool did not get there"
+            self.pool.poll()
+            time.sleep(0)
+
+    def ready(self, lease: Lease) -> Lease:
+        """Wait for a lease; raises its error."""
+        self.until(lambda: lease.poll() is not LeaseState.WAITING)
+        if lease.error is not None:
+            raise lease.error
+        return lease
+
+    def slot(self) -> int:
+        """A slot to write to, waiting for one."""
+        found: list[int] = []
+
+        def take() -> bool:
+            slot = self.pool.allocate()
+            if slot is not None:
+                found.append(slot)
+            return bool(found)
+
+        self.until(take)
+        return found[0]
+
+    def compute(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Prefill what is logged and the turn; returns the slot with the state after it."""
+        slot = self.slot()
+        self.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
+        return slot
+
+    def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
+        """A whole turn, acknowledged; raises what it failed with."""
+        lease = self.ready(self.pool.checkout(session_id, branch_from))
+        slot = self.compute(lease, tokens)
+        outcome = Outcome()
+        self.pool.record(lease, tokens, outcome)
+        self.pool.checkin(lease, slot)
+        self.until(lambda: outcome.known)
+        if outcome.calls[0] is not None:
+            raise outcome.calls[0]
+        assert outcome.ok
+        return lease
+
+    def state(self, session_id: str, branch_from: int | None = None) -> np.ndarray:
+        """The state a next turn would read, its replay applied; the session isn't changed."""
+        lease = self.ready(self.pool.checkout(session_id, branch_from))
+        state = fold(self.arena.memory[lease.read_slot], lease.replay)
+        self.pool.release(lease)
+        return state
+
+    def delete(self, session_id: str, prefix: bool = False) -> int:
+        """A delete, durable."""
+        outcome = Outcome()
+        count = self.pool.delete(session_id, prefix, outcome)
+        self.until(lambda: outcome.known)
+        assert outcome.ok
+        return count
+
+    def settle(self) -> None:
+        """Poll until nothing is pending."""
+        self.until(lambda: not self.pool.pending)
+
+
+def config_in(folder: Path, **changes: object) -> PoolConfig:
+    """A small pool over a database in a folder."""
+    settings: dict[str, object] = {"state_db": str(folder / "sessions.db"), "l1_sessions": 4, "l2_sessions": 8}
+    return PoolConfig(**(settings | changes))  # type: ignore[arg-type]
