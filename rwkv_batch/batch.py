@@ -29,6 +29,8 @@ class StepInputs:
     """[R] int64: flat indices of the tokens after which logits are wanted, R <= B"""
     max_seqlen: int
     """Longest row; 1 means every row decodes (or reads a single token)."""
+    token_rows: Tensor | None = None
+    """[T] int64: the row of each token; made on the device by a backend that needs it"""
 
     def to(self, device: torch.device) -> StepInputs:
         """The same inputs on another device, copied without blocking."""

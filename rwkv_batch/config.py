@@ -34,6 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     warmup: bool = False
     overlap: bool = True
     """Launch step n+1 before the host has read step n, where the device allows it."""
+    overlap_on_cpu: bool = False
+    """The same on a CPU, where it gains nothing: for tests."""
     threads: int = 0
     """Compute threads on a CPU; 0: all cores."""
     drain_timeout_s: float = 30.0

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.face import Reply, Sink
-from rwkv_batch.job import RunningJob
 from rwkv_batch.jobs import JobTable
-from rwkv_batch.machine import Machine
+from rwkv_batch.machine import Launched, Machine
 from rwkv_batch.request import Job
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.slot_keeper import SlotKeeper
@@ -41,13 +40,14 @@ class Engine:
         self._dead: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.speed = Speed()
+        self._in_flight: Launched | None = None
 
     # Life ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Load the model and begin to serve. Raises StartupError, naming what is wrong and the remedy."""
         self.machine = Machine(self.config)
-        self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer)
+        self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
         self._thread.start()
@@ -142,9 +142,10 @@ class Engine:
     def _run(self) -> None:
         try:
             self.machine.on_thread_start()
+            step = self.step_overlapped if self.machine.overlaps else self.step
             while not self._stopping:
                 self._drain_inbox()
-                if not self.step():
+                if not step():
                     self._wake.wait(IDLE_POLL_S if self.jobs.is_waiting_for_pool else 1.0)
                     self._wake.clear()
             self._drain_inbox()
@@ -163,37 +164,60 @@ class Engine:
             self._inbox.popleft()()
 
     def step(self) -> bool:
-        """One step of the plain loop; returns whether there was anything to do."""
-        self.machine.pool.poll()
-        self.jobs.expire(time.monotonic())
-        rows = self.scheduler.schedule()
-        if rows:
-            started = time.perf_counter()
-            drawn = self._compute(rows)
-            self.speed.count(rows, len(drawn), time.perf_counter() - started)
-            self.jobs.commit(rows, drawn)
+        """The plain loop, which is the definition: one step from schedule to delivery. Returns whether there was work."""
+        rows = self._schedule()
+        step = self._launch(rows)
+        self._conclude(step)
         self.jobs.deliver()
         return bool(rows)
 
-    def _compute(self, rows: list[ScheduledRow]) -> list[tuple[int, Any]]:
-        """Tokens of the rows that draw, in their order; a failure ends the step's jobs and not the engine."""
+    def step_overlapped(self) -> bool:
+        """The same, but the next step is launched before the host has read the tokens of the last one."""
+        rows = self._schedule()
+        last, self._in_flight = self._in_flight, self._launch(rows)
+        self._conclude(last)
+        self.jobs.deliver()
+        return bool(rows) or last is not None
+
+    def _schedule(self) -> list[ScheduledRow]:
+        self.machine.pool.poll()
+        self.jobs.expire(time.monotonic())
+        return self.scheduler.schedule()
+
+    def _launch(self, rows: list[ScheduledRow]) -> Launched | None:
+        """Start a step; a failure ends the step's jobs and not the engine."""
+        if not rows:
+            return None
         try:
-            return self.machine.compute(rows)
+            step = self.machine.launch(rows)
         except Exception as error:
-            logger.exception("a step over %d rows failed", len(rows))
-            if self.machine.is_lost(error):
-                raise
-            info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
-            for job in {row.sequence.job for row in rows}:
-                self.jobs.fail(job, info)
-            rows.clear()
-            return []
+            self._fail_step(rows, error)
+            return None
+        self.jobs.launched(rows)
+        return step
+
+    def _conclude(self, step: Launched | None) -> None:
+        """Read what a step has drawn and act on it."""
+        if step is None:
+            return
+        try:
+            drawn = self.machine.read(step)
+        except Exception as error:
+            self._fail_step(step.rows, error)
+            return
+        self.speed.count(step.rows, len(drawn), step.started)
+        self.jobs.commit(step.rows, drawn)
+
+    def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:
+        logger.error("a step over %d rows failed", len(rows), exc_info=error)
+        if self.machine.is_lost(error):
+            raise error
+        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
+        for job in {row.sequence.job for row in rows}:
+            self.jobs.fail(job, info)
 
 
 def _draining_error() -> ServiceError:
     return ServiceError(
         ErrorKind.DRAINING, "the service is shutting down and takes no new requests; try again in a moment", retry_after_s=5
     )
-
-
-__all__ = ["Engine", "RunningJob", "StartupError"]

@@ -17,7 +17,7 @@ from rwkv_batch.job import RunningJob
 from rwkv_batch.output import RowOutput, StopRules
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.sequence import Phase, Sequence
+from rwkv_batch.sequence import PENDING, Phase, Sequence
 from rwkv_batch.slot_keeper import SlotKeeper
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -138,28 +138,32 @@ class JobTable:
 
     # A step's outcome ----------------------------------------------------------------------------------------
 
-    def commit(self, rows: list[ScheduledRow], drawn: list[Drawn]) -> None:
-        """What a step has read and drawn; `drawn` belongs to the rows that draw, in their order."""
-        tokens = iter(drawn)
+    def launched(self, rows: list[ScheduledRow]) -> None:
+        """A step over these rows is on its way; the next one may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
-            if sequence.phase is Phase.DONE:
-                if row.draws:
-                    next(tokens)
-                continue
             self._keeper.advance(sequence, row.num_tokens)
             if row.draws:
-                self._take(sequence, *next(tokens))
+                sequence.feed.append(PENDING)
             elif not sequence.draws and sequence.num_unread == 0:
                 self._fed_up(sequence)
 
+    def commit(self, rows: list[ScheduledRow], drawn: list[Drawn]) -> None:
+        """What a launched step has drawn; `drawn` belongs to the rows that draw, in their order."""
+        drawing = (row.sequence for row in rows if row.draws)
+        for sequence, (token, logprob) in zip(drawing, drawn, strict=True):
+            if sequence.phase is Phase.RUNNING:  # else it ended while this step was under way
+                self._take(sequence, token, logprob)
+
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         """A row has drawn a token."""
+        at = sequence.base + len(sequence.output.tokens)
         reason = sequence.output.push(token, logprob)
         if reason is not None:
+            self._keeper.take_back(sequence)
             self._finish(sequence, reason)
             return
-        sequence.feed.append(token)
+        sequence.feed[at] = token
         self._keeper.keep_or_drop_mark(sequence)
         if (delta := sequence.output.take_delta()) is not None:
             sequence.job.deltas.append(delta)

@@ -23,3 +23,7 @@ class Linear:
             # A matrix-vector product reads the weights once at memory speed; the GEMM path does not (bf16, CPU).
             return torch.mv(weight, rows[0]).unsqueeze(0).to(x.dtype)
         return torch.nn.functional.linear(rows, weight).to(x.dtype)
+
+    def to_fp32(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] fp32: as a call, but not rounded to a narrower type where that can be helped."""
+        return self(x).float()

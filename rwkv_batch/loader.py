@@ -16,6 +16,8 @@ from rwkv_batch.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 PROGRESS_FROM_BYTES = 256 << 20
+FOLD_ROWS = 8192
+NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,23 @@ class Precision:
 
 @dataclass(slots=True)
 class Embedding:
-    """The token table [V, C] as stored, with the first LayerNorm still to be applied."""
+    """The token table [V, C]: as stored with the first LayerNorm still to be applied, or with it folded in."""
 
     table: Tensor
-    ln0: Norm
+    ln0: Norm | None
+    """None: already applied to the table"""
+
+    def fold(self, dtype: torch.dtype) -> Embedding:
+        """Apply the norm to the whole table once, so that embedding a token is one read."""
+        if self.ln0 is None:
+            return self
+        table = torch.empty_like(self.table, dtype=dtype)
+        for at in range(0, len(table), FOLD_ROWS):
+            rows = self.table[at : at + FOLD_ROWS].float()
+            table[at : at + FOLD_ROWS] = torch.nn.functional.layer_norm(
+                rows, rows.shape[1:], self.ln0.weight, self.ln0.bias, NORM_EPS
+            )
+        return Embedding(table, None)
 
 
 @dataclass(slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rwkv_batch.arena import PipelineArena
-from rwkv_batch.batch import step_inputs
+from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.pipeline import Pipeline
@@ -19,7 +21,7 @@ from rwkv_batch.scheduler import Limits, ScheduledRow
 from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.weights import WeightsError, open_weights
 from sampling.registry import choose_sampler
-from sampling.sampler import Logprobs, Sampler
+from sampling.sampler import Logprobs, Sampled, Sampler
 from state_pool.arena import FIRST_FREE_SLOT
 from state_pool.errors import DatabaseUnusable
 from state_pool.pool import StatePool
@@ -33,6 +35,17 @@ GPU_PREFILL_TOKENS = 4096
 CPU_SLOTS_SHARE = 0.25
 """Share of the machine's memory that slots may take on a CPU."""
 LAST_RESORTS = ("cpu", "naive")
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way."""
+
+    rows: list[ScheduledRow]
+    drawing: list[ScheduledRow]
+    draws: list[tuple[list[int], Sampled]] = field(default_factory=list)
+    """per sampler: which of `drawing`, and their tokens on the device"""
+    started: float = field(default_factory=time.perf_counter)
 
 
 class Machine:
@@ -56,6 +69,9 @@ class Machine:
             self.pool = StatePool(PipelineArena(self.pipeline), config.pool)
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
+        self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
+        self._next_tokens = torch.zeros(self.limits.max_running, dtype=torch.int64, device=self.device)
+        """[seats] the token each row has drawn last"""
         self._samplers: dict[str, Sampler] = {}
         self.sampler_refusals: dict[str, str] = {}
         self.sampler("")
@@ -134,34 +150,51 @@ class Machine:
         return [i for i in self.tokenizer.countless_ids if i < self.vocab]
 
     @torch.inference_mode()
-    def compute(self, rows: list[ScheduledRow]) -> list[tuple[int, TokenLogprob | None]]:
-        """One step: read the rows' tokens, draw for those that draw. Waits for the device."""
-        parts = [row.sequence.feed[row.sequence.fed : row.sequence.fed + row.num_tokens] for row in rows]
-        drawing = [i for i, row in enumerate(rows) if row.draws]
-        logits = self.pipeline.forward(
-            step_inputs(
-                parts,
-                [row.sequence.read_slot for row in rows],
-                [row.sequence.slot for row in rows],
-                drawing,
-            )
-        )
-        return self._draw([rows[i] for i in drawing], logits)
-
-    def _draw(self, rows: list[ScheduledRow], logits: Tensor) -> list[tuple[int, TokenLogprob | None]]:
-        """Tokens for the rows of logits [R, V]; rows of different samplers are drawn apart."""
+    def launch(self, rows: list[ScheduledRow]) -> Launched:
+        """Start one step: read the rows' tokens, draw for those that draw. Does not wait for the device."""
+        step = Launched(rows, [row for row in rows if row.draws])
+        logits = self.pipeline.forward(self._inputs(rows))
         groups: dict[str, list[int]] = {}
-        for i, row in enumerate(rows):
+        for i, row in enumerate(step.drawing):
             groups.setdefault(row.sequence.job.job.sampler, []).append(i)
-        drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(rows)
         for name, members in groups.items():
-            sampler = self.sampler(name)
-            for i in members:
-                if not rows[i].sequence.output.tokens:
-                    sampler.admit(rows[i].sequence.seat, rows[i].sequence.request.sampling)
             picked = logits if len(groups) == 1 else logits[torch.tensor(members, device=logits.device)]
-            sampled = sampler.sample(picked, [rows[i].sequence.seat for i in members])
-            news = self._with_logprobs([rows[i] for i in members], sampled.token_ids.tolist(), sampled.logprobs)
+            step.draws.append((members, self._draw(name, [step.drawing[i] for i in members], picked)))
+        return step
+
+    def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
+        """The rows' tokens, those not known to the host filled in on the device."""
+        sequences = [row.sequence for row in rows]
+        inputs = step_inputs(
+            [row.sequence.feed[row.sequence.fed : row.sequence.fed + row.num_tokens] for row in rows],
+            [sequence.read_slot for sequence in sequences],
+            [sequence.write_slot for sequence in sequences],
+            [i for i, row in enumerate(rows) if row.draws],
+        )
+        ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
+        if ahead:
+            inputs = inputs.to(self.pipeline.devices[0])
+            seats = torch.tensor([sequences[i].seat for i in ahead], device=self.device)
+            at = inputs.cu_seqlens[torch.tensor(ahead, device=inputs.cu_seqlens.device)]
+            inputs.tokens[at] = self._next_tokens[seats].to(inputs.tokens.device)
+        return inputs
+
+    def _draw(self, name: str, rows: list[ScheduledRow], logits: Tensor) -> Sampled:
+        sampler = self.sampler(name)
+        seats = [row.sequence.seat for row in rows]
+        for row in rows:
+            if len(row.sequence.feed) == row.sequence.base:  # its first draw
+                sampler.admit(row.sequence.seat, row.sequence.request.sampling)
+        sampled = sampler.sample(logits, seats)
+        self._next_tokens[torch.tensor(seats, device=self.device)] = sampled.token_ids
+        return sampled
+
+    def read(self, step: Launched) -> list[tuple[int, TokenLogprob | None]]:
+        """Tokens of the rows that draw, in their order. Waits for the step to end."""
+        drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(step.drawing)
+        for members, sampled in step.draws:
+            rows = [step.drawing[i] for i in members]
+            news = self._with_logprobs(rows, sampled.token_ids.tolist(), sampled.logprobs)
             for i, entry in zip(members, news, strict=True):
                 drawn[i] = entry
         return drawn

@@ -10,6 +10,9 @@ import time
 
 import msgspec
 
+_CHATTY = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
+"""Libraries that tell every step of their start."""
+
 
 class LogStyle(msgspec.Struct, frozen=True):
     """How log lines look and which are written."""
@@ -48,6 +51,8 @@ def set_up_logging(process: str, style: LogStyle) -> None:
         form = f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s"
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def become_child(process: str, style: LogStyle) -> None:

@@ -92,7 +92,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRow]:
         """The rows of the next step: all that decode, and prompt chunks up to the budget."""
         self._admit()
-        rows = [ScheduledRow(s, 1, s.draws) for s in self._running if s.num_unread == 1]
+        rows = [ScheduledRow(s, 1, s.draws) for s in self._running if s.num_unread == 1 and s.may_run]
         return rows + self._prefill_rows()
 
     def _admit(self) -> None:

@@ -30,6 +30,8 @@ class Phase(enum.Enum):
 
 NO_SLOT = -1
 NO_SEAT = -1
+PENDING = -1
+"""Stands in `Sequence.feed` for a token that is drawn but not yet known to the host."""
 
 
 class SharedSlot:
@@ -57,10 +59,10 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A row. `feed[fed:]` is what the model has not read yet; its last token, once read, yields a draw.
+    """A row. `feed[fed:]` is what no launched step has read yet; its last token, once read, yields a draw.
 
     The state after feed[:fed] lies in `shared.slot` while `shared` is set (a session, a cached prefix, a
-    fork's base: never written by this row), else in `slot`. The next step writes to `slot`.
+    fork's base: never written by this row), else in `slot`.
     """
 
     job: RunningJob
@@ -71,6 +73,8 @@ class Sequence:
     fed: int = 0
     phase: Phase = Phase.WAITING
     slot: int = NO_SLOT
+    spare: int = NO_SLOT
+    """For a session's row in the overlapped loop: where the state before the last read token is kept."""
     seat: int = NO_SEAT
     shared: SharedSlot | None = None
     draws: bool = True
@@ -79,6 +83,8 @@ class Sequence:
     """rows of the job that end if this one ends before it has been forked"""
     lease: Lease | None = None
     mark: Mark | None = None
+    base: int = 0
+    """where the drawn tokens begin in `feed`"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     borders: list[int] = field(default_factory=list)
@@ -96,11 +102,29 @@ class Sequence:
         return self.slot if self.fed else ZERO_SLOT
 
     @property
+    def write_slot(self) -> int:
+        """Where the next step leaves its state: not over the old one while it may have to be taken back."""
+        return self.spare if self.keeps_last_state else self.slot
+
+    @property
+    def keeps_last_state(self) -> bool:
+        """Whether the next token may turn out to be a stop, which a session's state must not contain."""
+        return self.spare != NO_SLOT and self.shared is None and self.feed[self.fed] == PENDING
+
+    @property
     def num_unread(self) -> int:
-        """Tokens the model has not read yet."""
+        """Tokens that no launched step has read."""
         return len(self.feed) - self.fed
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether it has drawn and reads one token a step."""
-        return self.phase is Phase.RUNNING and bool(self.output.tokens)
+    def is_ahead(self) -> bool:
+        """Whether its next token is not known to the host yet."""
+        return self.num_unread == 1 and self.feed[-1] == PENDING
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back."""
+        if not self.is_ahead:
+            return True
+        last_is_launched = len(self.feed) - self.base >= self.request.max_tokens
+        return not last_is_launched and (self.lease is None or self.spare != NO_SLOT)

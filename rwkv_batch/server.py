@@ -155,7 +155,12 @@ class EngineServer:
 
     def _with_processes(self, status: dict[str, Any]) -> dict[str, Any]:
         workers = [
-            {"name": peer.name, "pid": peer.pid, "connected_s": round(time.time() - peer.since, 1), "jobs": len(peer.jobs)}
+            {
+                "name": peer.name,
+                "pid": peer.pid,
+                "connected_s": round(time.time() - peer.since, 1),
+                "jobs": len(peer.jobs),
+            }
             for peer in sorted(self._peers, key=lambda peer: peer.name)
         ]
         engine = {"pid": os.getpid(), "up_s": round(time.time() - self._started, 1)}
@@ -166,7 +171,9 @@ def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
     return value if isinstance(value, ServiceError) else then(value)
 
 
-def run_engine(config: EngineConfig, address: str, factory: str, style: LogStyle, name: str, supervisor: Connection) -> None:
+def run_engine(
+    config: EngineConfig, address: str, factory: str, style: LogStyle, name: str, supervisor: Connection
+) -> None:
     """Main function of the engine process.
 
     `factory` names the engine's class as "module:Class". The supervisor is sent ("ready", None) or

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.sequence import NO_SLOT, Mark, Sequence, SharedSlot
+from rwkv_batch.sequence import NO_SLOT, Mark, Phase, Sequence, SharedSlot
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.lease import LeaseState
@@ -32,9 +32,10 @@ def as_service_error(error: Exception) -> ServiceError:
 class SlotKeeper:
     """Moves rows between the pool and the steps. Owned by the engine thread."""
 
-    def __init__(self, pool: StatePool, tokenizer: Tokenizer) -> None:
+    def __init__(self, pool: StatePool, tokenizer: Tokenizer, overlap: bool) -> None:
         self.pool = pool
         self._tokenizer = tokenizer
+        self._overlap = overlap
 
     def check_out(self, sequence: Sequence) -> None:
         """Queue for the row's session. Raises ServiceError when the session cannot be had."""
@@ -67,10 +68,13 @@ class SlotKeeper:
             self._start_from_session(sequence)
         elif sequence.shared is None and sequence.request.use_prefix_cache and sequence.fed == 0:
             self._start_from_prefix(sequence)
+        sequence.base = len(sequence.feed)
 
     def _start_from_session(self, sequence: Sequence) -> None:
         lease, turn = sequence.lease, sequence.request.session
         assert lease is not None and turn is not None
+        if self._overlap and (spare := self.pool.allocate()) is not None:
+            sequence.spare = spare
         if lease.exists:
             sequence.feed = [*lease.replay, *turn.resume_prompt]
             sequence.turn_start = len(lease.replay)
@@ -86,10 +90,12 @@ class SlotKeeper:
             sequence.fed = sequence.cached_tokens = hit.num_tokens
         sequence.borders = [border for border in self.pool.prefix_borders(sequence.feed) if border > sequence.fed]
 
-    # After each step -----------------------------------------------------------------------------------------
+    # With each step ------------------------------------------------------------------------------------------
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """The row has read so many tokens; its state is in its own slot now."""
+        """A step that reads so many of the row's tokens was launched; its state will be in its own slot."""
+        if sequence.keeps_last_state:
+            sequence.slot, sequence.spare = sequence.spare, sequence.slot
         sequence.fed += num_tokens
         if sequence.shared is not None:
             sequence.shared.drop()
@@ -123,22 +129,38 @@ class SlotKeeper:
             child.shared, child.fed = base, sequence.fed
             child.cached_tokens = sequence.cached_tokens
 
+    def take_back(self, sequence: Sequence) -> None:
+        """The token drawn last ends the row: forget what was launched beyond it."""
+        end = sequence.base + len(sequence.output.tokens) - 1
+        del sequence.feed[end:]
+        if sequence.fed > end and sequence.lease is not None:
+            sequence.slot, sequence.spare = sequence.spare, sequence.slot
+        sequence.fed = min(sequence.fed, end)
+
     def keep_or_drop_mark(self, sequence: Sequence) -> None:
         """After a draw of a session's row: keep the state from before text that may be part of a stop."""
-        if sequence.lease is None:
+        if sequence.lease is None or sequence.phase is not Phase.RUNNING:
             return
         if not sequence.output.is_holding:
             self._drop_mark(sequence)
-        elif sequence.mark is None and sequence.slot != NO_SLOT and (fresh := self.pool.allocate()) is not None:
-            # The token just drawn has not been read: the slot holds the state before it.
-            sequence.mark = Mark(sequence.slot, len(sequence.output.tokens) - 1)
-            sequence.shared = SharedSlot(sequence.slot, lambda: None)
-            sequence.slot = fresh
+        elif sequence.mark is None and (fresh := self.pool.allocate()) is not None:
+            count = len(sequence.output.tokens) - 1
+            if sequence.fed > sequence.base + count:  # the token just drawn was read ahead: the spare has not seen it
+                sequence.mark, sequence.spare = Mark(sequence.spare, count), fresh
+            else:
+                sequence.mark = Mark(sequence.slot, count)
+                sequence.shared = SharedSlot(sequence.slot, lambda: None)
+                sequence.slot = fresh
 
     def _drop_mark(self, sequence: Sequence) -> None:
         if sequence.mark is not None:
             self.pool.free(sequence.mark.slot)
             sequence.mark = None
+
+    def _drop_spare(self, sequence: Sequence) -> None:
+        if sequence.spare != NO_SLOT:
+            self.pool.free(sequence.spare)
+            sequence.spare = NO_SLOT
 
     # The end -------------------------------------------------------------------------------------------------
 
@@ -150,16 +172,14 @@ class SlotKeeper:
         lease = sequence.lease
         assert lease is not None
         answer = self._shown_tokens(sequence)
-        drawn = sequence.output.tokens
-        base = len(sequence.feed) - (len(drawn) - 1)  # where the answer begins in the feed; its last token is not in it
-        feed = sequence.feed[:base] + answer
+        feed = sequence.feed[: sequence.base] + answer
 
         def durable(error: Exception | None) -> None:
             sequence.dialogue_idx = lease.dialogue_idx
             acknowledge(None if error is None else as_service_error(error))
 
         self.pool.record(lease, feed[sequence.turn_start :], durable)
-        self._rewind(sequence, feed, base)
+        self._rewind(sequence, feed)
         sequence.feed, sequence.draws, sequence.borders = feed, False, []
 
     def _shown_tokens(self, sequence: Sequence) -> list[int]:
@@ -167,9 +187,9 @@ class SlotKeeper:
         whole, partial = sequence.output.shown_tokens()
         return whole + (self._tokenizer.encode_bytes(partial) if partial else [])
 
-    def _rewind(self, sequence: Sequence, feed: list[int], base: int) -> None:
+    def _rewind(self, sequence: Sequence, feed: list[int]) -> None:
         """Go back to the latest kept state that has read a beginning of `feed` only."""
-        lease, mark = sequence.lease, sequence.mark
+        lease, mark, base = sequence.lease, sequence.mark, sequence.base
         assert lease is not None
         if sequence.feed[: sequence.fed] == feed[: sequence.fed]:
             self._drop_mark(sequence)
@@ -190,6 +210,7 @@ class SlotKeeper:
         assert sequence.lease is not None
         assert sequence.shared is None, "the turn's last tokens were never read"
         self._drop_mark(sequence)
+        self._drop_spare(sequence)
         self.pool.checkin(sequence.lease, sequence.slot)
         sequence.lease, sequence.slot = None, NO_SLOT
 
@@ -199,6 +220,7 @@ class SlotKeeper:
             sequence.shared.drop()
             sequence.shared = None
         self._drop_mark(sequence)
+        self._drop_spare(sequence)
         if sequence.slot != NO_SLOT:
             self.pool.free(sequence.slot)
             sequence.slot = NO_SLOT

@@ -17,16 +17,19 @@ class Speed:
         self.drawn_tokens = 0
         self.read_tokens = 0
         self.busy_s = 0.0
+        self._last_end = 0.0
         self._window: list[tuple[float, int, int]] = []
         """(time, tokens drawn, tokens read) of coarse buckets, oldest first"""
 
-    def count(self, rows: list[ScheduledRow], drawn: int, seconds: float) -> None:
-        """Count one step."""
+    def count(self, rows: list[ScheduledRow], drawn: int, started: float) -> None:
+        """Count one step, launched at `started` (perf_counter); time that two steps share counts once."""
         read = sum(row.num_tokens for row in rows)
         self.steps += 1
         self.drawn_tokens += drawn
         self.read_tokens += read
-        self.busy_s += seconds
+        ended = time.perf_counter()
+        self.busy_s += ended - max(started, self._last_end)
+        self._last_end = ended
         now = time.monotonic()
         if self._window and now - self._window[-1][0] < 0.25:
             began, drawn_before, read_before = self._window[-1]

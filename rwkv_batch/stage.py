@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.naive import layer_norm
-from rwkv_batch.kernels.ops import Ops
+from rwkv_batch.kernels.ops import NormsRows, Ops, PreparesLayers
 from rwkv_batch.linear import Linear
 from rwkv_batch.loader import LayerLoader, Precision, load_layers
 from rwkv_batch.model import forward_layers
@@ -25,7 +25,11 @@ class Stage:
         self.ops = ops
         self.width = shape.width
         self.layers = load_layers(loader, weights, first, last)
+        if isinstance(ops, PreparesLayers):
+            self.layers = [ops.prepare_layer(layer) for layer in self.layers]
         self.embedding = loader.embedding() if first == 0 else None
+        if self.embedding is not None and precision.device.type == "cuda":
+            self.embedding = self.embedding.fold(precision.activations)
         self.head = loader.head() if last == shape.layers else None
         self.state: StateArena | None = None
 
@@ -51,6 +55,8 @@ class Stage:
         """[T] token ids -> [T, C] residual stream."""
         assert self.embedding is not None, "only the first stage embeds"
         rows = self.embedding.table[tokens]
+        if self.embedding.ln0 is None:
+            return rows
         return layer_norm(rows, self.embedding.ln0).to(self.precision.activations)
 
     def forward(self, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
@@ -61,8 +67,11 @@ class Stage:
     def logits(self, x: Tensor, inputs: StepInputs) -> Tensor:
         """[T, C] -> fp32 [R, V] for the tokens that want logits."""
         assert self.head is not None, "only the last stage makes logits"
-        rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
-        return self.head.linear(rows).float()
+        if isinstance(self.ops, NormsRows):
+            rows = self.ops.norm_rows(x, inputs.logit_tokens, self.head.ln_out)
+        else:
+            rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
+        return self.head.linear.to_fp32(rows)
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:

@@ -25,9 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Engine]:
-    with started_engine(model) as engine:
+@pytest.fixture(scope="module", params=["plain", "overlapped"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with started_engine(model, overlap_on_cpu=request.param == "overlapped") as engine:
         yield engine
 
 
@@ -176,7 +176,7 @@ def test_mixed_parameters_share_a_step(engine: Engine) -> None:
 def test_a_failing_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     free = wait_until_idle(engine)["free_slots"]
     with monkeypatch.context() as patch:
-        patch.setattr(engine.machine, "compute", lambda rows: 1 / 0)
+        patch.setattr(engine.machine, "launch", lambda rows: 1 / 0)
         failed = submit(engine, ask("x")).wait()
     assert failed.events[-1].error is not None and "ZeroDivisionError" in failed.events[-1].error.message
     assert run(engine, ask("x", max_tokens=2)).finishes[0].completion_tokens == 2

@@ -1,0 +1,228 @@
+"""Decode steps as CUDA graphs: one per padded batch size, over slots and seats, the token fed back on the device.
+
+Engine thread only. How a loop uses it:
+
+    graphs = DecodeGraphs(stage, max_rows=960, sampler=rapid)   # nothing is captured yet
+    graphs.warm_up()                                            # optional: capture all sizes now (--warmup)
+    graphs.remember([seat], first_tokens)                       # after a prefill: the token each seat feeds next
+    drawn = graphs.run(seats, read_slots, write_slots)          # [B] int64 on the device; returns at once
+    host = graphs.to_host(drawn)                                # starts the copy; host.read() waits for it
+
+Each `run` embeds `last_tokens[seat]`, runs all layers, draws and writes the token back to `last_tokens[seat]`, so
+step n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row
+that has to be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same
+without the draw, for steps whose rows need a sampler that has no device face.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+ZERO_SLOT = 0
+DUMMY_SLOT = 1
+STAGING_BUFFERS = 4
+WARM_UP_RUNS = 2
+
+
+class DeviceSampler(Protocol):
+    """A sampler whose whole work runs on the device and may be captured in a graph."""
+
+    def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+        """Draw one token per row: logits [B, V] fp32, seats [B] int32, out [B] int64."""
+        ...
+
+
+class Greedy:
+    """The largest logit of each row."""
+
+    def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+        """See DeviceSampler."""
+        torch.argmax(logits, dim=-1, out=out)
+
+
+@dataclass(slots=True)
+class HostTokens:
+    """Tokens on their way to the host."""
+
+    pinned: Tensor
+    event: torch.cuda.Event
+
+    def read(self) -> list[int]:
+        """The token ids; waits for the copy, not for later steps."""
+        self.event.synchronize()
+        return self.pinned.tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class Captured:
+    """One graph and what it leaves behind."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class StepBuffers:
+    """Static inputs of all graphs in one block of device memory, filled by one copy per step.
+
+    Bytes: read_slots int64 [N] | write_slots int64 [N] | seats int64 [N] | seats again, int32 [N]
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._device = torch.empty(max_rows * 28, dtype=torch.uint8, device=device)
+        self._staging = [torch.empty(max_rows * 28, dtype=torch.uint8).pin_memory() for _ in range(STAGING_BUFFERS)]
+        self._events = [torch.cuda.Event() for _ in range(STAGING_BUFFERS)]
+        self._turn = 0
+        self.read_slots, self.write_slots, self.seats, self.seats32 = self._views(self._device)
+
+    def fill(
+        self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], dummy_seat: int
+    ) -> None:
+        """Write one step's rows; all rows beyond are padding."""
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        staging, event = self._staging[self._turn], self._events[self._turn]
+        event.synchronize()
+        rows = len(seats)
+        paddings = (ZERO_SLOT, DUMMY_SLOT, dummy_seat, dummy_seat)
+        values = (read_slots, write_slots, seats, seats)
+        for view, value, padding in zip(self._views(staging), values, paddings, strict=True):
+            array = view.numpy()
+            array[:rows] = value
+            array[rows:] = padding
+        self._device.copy_(staging, non_blocking=True)
+        event.record()
+
+    def _views(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        n = self._max_rows * 8
+        wide = block[: 3 * n].view(torch.int64)
+        rows = self._max_rows
+        return wide[:rows], wide[rows : 2 * rows], wide[2 * rows :], block[3 * n :].view(torch.int32)
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps of a one-stage pipeline; the sizes share one memory pool."""
+
+    def __init__(self, stage: Stage, max_rows: int, sampler: DeviceSampler | None = None) -> None:
+        self.stage = stage
+        self.max_rows = max_rows
+        self.dummy_seat = max_rows
+        self.sizes = padded_sizes(max_rows)
+        self._sampler = sampler or Greedy()
+        self._device = stage.precision.device
+        self._padded_rows = self.sizes[-1]
+        self._buffers = StepBuffers(self._padded_rows, self._device)
+        self._identity = torch.arange(self._padded_rows + 1, device=self._device)
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self._device)
+        self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, bool], Captured] = {}
+
+    @staticmethod
+    def why_not(stages: Sequence[Stage]) -> str | None:
+        """Why these stages cannot decode by graphs; None if they can."""
+        if len(stages) != 1:
+            return "decode graphs serve one device, not several pipeline stages"
+        if stages[0].ops.name != "cuda":
+            return f"decode graphs need the cuda kernels, not {stages[0].ops.name}"
+        return None
+
+    def warm_up(self) -> None:
+        """Capture every size now, largest first, so that the smaller ones fit into its memory."""
+        started = time.perf_counter()
+        for size in reversed(self.sizes):
+            self._graph(size, True)
+        logger.info("captured %d decode graphs in %.1f s", len(self.sizes), time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def remember(self, seats: Sequence[int], tokens: Tensor | Sequence[int]) -> None:
+        """The token that each seat feeds in its next step; a device tensor stays on the device."""
+        values = torch.as_tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
+        self.last_tokens[torch.tensor(seats, device=self._device)] = values
+
+    @torch.inference_mode()
+    def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
+        """Launch one step over B rows: [B] int64 drawn tokens, overwritten by the next run."""
+        self._replay(seats, read_slots, write_slots, sampled=True)
+        return self._drawn[: len(seats)]
+
+    @torch.inference_mode()
+    def run_logits(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
+        """As `run` without the draw: fp32 logits [B, V], overwritten by the next run. `remember` what is drawn."""
+        return self._replay(seats, read_slots, write_slots, sampled=False).logits[: len(seats)]
+
+    def to_host(self, drawn: Tensor) -> HostTokens:
+        """Start copying drawn tokens to the host."""
+        pinned = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
+        pinned.copy_(drawn, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return HostTokens(pinned, event)
+
+    def _replay(
+        self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], sampled: bool
+    ) -> Captured:
+        if not 0 < len(seats) <= self.max_rows:
+            raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
+        captured = self._graph(next(size for size in self.sizes if size >= len(seats)), sampled)
+        self._buffers.fill(seats, read_slots, write_slots, self.dummy_seat)
+        captured.graph.replay()
+        return captured
+
+    def _graph(self, size: int, sampled: bool) -> Captured:
+        if (size, sampled) not in self._captured:
+            self._captured[size, sampled] = self._capture(size, sampled)
+        return self._captured[size, sampled]
+
+    @torch.inference_mode()
+    def _capture(self, size: int, sampled: bool) -> Captured:
+        self._buffers.fill([], [], [], self.dummy_seat)
+        torch.cuda.synchronize(self._device)
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                self._step(size, sampled)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            logits = self._step(size, sampled)
+        return Captured(graph, logits)
+
+    def _step(self, size: int, sampled: bool) -> Tensor:
+        """What a graph holds."""
+        buffers, rows = self._buffers, self._identity[:size]
+        seats = buffers.seats[:size]
+        inputs = StepInputs(
+            tokens=self.last_tokens[seats],
+            cu_seqlens=self._identity[: size + 1],
+            read_slots=buffers.read_slots[:size],
+            write_slots=buffers.write_slots[:size],
+            logit_tokens=rows,
+            max_seqlen=1,
+        )
+        x, _ = self.stage.forward(self.stage.embed(inputs.tokens), None, inputs)
+        logits = self.stage.logits(x, inputs)
+        if sampled:
+            drawn = self._drawn[:size]
+            self._sampler.sample_on_device(logits, buffers.seats32[:size], drawn)
+            self.last_tokens[seats] = drawn
+        return logits
+
+
+def padded_sizes(max_rows: int) -> list[int]:
+    """Batch sizes worth a graph of their own: every one up to 8, then steps of an eighth or so."""
+    sizes = [*range(1, 9), 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 513, 32)]
+    sizes += range(576, max(max_rows, 576) + 64, 64)
+    upper = next(i for i, size in enumerate(sizes) if size >= max_rows)
+    return sizes[: upper + 1]
