@@ -1,0 +1,65 @@
+// Shared by all kernels of the forward: 16-byte accesses of fp16, reductions, error reporting.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#define RWKV_API extern "C" __attribute__((visibility("default")))
+
+constexpr int HEAD = 64;                       // head size N: keys and values of one head
+constexpr float DECAY_SCALE = -0.6065306597f;  // -exp(-0.5): log of the smallest decay
+constexpr float NORM_EPS = 1e-5f;
+constexpr float GROUP_NORM_EPS = 64e-5f;
+constexpr unsigned FULL = 0xffffffffu;
+
+// Every launcher ends with this: the launch's own error, as an int for the C ABI.
+inline int launch_result() { return static_cast<int>(cudaGetLastError()); }
+
+__device__ __forceinline__ float sigmoidf(float x) { return 1.0f / (1.0f + __expf(-x)); }
+
+// tanh through exp: exact to a few fp32 ulps where fp16 will be stored; saturates without NaN.
+__device__ __forceinline__ float tanh_exp(float x) { return 1.0f - 2.0f / (1.0f + __expf(2.0f * x)); }
+
+// Eight fp16 in one 16-byte register quad <-> eight fp32.
+__device__ __forceinline__ void unpack8(const uint4& packed, float (&out)[8]) {
+    const __half2* pairs = reinterpret_cast<const __half2*>(&packed);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 f = __half22float2(pairs[i]);
+        out[2 * i] = f.x;
+        out[2 * i + 1] = f.y;
+    }
+}
+
+__device__ __forceinline__ uint4 pack8(const float (&in)[8]) {
+    uint4 packed;
+    __half2* pairs = reinterpret_cast<__half2*>(&packed);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = __floats2half2_rn(in[2 * i], in[2 * i + 1]);
+    return packed;
+}
+
+__device__ __forceinline__ uint4 load16(const void* p) { return *reinterpret_cast<const uint4*>(p); }
+__device__ __forceinline__ void store16(void* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
+
+__device__ __forceinline__ void load_floats8(const float* p, float (&out)[8]) {
+    const float4 lo = reinterpret_cast<const float4*>(p)[0], hi = reinterpret_cast<const float4*>(p)[1];
+    out[0] = lo.x, out[1] = lo.y, out[2] = lo.z, out[3] = lo.w;
+    out[4] = hi.x, out[5] = hi.y, out[6] = hi.z, out[7] = hi.w;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL, x, offset);
+    return x;
+}
+
+// Sum over the block; `scratch` holds one float per warp and must not be reused before the next barrier.
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+    x = warp_sum(x);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
+    __syncthreads();
+    const int warps = (blockDim.x + 31) >> 5, lane = threadIdx.x & 31;
+    return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+}

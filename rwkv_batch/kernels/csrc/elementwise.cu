@@ -1,0 +1,44 @@
+// Activations between two linear maps, in place, 16 bytes per thread and access.
+//
+//   relu_square: x [n] fp16 -> max(x, 0)^2            bytes 4n
+//   low_rank_act: w [nw] fp16 -> tanh(w), g [ng] fp16 -> sigmoid(g), one launch for both
+#include "common.cuh"
+
+template <typename F>
+__device__ __forceinline__ void apply8(__half* p, F f) {
+    float v[8];
+    unpack8(load16(p), v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = f(v[i]);
+    store16(p, pack8(v));
+}
+
+__global__ void relu_square_kernel(__half* x, int64_t groups) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < groups; i += step) {
+        apply8(x + i * 8, [](float v) { v = fmaxf(v, 0.0f); return v * v; });
+    }
+}
+
+__global__ void low_rank_act_kernel(__half* w, int64_t w_groups, __half* g, int64_t g_groups) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < w_groups) {
+        apply8(w + i * 8, [](float v) { return tanh_exp(v); });
+    } else if (i - w_groups < g_groups) {
+        apply8(g + (i - w_groups) * 8, [](float v) { return sigmoidf(v); });
+    }
+}
+
+RWKV_API int rwkv_relu_square(void* x, int64_t count, void* stream) {
+    const int64_t groups = count / 8, blocks = (groups + 255) / 256;
+    relu_square_kernel<<<static_cast<unsigned>(blocks < 8192 ? blocks : 8192), 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<__half*>(x), groups);
+    return launch_result();
+}
+
+RWKV_API int rwkv_low_rank_act(void* w, int64_t w_count, void* g, int64_t g_count, void* stream) {
+    const int64_t groups = (w_count + g_count) / 8;
+    low_rank_act_kernel<<<static_cast<unsigned>((groups + 255) / 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<__half*>(w), w_count / 8, static_cast<__half*>(g), g_count / 8);
+    return launch_result();
+}

@@ -1,0 +1,394 @@
+// y = x @ W^T for packed matrices, several maps of one step in one call.
+//
+// Every output is one sum over the inputs in their order, whatever the number of rows and threads, so
+// that a row's result does not depend on its neighbours. Three kernels:
+//   fp32 panels       x and W fp32, fused multiply-add
+//   bf16 panels       W bf16 (exact), x fp32, W widened in registers
+//   bf16 panels, AMX  W bf16, x split into 1 (bf16 precision) or 3 (fp32 precision: 3 x 8 bits) bf16 parts
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+#include "simd.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define WITH_AMX 1
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define WITH_AMX 0
+#endif
+
+namespace {
+
+constexpr int64_t PANEL = 2 * LANES;   // outputs of an fp32 panel
+constexpr int64_t BF16_PANEL = 32;     // outputs of a bf16 panel: two AMX tiles of 16
+constexpr int64_t STEP = 32;           // inputs of one AMX tile
+constexpr int64_t TILE = 16 * STEP;    // elements of one AMX tile, 1 KiB
+constexpr int64_t CHUNK = 480;         // rows packed at a time; a multiple of 32 and of 10
+constexpr int MAX_JOBS = 16;
+
+enum Kind : int64_t { FP32 = 0, BF16 = 1 };
+enum Activation : int64_t { NONE = 0, TANH = 1, SIGMOID = 2, RELU_SQUARED = 3 };
+
+}  // namespace
+
+// One linear map of a call. The binding writes these as eight int64.
+struct Job {
+  const void* weight;  // packed
+  const float* x;      // [rows, in]
+  float* y;            // [rows, out]
+  int64_t in, out;
+  int64_t kind;        // Kind
+  int64_t parts;       // bf16 parts of x: 1 or 3
+  int64_t activation;  // Activation, applied to y
+};
+
+namespace {
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+float activate(float x, int64_t kind) {
+  switch (kind) {
+    case TANH: return std::tanh(x);
+    case SIGMOID: return 1.f / (1.f + std::exp(-x));
+    case RELU_SQUARED: return x < 0 ? 0.f : x * x;  // NaN stays NaN
+    default: return x;
+  }
+}
+
+// Writes `width` outputs of one row from a tile in memory.
+void finish(float* y, const float* from, int64_t width, int64_t activation) {
+  if (activation == NONE) {
+    std::memcpy(y, from, width * sizeof(float));
+  } else {
+    for (int64_t i = 0; i < width; ++i) y[i] = activate(from[i], activation);
+  }
+}
+
+// ---- fp32 and widened bf16 -------------------------------------------------------------------
+
+// acc[ROWS][2] += x[ROWS, in] * panel; fp32 panel: [in][PANEL].
+template <int ROWS>
+void fp32_tile(const float* x, const float* w, float* out, int64_t in) {
+  vf acc[ROWS][2] = {};
+  for (int64_t k = 0; k < in; ++k, w += PANEL) {
+    vf w0 = load(w), w1 = load(w + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      vf a = splat(x[r * in + k]);
+      acc[r][0] += a * w0;
+      acc[r][1] += a * w1;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) store(out + r * PANEL, acc[r][0]), store(out + r * PANEL + LANES, acc[r][1]);
+}
+
+// The same from a bf16 panel, [steps][2 tiles][16 pairs][16 outputs][2 inputs of the pair]; the outputs
+// `first` .. first + 2 * LANES - 1 of the panel, which lie in one tile or fill two.
+template <int ROWS>
+void bf16_tile(const float* x, const uint16_t* w, float* out, int64_t in, int64_t first) {
+  vf acc[ROWS][2] = {};
+  const uint16_t* base[2];
+  for (int v = 0; v < 2; ++v) {
+    int64_t o = first + v * LANES;
+    base[v] = w + (o / 16) * TILE + (o % 16) * 2;
+  }
+  for (int64_t k = 0; k < in; k += 2) {
+    int64_t at = (k / STEP) * 2 * TILE + (k % STEP) / 2 * 32;
+    vi p0, p1;
+    std::memcpy(&p0, base[0] + at, sizeof p0);
+    std::memcpy(&p1, base[1] + at, sizeof p1);
+    vf even0 = (vf)(p0 << 16), even1 = (vf)(p1 << 16);
+    vf odd0 = (vf)(p0 & int32_t(0xffff0000)), odd1 = (vf)(p1 & int32_t(0xffff0000));
+    bool pair = k + 1 < in;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      vf a = splat(x[r * in + k]);
+      acc[r][0] += a * even0;
+      acc[r][1] += a * even1;
+      vf b = splat(pair ? x[r * in + k + 1] : 0.f);
+      acc[r][0] += b * odd0;
+      acc[r][1] += b * odd1;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) store(out + r * PANEL, acc[r][0]), store(out + r * PANEL + LANES, acc[r][1]);
+}
+
+using Fp32Tile = void (*)(const float*, const float*, float*, int64_t);
+using Bf16Tile = void (*)(const float*, const uint16_t*, float*, int64_t, int64_t);
+
+template <int... R>
+struct Tiles {
+  static constexpr Fp32Tile fp32[] = {fp32_tile<R + 1>...};
+  static constexpr Bf16Tile bf16[] = {bf16_tile<R + 1>...};
+};
+template <int... R>
+Tiles<R...> make_tiles(std::integer_sequence<int, R...>);
+using Table = decltype(make_tiles(std::make_integer_sequence<int, TILE_ROWS>{}));
+
+void vector_panel(const Job& job, int64_t panel, int64_t first_row, int64_t rows) {
+  float out[TILE_ROWS * PANEL];
+  const int64_t first = panel * PANEL, width = std::min(PANEL, job.out - first);
+  for (int64_t done = 0; done < rows; done += TILE_ROWS) {
+    const int n = int(std::min<int64_t>(TILE_ROWS, rows - done));
+    const float* x = job.x + (first_row + done) * job.in;
+    if (job.kind == FP32) {
+      Table::fp32[n - 1](x, static_cast<const float*>(job.weight) + first * job.in, out, job.in);
+    } else {
+      const int64_t padded = divide_up(job.in, STEP) * STEP;
+      const auto* w = static_cast<const uint16_t*>(job.weight) + first / BF16_PANEL * BF16_PANEL * padded;
+      Table::bf16[n - 1](x, w, out, job.in, first % BF16_PANEL);
+    }
+    float* y = job.y + (first_row + done) * job.out + first;
+    for (int r = 0; r < n; ++r) finish(y + r * job.out, out + r * PANEL, width, job.activation);
+  }
+}
+
+// ---- AMX -------------------------------------------------------------------------------------
+
+#if WITH_AMX
+
+bool amx_allowed() {
+  static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return allowed;
+}
+
+// 16 inputs of one row into `parts` rows of tiles: x = part 0 + part 1 + part 2.
+void split16(const float* x, uint16_t* to, int64_t parts) {
+  __m512 rest = _mm512_loadu_ps(x);
+  for (int64_t p = 0; p < parts; ++p) {
+    __m512i bits = _mm512_castps_si512(rest);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(rest, rest, _CMP_UNORD_Q);
+    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+    __m512i kept = _mm512_and_si512(up, _mm512_set1_epi32(int(0xffff0000)));
+    _mm256_storeu_si256((__m256i*)(to + p * STEP), _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+    rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(kept));
+  }
+}
+
+// Rows first .. first+n-1 of x (at most 16 / parts) as one row tile: [steps][16][STEP] bf16, rest zero.
+void pack_rows(const Job& job, int64_t first, int64_t n, uint16_t* to) {
+  const int64_t steps = divide_up(job.in, STEP);
+  for (int64_t s = 0; s < steps; ++s, to += TILE) {
+    const int64_t width = std::min(STEP, job.in - s * STEP);
+    for (int64_t r = 0; r < n; ++r) {
+      const float* x = job.x + (first + r) * job.in + s * STEP;
+      float padded[STEP];
+      if (width < STEP) {
+        std::memset(padded, 0, sizeof padded);
+        std::memcpy(padded, x, width * sizeof(float));
+        x = padded;
+      }
+      split16(x, to + r * job.parts * STEP, job.parts);
+      split16(x + 16, to + r * job.parts * STEP + 16, job.parts);
+    }
+    std::memset(to + n * job.parts * STEP, 0, (16 - n * job.parts) * STEP * 2);
+  }
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t columns[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0..3 sums, 4..5 x, 6..7 weights.
+void configure(int rows) {
+  TileConfig config;
+  for (int t = 0; t < 8; ++t) config.columns[t] = 64, config.rows[t] = uint8_t(t < 6 ? rows : 16);
+  _tile_loadconfig(&config);
+}
+
+// One panel of 32 outputs against two row tiles.
+void amx_two(const uint16_t* a0, const uint16_t* a1, const uint16_t* w, int64_t steps, float* out) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t s = 0; s < steps; ++s, a0 += TILE, a1 += TILE, w += 2 * TILE) {
+    _tile_loadd(6, w, 64);
+    _tile_loadd(4, a0, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a1, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(7, w + TILE, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, out, 128);
+  _tile_stored(1, out + 16, 128);
+  _tile_stored(2, out + 512, 128);
+  _tile_stored(3, out + 528, 128);
+}
+
+void amx_one(const uint16_t* a, const uint16_t* w, int64_t steps, float* out) {
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t s = 0; s < steps; ++s, a += TILE, w += 2 * TILE) {
+    for (int64_t i = 0; i < 2 * TILE; i += 32) _mm_prefetch((const char*)(w + 16 * TILE + i), _MM_HINT_T0);
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, w, 64);
+    _tile_loadd(7, w + TILE, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  _tile_stored(0, out, 128);
+  _tile_stored(1, out + 16, 128);
+}
+
+// Sums the parts of each row of a [16][32] tile into y.
+void finish_tile(const Job& job, float* tile, int64_t row, int64_t n, int64_t first) {
+  const int64_t width = std::min(BF16_PANEL, job.out - first);
+  for (int64_t r = 0; r < n; ++r) {
+    float* sum = tile + r * job.parts * 32;
+    if (job.parts == 3) {
+      for (int i = 0; i < 32; ++i) sum[i] += sum[i + 32] + sum[i + 64];
+    }
+    finish(job.y + (row + r) * job.out + first, sum, width, job.activation);
+  }
+}
+
+void amx_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
+  alignas(64) float out[2 * 16 * 32];
+  const int64_t steps = divide_up(job.in, STEP), per_tile = 16 / job.parts, tile_size = steps * TILE;
+  const auto* w = static_cast<const uint16_t*>(job.weight) + panel * 2 * tile_size;
+  configure(int(std::min(per_tile, rows) * job.parts));
+  for (int64_t done = 0; done < rows; done += 2 * per_tile, packed += 2 * tile_size) {
+    const int64_t left = rows - done, first = panel * BF16_PANEL;
+    if (left > per_tile) {
+      amx_two(packed, packed + tile_size, w, steps, out);
+      finish_tile(job, out + 512, first_row + done + per_tile, std::min(per_tile, left - per_tile), first);
+    } else {
+      amx_one(packed, w, steps, out);
+    }
+    finish_tile(job, out, first_row + done, std::min(per_tile, left), first);
+  }
+}
+
+#else
+bool amx_allowed() { return false; }
+#endif
+
+// Scratch for packed rows: grows, belongs to the calling thread.
+struct Scratch {
+  uint16_t* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+  uint16_t* take(size_t elements) {
+    if (elements > size) {
+      std::free(data);
+      data = static_cast<uint16_t*>(std::aligned_alloc(64, divide_up(elements * 2, 4096) * 4096));
+      size = data ? elements : 0;
+    }
+    return data;
+  }
+};
+
+int64_t row_tiles(const Job& job, int64_t rows) { return divide_up(rows, 16 / job.parts); }
+
+// All jobs for rows first .. first+rows-1 (at most CHUNK). Returns false if memory is short.
+bool run_chunk(const Job* jobs, int64_t count, int64_t first, int64_t rows, int threads) {
+  thread_local Scratch scratch;
+  int64_t pack_end[MAX_JOBS], panel_end[MAX_JOBS], offset[MAX_JOBS], packs = 0, panels = 0, size = 0;
+  for (int64_t j = 0; j < count; ++j) {
+    const bool amx = jobs[j].kind == BF16 && amx_allowed();
+    offset[j] = size;
+    if (amx) {
+      packs += row_tiles(jobs[j], rows);
+      size += row_tiles(jobs[j], rows) * divide_up(jobs[j].in, STEP) * TILE;
+    }
+    pack_end[j] = packs;
+    panels += divide_up(jobs[j].out, amx ? BF16_PANEL : PANEL);
+    panel_end[j] = panels;
+  }
+  uint16_t* packed = size ? scratch.take(size) : nullptr;
+  if (size && !packed) return false;
+#pragma omp parallel num_threads(threads)
+  {
+#if WITH_AMX
+    if (packs) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < packs; ++t) {
+        const int64_t j = std::upper_bound(pack_end, pack_end + count, t) - pack_end;
+        const int64_t tile = t - (j ? pack_end[j - 1] : 0), per_tile = 16 / jobs[j].parts;
+        pack_rows(jobs[j], first + tile * per_tile, std::min(per_tile, rows - tile * per_tile),
+                  packed + offset[j] + tile * divide_up(jobs[j].in, STEP) * TILE);
+      }
+    }
+#endif
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t j = std::upper_bound(panel_end, panel_end + count, p) - panel_end;
+      const int64_t panel = p - (j ? panel_end[j - 1] : 0);
+#if WITH_AMX
+      if (jobs[j].kind == BF16 && amx_allowed()) {
+        amx_panel(jobs[j], packed + offset[j], panel, first, rows);
+        continue;
+      }
+#endif
+      vector_panel(jobs[j], panel, first, rows);
+    }
+#if WITH_AMX
+    if (amx_allowed()) _tile_release();
+#endif
+  }
+  return true;
+}
+
+}  // namespace
+
+// 1 if bf16 matrices run on AMX here.
+EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
+
+// Bytes of a packed matrix.
+EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t kind) {
+  if (kind == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
+  return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
+}
+
+// weight(o, i) at weight + o * stride_out + i * stride_in elements; packed is zeroed memory.
+EXPORT void rwkv_pack_fp32(const float* weight, int64_t stride_out, int64_t stride_in, int64_t in, int64_t out,
+                           float* packed, int64_t threads) {
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+  for (int64_t panel = 0; panel < divide_up(out, PANEL); ++panel) {
+    float* to = packed + panel * PANEL * in;
+    const int64_t width = std::min(PANEL, out - panel * PANEL);
+    for (int64_t o = 0; o < width; ++o) {
+      const float* from = weight + (panel * PANEL + o) * stride_out;
+      for (int64_t k = 0; k < in; ++k) to[k * PANEL + o] = from[k * stride_in];
+    }
+  }
+}
+
+EXPORT void rwkv_pack_bf16(const uint16_t* weight, int64_t stride_out, int64_t stride_in, int64_t in, int64_t out,
+                           uint16_t* packed, int64_t threads) {
+  const int64_t padded = divide_up(in, STEP) * STEP;
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+  for (int64_t panel = 0; panel < divide_up(out, BF16_PANEL); ++panel) {
+    uint16_t* to = packed + panel * BF16_PANEL * padded;
+    const int64_t width = std::min(BF16_PANEL, out - panel * BF16_PANEL);
+    for (int64_t o = 0; o < width; ++o) {
+      const uint16_t* from = weight + (panel * BF16_PANEL + o) * stride_out;
+      uint16_t* column = to + o / 16 * TILE + o % 16 * 2;
+      for (int64_t k = 0; k < in; ++k) {
+        column[k / STEP * 2 * TILE + k % STEP / 2 * 32 + k % 2] = from[k * stride_in];
+      }
+    }
+  }
+}
+
+// Runs `count` (at most 16) linear maps over the same number of rows. 0, or 1 when memory is short.
+EXPORT int64_t rwkv_linear(const Job* jobs, int64_t count, int64_t rows, int64_t threads) {
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    if (!run_chunk(jobs, count, first, std::min(CHUNK, rows - first), int(threads))) return 1;
+  }
+  return 0;
+}
