@@ -1,0 +1,195 @@
+"""C++ and CUDA sources -> a shared library with a plain C interface, built by ninja and cached by content.
+
+The cache key holds the sources, the headers beside them, flags, compiler versions and what the code is built for
+(CPU features, GPU architectures). Processes that start together build once: the others wait at a file lock.
+A finished library appears under its name in one step, so no reader ever meets half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from native import machine
+
+log = logging.getLogger("native")
+
+CPP_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+HEADERS = ("*.h", "*.hpp", "*.cuh", "*.inc")
+
+
+class BuildError(RuntimeError):
+    """A library could not be built; the message holds the compiler's output."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library to be: its name and sources (.cpp and .cu; paths), and what is special about it.
+
+    `extern "C" __attribute__((visibility("default")))` functions are what it exports.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...] = ()
+    """Added for every source."""
+    arch_specific: bool = False
+    """Build for sm_90a rather than sm_90 (and so on): code that uses one architecture's own instructions."""
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether nvcc is needed."""
+        return any(source.suffix == ".cu" for source in self.sources)
+
+    @property
+    def has_cpp(self) -> bool:
+        """Whether g++ is needed."""
+        return any(source.suffix != ".cu" for source in self.sources)
+
+
+def build_dir() -> Path:
+    """Where libraries are kept: $RWKV_BUILD_DIR, else ~/.cache/rwkv-batch."""
+    chosen = os.environ.get("RWKV_BUILD_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "rwkv-batch"
+
+
+@functools.cache
+def load(library: Library) -> ctypes.CDLL:
+    """The library, built if need be. BuildError if it cannot be built, OSError if it cannot be loaded."""
+    return ctypes.CDLL(str(build(library)))
+
+
+def build(library: Library) -> Path:
+    """Path of the library's file, built if its content key is not in the cache. BuildError with the reason."""
+    _require_tools(library)
+    folder = build_dir()
+    target = folder / f"{library.name}-{content_key(library)}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if not target.exists():
+                _build_locked(library, target)
+    except OSError as error:
+        raise BuildError(
+            f"cannot build {library.name} in {folder} (set RWKV_BUILD_DIR to change it): {error}"
+        ) from error
+    return target
+
+
+def content_key(library: Library) -> str:
+    """20 hex digits that change with anything the built code depends on."""
+    digest = hashlib.sha256()
+    for path in [*library.sources, *_headers(library)]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    parts = [*library.flags, torch.__version__, str(_torch_gomp())]
+    if library.has_cpp:
+        parts += [*CPP_FLAGS, machine.version_of(_path(machine.cxx())), machine.cpu_features()]
+    if library.has_cuda:
+        parts += [*CUDA_FLAGS, machine.version_of(_path(machine.nvcc())), *arch_flags(library)]
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()[:20]
+
+
+def arch_flags(library: Library) -> list[str]:
+    """nvcc's flags for the GPUs present."""
+    suffix = "a" if library.arch_specific else ""
+    numbers = [arch.removeprefix("sm_") for arch in machine.gpu_archs()]
+    letters = [suffix if int(number) >= 90 else "" for number in numbers]
+    return [f"-gencode=arch=compute_{n}{a},code=sm_{n}{a}" for n, a in zip(numbers, letters, strict=True)]
+
+
+def _require_tools(library: Library) -> None:
+    reason = machine.why_no_cpp() if library.has_cpp else None
+    if library.has_cuda and reason is None:
+        reason = machine.why_no_cuda(torch.device("cuda"))
+    if reason is not None:
+        raise BuildError(f"cannot build {library.name}: {reason}")
+
+
+def _headers(library: Library) -> list[Path]:
+    folders = sorted({source.parent for source in library.sources})
+    return sorted(header for folder in folders for pattern in HEADERS for header in folder.glob(pattern))
+
+
+def _torch_gomp() -> Path | None:
+    """torch's own OpenMP library: linked by path, so that torch and we share one pool of threads."""
+    package = Path(torch.__file__).parent
+    places = [package / "lib", package.parent / "torch.libs"]
+    found = sorted(file for place in places for file in place.glob("libgomp*.so*"))
+    return found[0] if found else None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build_locked(library: Library, target: Path) -> None:
+    work = target.with_suffix(".build")
+    work.mkdir(exist_ok=True)
+    (work / "build.ninja").write_text(ninja_file(library))
+    log.info("building %s (%d files; once, kept in %s)", library.name, len(library.sources), target.parent)
+    start = time.monotonic()
+    # ninja would take a colour terminal's codes for output; the log wants plain text.
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
+    command = [_path(machine.ninja()), "-C", str(work)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        raise BuildError(f"cannot build {library.name}:\n{done.stdout}{done.stderr}")
+    os.replace(work / "out.so", target)
+    log.info("built %s in %.1f s", library.name, time.monotonic() - start)
+
+
+def ninja_file(library: Library) -> str:
+    """The build.ninja of a library: one object per source, one link."""
+    extra = " ".join(library.flags)
+    lines = ["ninja_required_version = 1.5"]
+    if library.has_cpp:
+        lines += ["rule cpp", f"  command = {_path(machine.cxx())} {' '.join(CPP_FLAGS)} {extra} -c $in -o $out"]
+    if library.has_cuda:
+        flags = " ".join([*CUDA_FLAGS, *arch_flags(library), extra])
+        lines += ["rule cu", f"  command = {_path(machine.nvcc())} {flags} -c $in -o $out"]
+    lines += ["rule link", f"  command = {_linker(library)}"]
+    objects = []
+    for number, source in enumerate(library.sources):
+        objects.append(f"{number}-{source.stem}.o")
+        rule = "cu" if source.suffix == ".cu" else "cpp"
+        lines.append(f"build {objects[-1]}: {rule} {_escaped(source.resolve())}")
+    lines += [f"build out.so: link {' '.join(objects)}", "default out.so", ""]
+    return "\n".join(lines)
+
+
+def _linker(library: Library) -> str:
+    gomp = _torch_gomp()
+    if library.has_cuda:
+        # cudart is linked statically (nvcc's default): it shares torch's context through the driver.
+        openmp = f"-Xlinker {gomp}" if gomp else "-Xcompiler -fopenmp"
+        return f"{_path(machine.nvcc())} -shared $in {openmp if library.has_cpp else ''} -o $out"
+    return f"{_path(machine.cxx())} -shared $in {gomp or '-fopenmp'} -o $out"
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _path(tool: str | None) -> str:
+    if tool is None:
+        raise BuildError("a compiler that was here is gone")
+    return tool

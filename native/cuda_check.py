@@ -1,0 +1,57 @@
+"""Compiles every .cu of a source tree for given architectures, without a GPU: shows that all of them still build."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from native import machine
+from native.build import CUDA_FLAGS
+
+CHECKED_ARCHS = ("sm_80", "sm_90")
+SKIPPED_FOLDERS = {".venv", ".git", ".build", "build", "node_modules"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one source for one architecture."""
+
+    source: Path
+    arch: str
+    ok: bool
+    output: str
+    """What nvcc and ptxas said: registers, shared memory and spills of each kernel, or the errors."""
+
+
+def cuda_sources(root: Path) -> list[Path]:
+    """Every .cu under `root` that is part of the tree."""
+    found = (path for path in root.rglob("*.cu") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    return sorted(found)
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    return None if machine.nvcc() else "no nvcc on this machine"
+
+
+def compile_all(root: Path, archs: Iterable[str] = CHECKED_ARCHS) -> list[Compiled]:
+    """Compile each CUDA source for each architecture, as many at once as there are cores. RuntimeError without nvcc."""
+    reason = why_not()
+    if reason:
+        raise RuntimeError(reason)
+    jobs = [(source, arch) for source in cuda_sources(root) for arch in archs]
+    with ThreadPoolExecutor(machine.cores()) as pool:
+        return list(pool.map(lambda job: compile_one(*job), jobs))
+
+
+def compile_one(source: Path, arch: str) -> Compiled:
+    """Compile one source to a cubin that is thrown away."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, "-Xptxas", "-v", f"-arch={arch}", "-cubin"]
+        command += [str(source), "-o", f"{folder}/out.cubin"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    return Compiled(source, arch, done.returncode == 0, done.stdout + done.stderr)
