@@ -1,0 +1,1 @@
+"""The generator of training text: deterministic by seed, every line of it composed here."""

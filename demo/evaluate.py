@@ -1,0 +1,110 @@
+"""The figures of a model: exact translations of held-out sentences, recall in held-out sessions, bits per token."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from demo.corpus import chat, translation
+from demo.talker import Talker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Score:
+    """A share of right answers and the first wrong ones."""
+
+    right: int = 0
+    asked: int = 0
+    wrong: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Right answers among all."""
+        return self.right / max(self.asked, 1)
+
+    def count(self, prompt: str, wanted: str, got: str, right: bool) -> None:
+        """Take one answer in."""
+        self.asked += 1
+        self.right += right
+        if not right and len(self.wrong) < 40:
+            self.wrong.append((prompt, wanted, got))
+
+
+def held_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """English and Chinese of held-out sentences, each once."""
+    rng = Random(f"held/{seed}")
+    found: dict[str, str] = {}
+    while len(found) < count:
+        pair = translation.fresh_pair(rng, held=True)
+        found.setdefault(pair.en, pair.zh)
+    return list(found.items())
+
+
+def translation_score(talker: Talker, pairs: list[tuple[str, str]], *, english: bool, size: int = 512) -> Score:
+    """Exact matches of held-out sentences in one direction."""
+    score = Score()
+    for start in range(0, len(pairs), size):
+        some = [pair if english else pair[::-1] for pair in pairs[start : start + size]]
+        answers = talker.complete([translation.prompt(source, english=english) for source, _ in some], 160)
+        for (source, target), answer in zip(some, answers, strict=True):
+            score.count(source, target, answer.strip(), answer.strip() == target)
+    return score
+
+
+def recall_score(talker: Talker, count: int, seed: int, *, turns: tuple[int, int] = (3, 8), size: int = 256) -> Score:
+    """Facts given back in held-out sessions, with small talk between."""
+    rng = Random(f"sessions/{seed}")
+    scripts = [chat.session(rng, held=True, turns=turns) for _ in range(count)]
+    prompts = [[prompt for prompt, _ in chat.prompts(rng, script, plain=rng.random() < 0.5)] for script in scripts]
+    score = Score()
+    for start in range(0, count, size):
+        answers = talker.converse(prompts[start : start + size], 96)
+        for script, given in zip(scripts[start : start + size], answers, strict=True):
+            for turn, answer in zip(script, given, strict=True):
+                if turn.recall:
+                    said = answer.rpartition("</think>")[2].strip()
+                    score.count(turn.user, turn.answer, said, said == turn.answer)
+    return score
+
+
+def report(talker: Talker, *, sentences: int = 1000, sessions: int = 300, seed: int = 1) -> dict[str, object]:
+    """All figures, with the first wrong answers."""
+    pairs = held_pairs(sentences, seed)
+    scores = {
+        "english to chinese": translation_score(talker, pairs, english=True),
+        "chinese to english": translation_score(talker, pairs, english=False),
+        "recall": recall_score(talker, sessions, seed),
+    }
+    figures: dict[str, object] = {name: round(score.share, 4) for name, score in scores.items()}
+    figures["wrong"] = {name: score.wrong for name, score in scores.items()}
+    figures["asked"] = {name: score.asked for name, score in scores.items()}
+    return figures
+
+
+def main() -> None:
+    """Evaluate the shipped model, or another compact file, with the training model's own decoder."""
+    from demo.export import load_compact
+    from demo.files import MODEL
+    from demo.talker import TorchTalker
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL, help="a compact file")
+    parser.add_argument("--sentences", type=int, default=200)
+    parser.add_argument("--sessions", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    model, compact = load_compact(args.model)
+    talker = TorchTalker(model.to(args.device), compact)
+    figures = report(talker, sentences=args.sentences, sessions=args.sessions, seed=args.seed)
+    print(json.dumps(figures, ensure_ascii=False, indent=1))
+
+
+if __name__ == "__main__":
+    main()

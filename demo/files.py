@@ -1,0 +1,108 @@
+"""The shipped model: a compact file in the repository, expanded without loss to a standard one at the first start.
+
+The compact file holds bf16 weights as two byte planes under LZMA. Its tables have rows only for the ids the model
+knows and one last row for all other ids; expanding repeats that row, so the standard file has all 65,536.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import lzma
+import os
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint16]  # bf16 values by their bits
+
+MAGIC = b"RWKV7CMP"
+VOCAB = 65536
+TABLES = ("emb.weight", "head.weight")
+MODEL = Path(__file__).parent / "rwkv7-demo.compact"
+CACHE = Path(__file__).parent / ".cache"
+log = logging.getLogger(__name__)
+
+
+def compress(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> bytes:
+    """The compact file of bf16 tensors whose tables have a row for each of `ids` and one for all others."""
+    header = json.dumps(
+        {"ids": len(ids), "tensors": [[name, list(t.shape)] for name, t in tensors.items()]}, separators=(",", ":")
+    ).encode()
+    values = np.concatenate([ids.astype("<u2"), *(t.astype("<u2").ravel() for t in tensors.values())])
+    planes = values.view(np.uint8).reshape(-1, 2).T.tobytes()
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 0, "pb": 0}]
+    return MAGIC + struct.pack("<I", len(header)) + header + lzma.compress(planes, filters=filters)
+
+
+def decompress(data: bytes) -> tuple[dict[str, Bits], NDArray[np.int64]]:
+    """The tensors and the ids of a compact file."""
+    if data[:8] != MAGIC:
+        raise ValueError("this is not a compact RWKV-7 file: its first bytes differ")
+    size = struct.unpack("<I", data[8:12])[0]
+    header = json.loads(data[12 : 12 + size])
+    planes = np.frombuffer(lzma.decompress(data[12 + size :]), dtype=np.uint8).reshape(2, -1)
+    values = np.ascontiguousarray(planes.T).view("<u2").ravel()
+    ids, at = values[: header["ids"]].astype(np.int64), header["ids"]
+    tensors = {}
+    for name, shape in header["tensors"]:
+        count = int(np.prod(shape))
+        tensors[name] = values[at : at + count].reshape(shape)
+        at += count
+    return tensors, ids
+
+
+def expand(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> dict[str, Bits]:
+    """The standard tensors: the tables with all rows."""
+    full = dict(tensors)
+    for name in TABLES:
+        table = np.repeat(tensors[name][-1:], VOCAB, axis=0)
+        table[ids] = tensors[name][:-1]
+        full[name] = table
+    return full
+
+
+def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
+    """The header and the tensors of a `.safetensors` file in bf16."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        entries[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, [np.ascontiguousarray(t, dtype="<u2").tobytes() for t in tensors.values()]
+
+
+def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
+    """The standard `.safetensors` file of the demo model: found in the cache, or expanded into it.
+
+    Raises FileNotFoundError where the tree holds no trained model.
+    """
+    if not source.is_file():
+        raise FileNotFoundError(f"no demo model in this tree: {source} is missing (demo/train.py makes one)")
+    data = source.read_bytes()
+    folder = cache_dir or CACHE
+    path = folder / f"rwkv7-demo-{hashlib.sha256(data).hexdigest()[:12]}.safetensors"
+    if path.is_file():
+        return path
+    log.info("expanding the demo model to %s (once)", path)
+    folder.mkdir(parents=True, exist_ok=True)
+    head, parts = safetensors_bytes(expand(*decompress(data)))
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".expanding-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(head)
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    log.info("the demo model is ready: %.1f MB", path.stat().st_size / 1e6)
+    return path

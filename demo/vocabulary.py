@@ -1,0 +1,69 @@
+"""The World vocabulary and the compact part of it that the demo model knows."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyrwkv_tokenizer
+from numpy.typing import NDArray
+
+SIZE = 65536
+
+
+@cache
+def tokenizer() -> pyrwkv_tokenizer.RWKVTokenizer:
+    """The encoder."""
+    return pyrwkv_tokenizer.RWKVTokenizer()
+
+
+@cache
+def token_bytes() -> tuple[bytes, ...]:
+    """The bytes of every token; ids without a token have none."""
+    table = [b""] * SIZE
+    file = Path(pyrwkv_tokenizer.__file__).parent / "rwkv_vocab_v20230424.txt"
+    for line in file.read_text(encoding="utf-8").splitlines():
+        number, rest = line.split(" ", 1)
+        value = ast.literal_eval(rest[: rest.rindex(" ")])
+        table[int(number)] = value.encode() if isinstance(value, str) else value
+    return tuple(table)
+
+
+def encode(text: str) -> list[int]:
+    """Greedy longest match."""
+    ids: list[int] = tokenizer().encode(text)
+    return ids
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """The text of tokens, with a replacement character for broken UTF-8."""
+    table = token_bytes()
+    return b"".join(table[t] for t in tokens).decode("utf-8", "replace")
+
+
+class Compact:
+    """Used ids in order, each a row; one more row, the last, stands for all ids that are not used."""
+
+    def __init__(self, ids: NDArray[np.int64]) -> None:
+        self.ids = ids
+        self.rows = len(ids) + 1
+        self.unused = len(ids)
+        self.of_id = np.full(SIZE, self.unused, dtype=np.int64)
+        self.of_id[ids] = np.arange(len(ids))
+
+    @property
+    def multiplicity(self) -> int:
+        """How many ids share the last row."""
+        return SIZE - len(self.ids)
+
+
+def base_ids() -> set[int]:
+    """Ids that belong to every vocabulary: the end, single bytes, ASCII of up to two characters, the stops."""
+    known = {0, 261}
+    for number, value in enumerate(token_bytes()):
+        if len(value) == 1 or (value and len(value) == 2 and value.isascii()):
+            known.add(number)
+    return known
