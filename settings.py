@@ -148,7 +148,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("max_contents", _whole(1, 1_000_000), "most prompts in one request"),
         Flag("max_prompt_tokens", _POSITIVE, "most tokens of one prompt"),
         Flag("max_tokens_limit", _POSITIVE, "most that max_tokens may ask for"),
-        Flag("max_streams", _whole(1, 500), "answers that one HTTP worker writes at a time; Robyn has 512 threads for them"),
+        Flag(
+            "max_streams",
+            _whole(1, 500),
+            "answers that one HTTP worker writes at a time; Robyn has 512 threads for them",
+        ),
         Flag("stall_timeout_s", _number(0.1, 1e6), "seconds after which a client that reads nothing is cut off"),
         Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),
@@ -219,7 +223,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     if not values[HttpConfig].get("password") and (path := source.get("RWKV_PASSWORD_FILE")):
         values[HttpConfig]["password"] = _first_line(path)
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
-    shared = {"drain_timeout_s": engine.drain_timeout_s, "model_name": engine.model_name}
+    shared: dict[str, Any] = {"drain_timeout_s": engine.drain_timeout_s, "model_name": engine.model_name}
     service = ServiceConfig(**values[ServiceConfig])
     if service.http_workers == 0:
         service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))

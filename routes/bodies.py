@@ -125,7 +125,9 @@ class TranslateBody(Body):
     source_lang: str = Field("auto", min_length=1, max_length=64, description="ISO code, or auto.")
     target_lang: str = Field(min_length=1, max_length=64, description="ISO code.")
     text_list: list[str]
-    placeholders: list[Any] | dict[str, Any] | str | None = Field(None, description="Accepted; kept as they are in texts.")
+    placeholders: list[Any] | dict[str, Any] | str | None = Field(
+        None, description="Accepted; kept as they are in texts."
+    )
     timeout_s: float | None = Field(None, gt=0, le=86400)
 
 

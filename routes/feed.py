@@ -8,10 +8,11 @@ import queue
 import threading
 import time
 import uuid
+from typing import Any
 
 from routes.context import Context
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.face import EngineFace
+from rwkv_batch.face import EngineFace, Reply
 from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
@@ -91,16 +92,8 @@ async def submit(context: Context, job: Job) -> Feed:
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
 
-    def settle(refusal: ServiceError | None) -> None:
-        if admission.done():
-            return
-        if refusal is None:
-            admission.set_result(None)
-        else:
-            admission.set_exception(refusal)
-
     feed = Feed(context.engine, job.job_id, context.config.stall_timeout_s)
-    context.engine.submit(job, feed.sink, lambda refusal: loop.call_soon_threadsafe(settle, refusal) and None)
+    context.engine.submit(job, feed.sink, _settler(loop, admission))
     await admission
     return feed
 
@@ -110,11 +103,20 @@ async def ask(context: Context, verb: str, **arguments: object) -> object:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[object] = loop.create_future()
 
+    context.engine.call(verb, arguments, _settler(loop, answer))
+    return await answer
+
+
+def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Reply:
+    """A callback for another thread that settles `future`: a ServiceError is its exception, all else its result."""
+
     def settle(value: object) -> None:
         if isinstance(value, ServiceError):
-            answer.set_exception(value)
+            future.set_exception(value)
         else:
-            answer.set_result(value)
+            future.set_result(value)
 
-    context.engine.call(verb, arguments, lambda value: loop.call_soon_threadsafe(settle, value) and None)
-    return await answer
+    def reply(value: object) -> None:
+        loop.call_soon_threadsafe(settle, value)
+
+    return reply

@@ -91,7 +91,9 @@ def _to_robyn(context: Context, reply: Reply, exchange: Exchange | None) -> Roby
     if isinstance(reply, Stream) and exchange is not None:
         headers["Content-Type"] = reply.content_type
         return StreamingResponse(
-            OutgoingChunks(reply.chunks, exchange), headers=Headers(headers), media_type=reply.content_type
+            OutgoingChunks(reply.chunks, exchange),  # type: ignore[arg-type]  # it iterates any iterator
+            headers=Headers(headers),
+            media_type=reply.content_type,
         )
     if isinstance(reply, Stream):
         raise TypeError("a stream needs an exchange that ends with it")
@@ -108,7 +110,7 @@ def _body_bytes(request: Request, limit: int) -> bytes:
     if max(length, len(body)) > limit:
         raise ServiceError(
             ErrorKind.BODY_TOO_LARGE,
-            f"the body has {max(length, len(body))} bytes, the limit is {limit} (--max-body-mb); send fewer rows at once",
+            f"the body has {max(length, len(body))} bytes, the limit is {limit} (--max-body-mb); send fewer rows",
         )
     if len(body) < length:
         raise ServiceError(ErrorKind.NOT_JSON, f"the body ended after {len(body)} of the {length} bytes announced")

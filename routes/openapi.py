@@ -21,7 +21,11 @@ _ERROR = {
         "given": {"description": "The value that was refused."},
     },
 }
-_BODY_ERRORS = {"400": "The body is not JSON, or not whole.", "413": "The body is too large.", "422": "A field is wrong."}
+_BODY_ERRORS = {
+    "400": "The body is not JSON, or not whole.",
+    "413": "The body is too large.",
+    "422": "A field is wrong.",
+}
 _WORK_ERRORS = {"429": "Overloaded; see Retry-After.", "503": "Draining, or the engine is away.", "504": "Timed out."}
 
 
@@ -49,7 +53,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     good: dict[str, Any] = {JSON: {}} if route.path != "/metrics" else {"text/plain": {}}
     if route.streams:
-        good[SSE] = {"schema": {"type": "string", "description": "With \"stream\": true; ends with data: [DONE]."}}
+        good[SSE] = {"schema": {"type": "string", "description": 'With "stream": true; ends with data: [DONE].'}}
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
     for status, text in _errors(route).items():
         schema = {"$ref": "#/components/schemas/Error"}

@@ -82,7 +82,9 @@ def build_rows(
         raise invalid(field, f"has {len(prompts)} prompts, the limit is {limit} (--max-contents)", len(prompts))
     if body.max_tokens > config.max_tokens_limit:
         limit = config.max_tokens_limit
-        raise invalid("max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens)
+        raise invalid(
+            "max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens
+        )
     seed = secrets.randbits(64) if body.seed is None else body.seed
     stop_ids, stop_strings = split_stops(stops)
     return [

@@ -76,7 +76,9 @@ class Plan:
 
     def assembled(self) -> dict[str, object]:
         """The answer's body."""
-        texts = ["".join(piece if isinstance(piece, str) else self.known[piece] for piece in text) for text in self.pieces]
+        texts = [
+            "".join(piece if isinstance(piece, str) else self.known[piece] for piece in text) for text in self.pieces
+        ]
         return {
             "translations": [
                 {"detected_source_lang": source, "text": text} for source, text in zip(self.sources, texts, strict=True)
@@ -123,7 +125,9 @@ def _rows(context: Context, keys: list[Key]) -> list[GenerateRequest]:
         rows.append(
             GenerateRequest(
                 prompt=prompt,
-                max_tokens=min(_TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit),
+                max_tokens=min(
+                    _TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit
+                ),
                 sampling=SamplingParams(temperature=0.0),
                 stop_strings=[stop.encode() for stop in stops],
                 chunk_size=0,
@@ -152,7 +156,11 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
 
     def whole(results: list[RowResult]) -> object:
         for key, row in zip(made.missing, results, strict=True):
-            if row.finish is None or row.finish.reason in (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR):
+            if row.finish is None or row.finish.reason in (
+                FinishReason.TIMEOUT,
+                FinishReason.CANCELLED,
+                FinishReason.ERROR,
+            ):
                 raise ServiceError(ErrorKind.TIMEOUT, "a translation did not end in time; send fewer texts at once")
             made.known[key] = cleaned(row.text)
             cache.put(key, made.known[key])

@@ -1,0 +1,51 @@
+# make serve   the service; ARGS="--model-path FILE" and RWKV_... variables configure it
+# make test    the tests
+# make lint    formatting, lint and types
+#
+# Both install what they need into .venv first, from pinned lists; a second start finds it there.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := app.py settings.py rwkv_batch routes sampling state_pool native test bench demo
+ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: serve test lint format install install-dev install-gpu clean
+
+serve: $(VENV)/.installed
+	exec $(BIN)/python app.py $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+install-gpu: $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check -r requirements-gpu.txt
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python found; install Python 3.11, 3.12 or 3.13" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11..3.13; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements.txt | $(BIN)/python
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
+	touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt requirements.txt | $(BIN)/python
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements-dev.txt
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,153 @@
+"""A real service for tests: `app.py` (or another program like it) in a child process on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 120.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """The first true value of `condition`; fails after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if value := condition():
+                return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+def sse_data(text: str) -> list[Any]:
+    """The values of a stream's events, without heartbeats and the closing [DONE]."""
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]", text
+    return [json.loads(event) for event in events[:-1]]
+
+
+def row_texts(events: list[Any]) -> dict[int, str]:
+    """Text of each row of a native stream."""
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"].get("content", "")
+    return texts
+
+
+class Service:
+    """One running service."""
+
+    def __init__(self, folder: Path, *arguments: str, program: str = "app.py", **environment: str) -> None:
+        self.port = free_port()
+        self.log = folder / f"service-{self.port}.log"
+        command = [sys.executable, str(ROOT / program), "--port", str(self.port), *arguments]
+        command += ["--state-db", str(folder / f"sessions-{self.port}.db")]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**clean, **environment}
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.headers: dict[str, str] = {}
+
+    def wait_ready(self) -> Service:
+        """Until /readyz says so."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return self.get("/readyz").status_code == 200
+
+        wait_for(is_ready, START_S, f"ready; log:\n{self.log.read_text()}")
+        return self
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """GET with a generous timeout."""
+        return httpx.get(self.url + path, timeout=30, headers=self.headers, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """POST a JSON body."""
+        options.setdefault("timeout", 60)
+        headers = {**self.headers, **options.pop("headers", {})}
+        if body is not None:
+            options["content"] = json.dumps(body)
+        return httpx.post(self.url + path, headers=headers, **options)
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
+        """An open stream."""
+        with httpx.stream("POST", self.url + path, json=body, timeout=60, headers=self.headers) as response:
+            yield response
+
+    def status(self) -> dict[str, Any]:
+        """The /status document."""
+        response = self.get("/status")
+        response.raise_for_status()
+        value: dict[str, Any] = response.json()
+        return value
+
+    def pids(self) -> dict[str, int]:
+        """Process id by name of every process but the supervisor."""
+        processes = self.status()["processes"]
+        workers = {worker["name"]: worker["pid"] for worker in processes["http_workers"]}
+        return {"engine": processes["engine"]["pid"], **workers}
+
+    def wait_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Until no row runs or waits; returns that status."""
+
+        def is_idle() -> dict[str, Any] | None:
+            status = self.status()
+            return None if status["running_rows"] or status["waiting_rows"] else status
+
+        status: dict[str, Any] = wait_for(is_idle, timeout_s, "no row runs")
+        return status
+
+    def connect(self) -> socket.socket:
+        """A bare TCP connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def terminate(self, timeout_s: float = 60.0) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End it in any case."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def raw_request(path: str, body: bytes, *, length: int | None = None, extra: str = "") -> bytes:
+    """An HTTP/1.1 POST as bytes, with a Content-Length that may lie."""
+    size = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {size}\r\nConnection: close\r\n{extra}\r\n"
+    return head.encode() + body
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What the other side says until it closes."""
+    received = b""
+    with contextlib.suppress(OSError):
+        while piece := connection.recv(65536):
+            received += piece
+    return received

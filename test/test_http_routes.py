@@ -1,0 +1,213 @@
+"""What the routes answer, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from test.serving import Service, row_texts, sse_data
+
+CHAT = "/v1/chat/completions"
+TRANSLATE = "/translate/v1/batch-translate"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "stop_tokens": []}
+
+
+def test_batch_answer_has_the_familys_shape(service: Service) -> None:
+    answer = service.post(CHAT, {**GREEDY, "contents": ["Hello", "English: a cat\n\nChinese:"], "model": "any"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert body["id"] == "rwkv7-batch"
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "any"
+    assert isinstance(body["created"], int)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert all(choice["message"]["role"] == "assistant" for choice in body["choices"])
+    assert all(choice["finish_reason"] == "length" for choice in body["choices"])
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 24
+    counted = service.post("/v1/tokens/count", {"contents": ["Hello", "English: a cat\n\nChinese:"]}).json()
+    assert counted == {"tokens": usage["prompt_tokens"]}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+def test_a_stream_says_the_same_as_a_whole_answer(service: Service, chunk_size: int) -> None:
+    body = {**GREEDY, "contents": ["你好", "Привет", "Hello"], "max_tokens": 40}
+    whole = service.post(CHAT, body).json()
+    streamed = service.post(CHAT, {**body, "stream": True, "chunk_size": chunk_size})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = sse_data(streamed.text)
+    assert all(event["object"] == "chat.completion.chunk" for event in events)
+    texts = row_texts(events)
+    assert texts == {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
+    ends = [choice for event in events for choice in event["choices"] if "finish_reason" in choice]
+    assert sorted(end["index"] for end in ends) == [0, 1, 2]
+    assert all(end["delta"] == {} and end["finish_reason"] == "length" for end in ends)
+
+
+def test_a_seed_fixes_the_text_alone_and_in_company(service: Service) -> None:
+    body = {"contents": ["Once upon a time"], "seed": 7, "max_tokens": 24, "temperature": 1.2}
+    alone = service.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    company = {**body, "contents": ["Once upon a time", *(f"row {number}" for number in range(20))]}
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(service.post, CHAT, company) for _ in range(4)]
+        assert {future.result().json()["choices"][0]["message"]["content"] for future in futures} == {alone}
+    other = service.post(CHAT, {**body, "seed": 8}).json()["choices"][0]["message"]["content"]
+    assert other != alone
+
+
+def test_stops_are_strings_and_ids_and_are_not_shown(service: Service) -> None:
+    text = service.post(CHAT, {**GREEDY, "contents": ["Hello"]}).json()["choices"][0]["message"]["content"]
+    cut = text[3:6]
+    for stream in (False, True):
+        answer = service.post(CHAT, {**GREEDY, "contents": ["Hello"], "stop_tokens": [0, cut], "stream": stream})
+        if stream:
+            events = sse_data(answer.text)
+            assert row_texts(events)[0] == text[: text.index(cut)]
+            assert events[-1]["choices"][-1]["finish_reason"] == "stop"
+        else:
+            choice = answer.json()["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (text[: text.index(cut)], "stop")
+
+
+def test_messages_become_a_prompt(service: Service) -> None:
+    turns = [
+        {"role": "system", "content": "Be kind.\r\n\r\n\r\nBe brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+    ]
+    prompt = "System: Be kind.\nBe brief.\n\nUser: Hi\nthere\n\nAssistant: <think>\n</think>"
+    as_messages = service.post(CHAT, {**GREEDY, "messages": turns}).json()
+    as_contents = service.post(CHAT, {**GREEDY, "contents": [prompt]}).json()
+    assert as_messages["usage"] == as_contents["usage"]
+    assert as_messages["choices"][0]["message"]["content"] == as_contents["choices"][0]["message"]["content"].lstrip()
+    assert as_messages["id"].startswith("chatcmpl-")
+    thinking = service.post(CHAT, {**GREEDY, "messages": turns, "enable_think": True}).json()
+    assert thinking["choices"][0]["message"]["content"].startswith("<think")
+    counted = service.post("/v1/tokens/count", {"messages": turns}).json()["tokens"]
+    assert counted == as_messages["usage"]["prompt_tokens"]
+
+
+def test_fill_in_the_middle(service: Service) -> None:
+    body = {**GREEDY, "prefix": ["def f(", "a = "], "suffix": [":", "\n"]}
+    answer = service.post(CHAT, body).json()
+    raw = [f"✿prefix✿✿suffix✿{suffix}✿middle✿{prefix}" for prefix, suffix in (("def f(", ":"), ("a = ", "\n"))]
+    same = service.post(CHAT, {**GREEDY, "contents": raw, "stop_tokens": ["✿"]}).json()
+    assert answer["choices"] == same["choices"]
+
+
+def test_null_is_the_default_and_unknown_fields_are_ignored(service: Service) -> None:
+    body = {"contents": ["a"], "max_tokens": 2, "top_p": None, "stop_tokens": None, "password": None, "nonsense": {}}
+    assert service.post(CHAT, body).status_code == 200
+
+
+def test_timeout_ends_rows_with_what_they_have(service: Service) -> None:
+    body = {**GREEDY, "contents": ["Hello"], "max_tokens": 1_000_000, "timeout_s": 0.7}
+    choice = json.loads(service.post(CHAT, body).text)["choices"][0]
+    assert choice["finish_reason"] == "timeout"
+    assert choice["message"]["content"]
+
+
+def test_a_slow_answer_is_json_after_white_space(service: Service) -> None:
+    body = {**GREEDY, "contents": ["Hello"] * 8, "max_tokens": 1_000_000, "timeout_s": 1.5}
+    answer = service.post(CHAT, body)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.text.startswith(" ")
+    assert len(json.loads(answer.text)["choices"]) == 8
+
+
+def test_translate_keeps_order_length_and_blanks(service: Service) -> None:
+    texts = ["Good morning", "", " \n ", "Good morning", "Bonjour tout le monde", "First part\n\n\nSecond part"]
+    body = {"source_lang": "auto", "target_lang": "zh-CN", "text_list": texts, "placeholders": ["{", "}"]}
+    answer = service.post(TRANSLATE, body).json()["translations"]
+    assert len(answer) == len(texts)
+    assert [answer[1]["text"], answer[2]["text"]] == ["", " \n "]
+    assert answer[0] == answer[3]
+    assert answer[0]["detected_source_lang"] == "en"
+    assert answer[4]["detected_source_lang"] == "fr"
+    assert "\n\n\n" in answer[5]["text"]
+    assert service.post(TRANSLATE, body).json()["translations"] == answer
+
+
+def test_translate_prompt_names_the_languages(service: Service) -> None:
+    body = {"source_lang": "en", "target_lang": "zh-TW", "text_list": ["a cat"]}
+    text = service.post(TRANSLATE, body).json()["translations"][0]["text"]
+    prompt = "English: a cat\n\nTraditional Chinese:"
+    stops = ["\n\n", "\nEnglish:", "\nTraditional Chinese:"]
+    raw = {"contents": [prompt], "temperature": 0, "alpha_presence": 0, "alpha_frequency": 0, "stop_tokens": stops}
+    tokens = service.post("/v1/tokens/count", {"text": prompt}).json()["tokens"]
+    answer = service.post(CHAT, {**raw, "max_tokens": 64 + 4 * tokens}).json()
+    assert text == answer["choices"][0]["message"]["content"].strip()
+
+
+def test_a_repeated_translation_costs_no_tokens(service: Service) -> None:
+    body = {"source_lang": "en", "target_lang": "de", "text_list": ["a text that was not seen before"]}
+    # Each HTTP worker remembers for itself: after a few requests all have computed it.
+    for _ in range(12):
+        service.post(TRANSLATE, body)
+    before = service.wait_idle()["drawn_tokens"]
+    for _ in range(4):
+        service.post(TRANSLATE, body)
+    assert service.status()["drawn_tokens"] - before <= 0
+
+
+def test_models_status_ready_and_openapi(service: Service) -> None:
+    models = service.get("/v1/models").json()
+    assert models["object"] == "list"
+    assert models["data"][0]["id"] == "rwkv7"
+    status = service.status()
+    for key in ("running_rows", "waiting_rows", "free_slots", "samplers", "kernels", "devices", "pool"):
+        assert key in status
+    assert len(status["processes"]["http_workers"]) == 2
+    assert service.get("/healthz").json() == {"status": "ok"}
+    assert service.get("/readyz").status_code == 200
+    document = service.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.")
+    body = document["components"]["schemas"]["PromptBody"]["properties"]
+    assert body["temperature"]["maximum"] == 100
+    assert body["stop_tokens"]["default"] == [0, 261, 24281]
+    assert set(document["paths"][CHAT]["post"]["responses"]) >= {"200", "400", "401", "413", "422", "429", "503"}
+
+
+def test_metrics_are_the_same_from_every_worker(service: Service) -> None:
+    service.post(CHAT, {**GREEDY, "contents": ["a", "b"]})
+    service.wait_idle()
+    figures = set()
+    for _ in range(8):
+        lines = service.get("/metrics").text.splitlines()
+        figures.add(next(line for line in lines if line.startswith("rwkv_completion_tokens_total")))
+        assert any(
+            line.startswith('rwkv_http_requests_total{route="/v1/chat/completions",status="200"}') for line in lines
+        )
+        assert "rwkv_running_rows 0.0" in lines
+    assert len(figures) == 1
+
+
+def test_cors_and_preflight_on_every_route(service: Service) -> None:
+    paths = service.get("/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        preflight = service_options(service, path)
+        assert preflight.status_code == 204
+        assert {method.upper() for method in operations} <= set(
+            preflight.headers["access-control-allow-methods"].split(", ")
+        )
+        assert "Authorization" in preflight.headers["access-control-allow-headers"]
+    answers = [
+        service.get("/healthz"),
+        service.get("/nowhere"),
+        service.get(CHAT),
+        service.post(CHAT, {}),
+        service.post(CHAT, {**GREEDY, "contents": ["a"]}),
+        service.post(CHAT, {**GREEDY, "contents": ["a"], "stream": True}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 404, 405, 422, 200, 200]
+    assert all(answer.headers["access-control-allow-origin"] == "*" for answer in answers)
+
+
+def service_options(service: Service, path: str) -> Any:
+    import httpx
+
+    return httpx.options(service.url + path, headers={"Origin": "http://a", "Access-Control-Request-Method": "POST"})
