@@ -19,13 +19,15 @@ from rwkv_batch.jobs import JobTable
 from rwkv_batch.machine import Launched, Machine
 from rwkv_batch.request import Job
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.slot_keeper import SlotKeeper
+from rwkv_batch.slot_keeper import SlotKeeper, as_service_error
 from rwkv_batch.speed import Speed
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 0.005
-"""How often the pool is looked at while no row can run but one waits for a state or an acknowledgement."""
+POLL_S = 0.002
+"""How often an idle engine looks at the pool while copies or writes are under way."""
+IDLE_POLL_S = 0.25
+"""The same while nothing is: housekeeping."""
 
 
 class Engine:
@@ -46,7 +48,7 @@ class Engine:
 
     def start(self) -> None:
         """Load the model and begin to serve. Raises StartupError, naming what is wrong and the remedy."""
-        self.machine = Machine(self.config)
+        self.machine = Machine(self.config, self._wake.set)
         self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
@@ -84,7 +86,11 @@ class Engine:
 
     def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
         """See `EngineFace.call`."""
-        if not self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments))):
+        if verb == "session_delete":
+            taken = self._put(lambda: self._delete_sessions(reply, **arguments))
+        else:
+            taken = self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments)))
+        if not taken:
             reply(self._refusal())
 
     def _put(self, command: Callable[[], None]) -> bool:
@@ -120,11 +126,22 @@ class Engine:
                 return self.status()
             case "session_status":
                 return pool.status(**arguments)
-            case "session_delete":
-                return pool.delete(**arguments)
             case "cancel_label":
                 return self.jobs.cancel_label(**arguments)
         raise ServiceError(ErrorKind.NOT_FOUND, f"the engine knows no call {verb!r}")
+
+    def _delete_sessions(self, reply: Reply, session_id: str, delete_prefix: bool = False) -> None:
+        """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
+        count = 0
+
+        def done(error: Exception | None) -> None:
+            reply(count if error is None else as_service_error(error))
+
+        try:
+            count = self.machine.pool.delete(session_id, delete_prefix, done)
+        except Exception as error:
+            logger.exception("deleting a session failed")
+            reply(as_service_error(error))
 
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data. Engine thread."""
@@ -146,7 +163,7 @@ class Engine:
             while not self._stopping:
                 self._drain_inbox()
                 if not step():
-                    self._wake.wait(IDLE_POLL_S if self.jobs.is_waiting_for_pool else 1.0)
+                    self._wake.wait(POLL_S if self.machine.pool.pending else IDLE_POLL_S)
                     self._wake.clear()
             self._drain_inbox()
             self.jobs.fail_all(_draining_error().info)
@@ -219,5 +236,7 @@ class Engine:
 
 def _draining_error() -> ServiceError:
     return ServiceError(
-        ErrorKind.DRAINING, "the service is shutting down and takes no new requests; try again in a moment", retry_after_s=5
+        ErrorKind.DRAINING,
+        "the service is shutting down and takes no new requests; try again in a moment",
+        retry_after_s=5,
     )

@@ -42,11 +42,6 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def is_waiting_for_pool(self) -> bool:
-        """Whether a row waits for a session's state or for its turn to become durable."""
-        return bool(self._leased) or self._scheduler.has_work
-
     def count_label(self, label: str) -> int:
         """Jobs that bear a label."""
         return sum(job.job.label == label for job in self._jobs.values())
@@ -84,7 +79,9 @@ class JobTable:
             self._check_row(request)
         if any(request.session is not None for request in job.rows) and job.num_rows != 1:
             raise ServiceError(
-                ErrorKind.INVALID_FIELD, f"a session takes one row a request, {job.num_rows} were given", field="session_id"
+                ErrorKind.INVALID_FIELD,
+                f"a session takes one row a request, {job.num_rows} were given",
+                field="session_id",
             )
 
     def _check_row(self, request: GenerateRequest) -> None:
@@ -119,7 +116,8 @@ class JobTable:
 
     def _continuations(self, job: RunningJob, first: int, request: GenerateRequest) -> list[Sequence]:
         return [
-            self._sequence(job, first + i, self._nth(request, i), list(request.prompt), draws=True) for i in range(request.n)
+            self._sequence(job, first + i, self._nth(request, i), list(request.prompt), draws=True)
+            for i in range(request.n)
         ]
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,8 @@ class Launched:
 class Machine:
     """Loads the model at construction. Raises StartupError, one line naming the thing and the remedy."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
+        """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
         self._config = config
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -66,7 +68,7 @@ class Machine:
         self.limits = self._limits()
         self._allocate_slots()
         try:
-            self.pool = StatePool(PipelineArena(self.pipeline), config.pool)
+            self.pool = StatePool(PipelineArena(self.pipeline), config.pool, wake)
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
@@ -209,7 +211,9 @@ class Machine:
         news: list[tuple[int, TokenLogprob | None]] = []
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             wanted = row.sequence.request.sampling.top_logprobs
-            rivals = [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)] if wanted else []
+            rivals = (
+                [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)] if wanted else []
+            )
             news.append((token, None if wanted is None else TokenLogprob(table[token], chosen[i], rivals)))
         return news
 

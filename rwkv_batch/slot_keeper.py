@@ -88,7 +88,9 @@ class SlotKeeper:
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
             sequence.fed = sequence.cached_tokens = hit.num_tokens
-        sequence.borders = [border for border in self.pool.prefix_borders(sequence.feed) if border > sequence.fed]
+        blank_lines = self._tokenizer.ends_of_blank_lines(sequence.feed)
+        borders = self.pool.prefix_borders(sequence.feed, blank_lines)
+        sequence.borders = [border for border in borders if border > sequence.fed]
 
     # With each step ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,188 @@
+"""Sessions through the engine: turns, order, branches, stops inside tokens, failures; on a real SQLite file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=["plain", "overlapped"])
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    pool = PoolConfig(state_db=str(tmp_path_factory.mktemp("db") / "s.db"), l1_sessions=4, l2_sessions=4)
+    with started_engine(model, pool, overlap_on_cpu=request.param == "overlapped") as engine:
+        yield engine
+
+
+def conversation(engine: Engine, session_id: str, prompts: list[str], **fields: object) -> list[bytes]:
+    """Turns one after another; returns the answers."""
+    return [run(engine, turn(session_id, prompt, **fields)).texts[0] for prompt in prompts]
+
+
+def drawn_ids(job: Running) -> list[int]:
+    """Token ids of the shown text, from a job that asked for log-probabilities."""
+    entries = [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or []]
+    return [TOKENIZER.byte_table.index(entry.token) for entry in entries]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_session_equals_the_whole_conversation_in_one_prompt(engine: Engine, temperature: float) -> None:
+    prompts = ["User: hello\n\nAssistant:", "\n\nUser: again\n\nAssistant:", "\n\nUser: and more\n\nAssistant:"]
+    sampling = SamplingParams(temperature=temperature, top_k=30, seed=11, top_logprobs=0)
+    told: list[int] = []
+    for prompt in prompts:
+        told += TOKENIZER.encode(prompt)
+        in_session = run(engine, turn(f"whole-{temperature}", prompt, sampling=sampling, max_tokens=12))
+        alone = run(engine, ask(list(told), sampling=sampling, max_tokens=12))
+        assert in_session.texts == alone.texts
+        assert in_session.finishes[0].prompt_tokens == len(told)
+        told += drawn_ids(in_session)
+
+
+def test_a_stop_inside_tokens_is_not_in_the_state(engine: Engine) -> None:
+    """The state ends before the stop, whatever was read ahead: the next turn equals a retelling."""
+    prompt, next_prompt = "Once upon a time", " and then"
+    free = run(engine, ask(prompt, max_tokens=20, ignore_eos=True)).texts[0]
+    text = free.decode(errors="ignore")
+    at = len(text) // 2
+    stop = text[at : at + 5].encode()
+    cut = free.index(stop)
+    session_id = "stop"
+    first = run(engine, turn(session_id, prompt, max_tokens=20, ignore_eos=True, stop_strings=[stop]))
+    assert first.finishes[0].reason is FinishReason.STOP and first.texts[0] == free[:cut]
+    second = run(engine, turn(session_id, next_prompt, max_tokens=10)).texts[0]
+    shown = _tokens_before(engine, prompt, cut)
+    assert (
+        second
+        == run(engine, ask(TOKENIZER.encode(prompt) + shown + TOKENIZER.encode(next_prompt), max_tokens=10)).texts[0]
+    )
+
+
+def _tokens_before(engine: Engine, prompt: str, cut: int) -> list[int]:
+    """The greedy continuation's tokens up to byte `cut`, the cut token's beginning tokenised anew."""
+    sampling = SamplingParams(temperature=0.0, top_logprobs=0)
+    ids: list[int] = []
+    length = 0
+    for token in drawn_ids(run(engine, ask(prompt, max_tokens=20, ignore_eos=True, sampling=sampling))):
+        piece = TOKENIZER.byte_table[token]
+        if length + len(piece) > cut:
+            return ids + (TOKENIZER.encode_bytes(piece[: cut - length]) if cut > length else [])
+        ids.append(token)
+        length += len(piece)
+    return ids
+
+
+def test_random_stops_never_leak_into_the_state(engine: Engine) -> None:
+    rng = random.Random(5)
+    for case in range(12):
+        prompt = f"case {case}: the"
+        free = run(engine, ask(prompt, max_tokens=16, ignore_eos=True)).texts[0].decode(errors="ignore")
+        if len(free) < 8:
+            continue
+        at = rng.randrange(2, len(free) - 3)
+        # Decoys begin like the text and never complete: they force marks that must be dropped again.
+        decoys = [(free[i : i + 3] + "\x01").encode() for i in (1, 4)]
+        stop = free[at : at + rng.randint(1, 4)].encode()
+        whole = run(engine, turn(f"r{case}", prompt, max_tokens=16, ignore_eos=True, stop_strings=[stop, *decoys]))
+        cut = len(whole.texts[0])
+        after = run(engine, turn(f"r{case}", " next", max_tokens=6)).texts[0]
+        ids = TOKENIZER.encode(prompt) + _tokens_before(engine, prompt, cut) + TOKENIZER.encode(" next")
+        assert after == run(engine, ask(ids, max_tokens=6)).texts[0]
+
+
+def test_turns_of_one_session_keep_their_order(engine: Engine) -> None:
+    first = submit(engine, turn("order", "one", max_tokens=12))
+    second = submit(engine, turn("order", " two", max_tokens=12))
+    with pytest.raises(ServiceError) as busy:
+        run(engine, turn("order", " three", wait=False))
+    assert busy.value.info.kind is ErrorKind.SESSION_BUSY
+    first.wait(), second.wait()
+    assert second.texts[0] == conversation(engine, "order-2", ["one", " two"], max_tokens=12)[1]
+
+
+def test_branches_leave_their_parent_alone(engine: Engine) -> None:
+    root = run(engine, turn("tree", "root", branch_from=0, max_tokens=5))
+    one = root.finishes[0].dialogue_idx
+    assert one is not None
+    left = run(engine, turn("tree", " left", branch_from=one, max_tokens=5))
+    right = run(engine, turn("tree", " right", branch_from=one, max_tokens=5))
+    again = run(engine, turn("tree", " left", branch_from=one, max_tokens=5))
+    assert left.texts == again.texts
+    numbers = [ended.finishes[0].dialogue_idx for ended in (root, left, right, again)]
+    assert len(set(numbers)) == 4
+    with pytest.raises(ServiceError) as unknown:
+        run(engine, turn("tree", "x", branch_from=99))
+    assert unknown.value.info.kind is ErrorKind.SESSION_NOT_FOUND
+
+
+def test_cancelled_and_timed_out_turns_leave_the_session_as_it_was(engine: Engine) -> None:
+    conversation(engine, "kept", ["begin"], max_tokens=6)
+    conversation(engine, "twin", ["begin"], max_tokens=6)
+    cancelled = submit(engine, turn("kept", " endless", max_tokens=10**6, ignore_eos=True))
+    assert cancelled.started.wait(30)
+    engine.cancel(cancelled.job.job_id)
+    cancelled.wait()
+    timed_out = run(engine, turn("kept", " endless", max_tokens=10**6, ignore_eos=True), timeout_s=0.3)
+    assert timed_out.finishes[0].reason is FinishReason.TIMEOUT
+    assert conversation(engine, "kept", [" go on"]) == conversation(engine, "twin", [" go on"])
+
+
+def test_deleting_a_running_session_wins(engine: Engine) -> None:
+    conversation(engine, "doomed", ["begin"], max_tokens=4)
+    running = submit(engine, turn("doomed", " endless", max_tokens=10**6, ignore_eos=True))
+    assert running.started.wait(30)
+    assert call(engine, "session_delete", session_id="doomed") == 1
+    ended = running.wait().finishes[0]
+    assert ended.reason is FinishReason.ERROR and ended.error is not None
+    assert ended.error.kind is ErrorKind.SESSION_NOT_FOUND
+    assert call(engine, "session_delete", session_id="doomed") == 0
+    assert run(engine, turn("doomed", "new")).finishes[0].cached_tokens == 0
+
+
+def test_many_sessions_interleaved_over_small_tiers(engine: Engine) -> None:
+    """More sessions than L1 and L2 hold: each equals the same turns in a session of its own, run alone."""
+    names = [f"many-{i}" for i in range(30)]
+    answers: dict[str, list[bytes]] = {name: [] for name in names}
+    for number in range(3):
+        jobs = {name: submit(engine, turn(name, f" turn {number} of {name}", max_tokens=6)) for name in names}
+        for name, job in jobs.items():
+            answers[name].append(job.wait().texts[0])
+    for name in random.Random(1).sample(names, 6):
+        prompts = [f" turn {number} of {name}" for number in range(3)]
+        assert conversation(engine, f"{name}-alone", prompts, max_tokens=6) == answers[name]
+
+
+def test_sessions_survive_a_restart(model: Path, tmp_path: Path) -> None:
+    pool = PoolConfig(state_db=str(tmp_path / "s.db"))
+    with started_engine(model, pool) as engine:
+        conversation(engine, "s", ["one", " two"], max_tokens=8)
+        wanted = conversation(engine, "twin", ["one", " two", " three"], max_tokens=8)[2]
+    with started_engine(model, pool) as engine:
+        resumed = run(engine, turn("s", " three", max_tokens=8))
+        assert resumed.texts[0] == wanted
+        assert resumed.finishes[0].cached_tokens > 0
+        assert call(engine, "session_status", limit=10, offset=0)["total_sessions"] == 2
+
+
+def test_prefix_cache_changes_no_text(model: Path) -> None:
+    header = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
+    with started_engine(model, PoolConfig(state_db="", prefix_cache_slots=0)) as plain:
+        wanted = [run(plain, ask(header + tail)).texts[0] for tail in ("one", "two", "three", "four")]
+    with started_engine(model) as caching:
+        ended = [run(caching, ask(header + tail)) for tail in ("one", "two", "three", "four")]
+    assert [job.texts[0] for job in ended] == wanted
+    assert ended[-1].finishes[0].cached_tokens >= 32
