@@ -85,7 +85,9 @@ class LayerLoader:
         att, ffn = f"blocks.{i}.att", f"blocks.{i}.ffn"
         residual = None
         if i > 0:
-            residual = ValueResidual(self._vector(f"{att}.v0"), self._low_rank(f"{att}.v1"), self._low_rank(f"{att}.v2"))
+            residual = ValueResidual(
+                self._vector(f"{att}.v0"), self._low_rank(f"{att}.v1"), self._low_rank(f"{att}.v2")
+            )
         return Layer(
             ln1=self._norm(f"blocks.{i}.ln1"),
             ln2=self._norm(f"blocks.{i}.ln2"),

@@ -36,9 +36,7 @@ class Stage:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of this stage."""
-        return StateArena.slot_bytes(
-            len(self.layers), self.width, self.precision.wkv_state, self.precision.activations
-        )
+        return StateArena.slot_bytes(len(self.layers), self.width, self.precision.wkv_state, self.precision.activations)
 
     def allocate_slots(self, num_slots: int) -> None:
         """Take the memory of all slots, once."""

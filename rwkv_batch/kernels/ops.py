@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,3 +32,21 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def channel_mix(self, layer: Layer, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class PreparesLayers(Protocol):
+    """A backend that wants a layer's tensors in a form of its own."""
+
+    def prepare_layer(self, layer: Layer) -> Layer:
+        """Called once per layer, at load."""
+        ...
+
+
+@runtime_checkable
+class NormsRows(Protocol):
+    """A backend with a kernel for the norm before the head."""
+
+    def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
+        """LayerNorm of rows [R] of x [T, C] -> [R, C] in the type of x."""
+        ...

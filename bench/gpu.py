@@ -1,0 +1,212 @@
+"""Decode and prefill speed of a whole forward on one GPU, with random weights of a released shape.
+
+    python -m bench.gpu --size 7.2b --wkv-state fp16
+
+A decode step is the service's own CUDA graph: embedding, layers, head, sampling with mixed parameters and penalties,
+the token fed back on the device. One JSON line per measurement; the last line holds them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.stage import Stage
+
+BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
+PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
+MAX_STEP_TOKENS = 16384
+SECONDS = 0.6
+GPU = torch.device("cuda", 0)
+
+
+@dataclass(slots=True)
+class Ceilings:
+    """What this GPU reaches in this run."""
+
+    copy_tb_s: float
+    gemm_tflops: float
+
+
+def timed(work: Callable[[], object], seconds: float = SECONDS) -> float:
+    """Milliseconds of one call, over as many calls as fit into `seconds` after two untimed ones."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(2):
+        work()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    repeats = max(3, min(200, int(seconds * 1e3 / begin.elapsed_time(end))))
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def measure_ceilings() -> Ceilings:
+    """A copy of 4 GiB (read and written), and a square product of random fp16 matrices."""
+    source = torch.randn(1 << 30, device=GPU)
+    target = torch.empty_like(source)
+    copy_ms = timed(lambda: target.copy_(source), 0.2)
+    a, b = (torch.randn(8192, 8192, device=GPU, dtype=torch.float16) for _ in range(2))
+    gemm_ms = timed(lambda: a @ b, 0.2)
+    return Ceilings(8 * (1 << 30) / copy_ms / 1e9, 2 * 8192**3 / gemm_ms / 1e9)
+
+
+def mixed_sampler(rows: int) -> tuple[DeviceSampler | None, str]:
+    """The service's sampler with parameters that differ from row to row; None (greedy) where it is not to be had."""
+    try:
+        from sampling.params import SamplingParams
+        from sampling.registry import choose_sampler
+
+        sampler, _ = choose_sampler(("rapid",), GPU, rows, VOCAB, [])
+    except (ImportError, RuntimeError) as error:
+        return None, f"argmax, for want of rapid ({error})"
+    for seat in range(rows):
+        params = SamplingParams(
+            temperature=0.6 + 0.1 * (seat % 8),
+            top_k=(0, 50, 200)[seat % 3],
+            top_p=(0.3, 0.5, 0.9, 1.0)[seat % 4],
+            alpha_presence=0.5 * (seat % 5),
+            alpha_frequency=0.1 * (seat % 3),
+            alpha_decay=0.99,
+            seed=seat,
+        )
+        sampler.admit(seat, params)
+    if not hasattr(sampler, "sample_on_device"):
+        return None, "argmax, for want of sample_on_device"
+    return sampler, sampler.name
+
+
+def decode(stage: Stage, batch: int) -> dict[str, Any]:
+    """One whole decode step, and the same without the draw."""
+    stage.allocate_slots(batch + 2)
+    sampler, name = mixed_sampler(batch + 1)
+    graphs = DecodeGraphs(stage, batch, sampler)
+    seats, slots = list(range(batch)), list(range(2, batch + 2))
+    graphs.remember(seats, torch.randint(VOCAB, (batch,)))
+    ms = timed(lambda: graphs.run(seats, slots, slots))
+    bare_ms = timed(lambda: graphs.run_logits(seats, slots, slots), SECONDS / 2)
+    return {
+        "kind": "decode",
+        "B": batch,
+        "T": 1,
+        "ms": ms,
+        "tok_s": batch / ms * 1e3,
+        "sampler": name,
+        "sampling_share": 1 - bare_ms / ms,
+    }
+
+
+@torch.inference_mode()
+def prefill(stage: Stage, batch: int, length: int) -> dict[str, Any]:
+    """Whole prompts from the zero state to the logits after their last token."""
+    stage.allocate_slots(batch + 2)
+    rows_per_step = max(1, MAX_STEP_TOKENS // length)
+    steps = [prefill_inputs(range(at, min(at + rows_per_step, batch)), length) for at in range(0, batch, rows_per_step)]
+
+    def run() -> None:
+        for inputs in steps:
+            x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
+            stage.logits(x, inputs)
+
+    ms = timed(run)
+    return {"kind": "prefill", "B": batch, "T": length, "ms": ms, "tok_s": batch * length / ms * 1e3}
+
+
+def prefill_inputs(rows: range, length: int) -> StepInputs:
+    """Random prompts of one length for some rows, on the GPU."""
+    ends = torch.arange(len(rows) + 1, device=GPU) * length
+    return StepInputs(
+        tokens=torch.randint(VOCAB, (len(rows) * length,), device=GPU),
+        cu_seqlens=ends,
+        read_slots=torch.zeros(len(rows), dtype=torch.int64, device=GPU),
+        write_slots=torch.arange(rows.start + 2, rows.stop + 2, device=GPU),
+        logit_tokens=ends[1:] - 1,
+        max_seqlen=length,
+    )
+
+
+def floors(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str, float]:
+    """Shares of the two ceilings: the bytes that must move (weights once, states in and out) and the products."""
+    layer = stage.layers[-1]
+    width, rows = stage.width, result["B"]
+    low = sum(m.weight.numel() for m in (layer.w1, layer.w2, layer.a1, layer.a2, layer.g1, layer.g2))
+    matrices = len(stage.layers) * (12 * width * width + low + 2 * 96 * width)
+    head = VOCAB * width
+    moved = 2 * (matrices + head) + 2 * rows * stage.slot_bytes
+    flops = 2 * rows * (result["T"] * matrices + head)
+    seconds = result["ms"] / 1e3
+    return {
+        "of_bandwidth": moved / seconds / (ceilings.copy_tb_s * 1e12),
+        "of_compute": flops / seconds / (ceilings.gemm_tflops * 1e12),
+    }
+
+
+def commit() -> str:
+    """The code's commit, if it is known here."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="7.2b")
+    parser.add_argument("--wkv-state", choices=("fp32", "fp16"), default="fp16")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
+    parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    parser.add_argument("--out", type=Path, help="a file for the last line")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse_arguments()
+    wkv = torch.float16 if args.wkv_state == "fp16" else torch.float32
+    ceilings = measure_ceilings()
+    stage = random_stage(args.size, GPU, wkv)
+    stage.allocate_slots(12)
+    head = {
+        "machine": torch.cuda.get_device_name(GPU),
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "copy_tb_s": round(ceilings.copy_tb_s, 3),
+        "gemm_tflops": round(ceilings.gemm_tflops, 1),
+        "active_share": {b: round(share, 4) for b, share in active_share(stage, (1, 8)).items()},
+    }
+    print(json.dumps(head), flush=True)
+    works: list[Callable[[], dict[str, Any]]] = [lambda b=b: decode(stage, b) for b in args.batches]  # type: ignore[misc]
+    if not args.no_prefill:
+        works += [lambda b=b, t=t: prefill(stage, b, t) for b, t in PREFILLS]  # type: ignore[misc]
+    results = []
+    for work in works:
+        result = work()
+        result |= floors(stage, result, ceilings) | {"size": args.size, "dtype": "fp16", "wkv_state": args.wkv_state}
+        results.append({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
+        print(json.dumps(results[-1]), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    last = json.dumps({**head, "results": results})
+    if args.out:
+        args.out.write_text(last + "\n")
+    print(last)
+
+
+if __name__ == "__main__":
+    main()

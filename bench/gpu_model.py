@@ -1,0 +1,69 @@
+"""A stage with random weights of a released shape, made on the GPU, as sparse in the channel mix as trained ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.layer import Layer
+from rwkv_batch.loader import Precision
+from rwkv_batch.stage import Stage
+from rwkv_batch.weights import ModelShape, Weights
+
+VOCAB = 65536
+SIZES = {
+    "0.1b": (12, 768, (64, 64, 32, 128)),
+    "1.5b": (24, 2048, (96, 96, 64, 256)),
+    "2.9b": (32, 2560, (96, 96, 64, 320)),
+    "7.2b": (32, 4096, (128, 128, 96, 480)),
+}
+"""Name -> layers, width, ranks of w, a, v, g."""
+QUIET = 0.97
+"""How far relu's input is pushed below zero; gives 12 % positive ones with these weights."""
+
+
+def random_stage(size: str, device: torch.device, wkv_state: torch.dtype) -> Stage:
+    """All layers on one device in fp16, with no slots yet."""
+    layers, width, ranks = SIZES[size]
+    tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
+    for i in range(layers):
+        _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
+    weights = Weights(Path("random"), tensors, ModelShape(layers, width, VOCAB, 4 * width, *ranks), "")
+    ops, _ = choose_ops("cuda", device)
+    return Stage(weights, 0, layers, Precision(device, torch.float16, torch.float16, wkv_state), ops)
+
+
+def _push_down(key: Tensor, bias: Tensor) -> None:
+    """Make every output of `key` smaller by QUIET on average: all its inputs hold the norm's bias."""
+    key -= QUIET * bias / bias.float().square().sum()
+
+
+@torch.inference_mode()
+def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
+    """Batch size -> share of the channel mix's hidden channels that are not zero in every row, over all layers."""
+    assert stage.state is not None
+    shares: dict[int, float] = {}
+    plain = stage.ops.channel_mix
+    counts: list[float] = []
+
+    def counting(layer: Layer, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.linear(x, layer.ffn_key.weight)
+        counts.append((hidden > 0).any(0).float().mean().item())
+        return plain(layer, x)
+
+    stage.ops.channel_mix = counting  # type: ignore[method-assign]
+    for batch in batches:
+        counts.clear()
+        device = stage.precision.device
+        slots = torch.arange(2, 2 + batch, device=device)
+        tokens = torch.randint(VOCAB, (batch,), device=device)
+        inputs = StepInputs(tokens, torch.arange(batch + 1, device=device), slots, slots, slots[:0], 1)
+        stage.forward(stage.embed(tokens), None, inputs)
+        shares[batch] = sum(counts) / len(counts)
+    stage.ops.channel_mix = plain  # type: ignore[method-assign]
+    return shares

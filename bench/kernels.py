@@ -1,0 +1,207 @@
+"""Time of every kernel of the forward against the bytes it has to move, on one GPU at one width.
+
+    python -m bench.kernels --width 4096
+
+Each case rotates over enough copies of its tensors that nothing is found in the L2 cache by chance, inside one
+CUDA graph. One JSON line per case; the last line holds them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu import GPU, prefill_inputs
+from bench.gpu_model import SIZES, VOCAB
+from demo.random_weights import random_weights
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.kernels import cuda
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_layer import CudaLayer
+from rwkv_batch.kernels.cuda_linear import SkinnyMap, skinny
+from rwkv_batch.layer import Projections
+from rwkv_batch.loader import LayerLoader, Precision
+from rwkv_batch.weights import ModelShape, Weights
+
+COPIES = 4
+FEW = (1, 2, 4, 8, 16)
+MANY = (32, 64, 128, 320, 960)
+PROMPTS = ((1, 512), (1, 4096), (8, 512), (32, 512))
+
+
+@dataclass(slots=True)
+class Case:
+    """One kernel at one size: `run(i)` with the i-th copy of its tensors, and the least bytes and flops of one run."""
+
+    name: str
+    rows: int
+    run: Callable[[int], object]
+    bytes: float
+    flops: float = 0.0
+
+
+def timed_in_graph(case: Case) -> float:
+    """Microseconds of one run, gaps between launches included."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(COPIES):
+            case.run(i)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(2 * COPIES):
+            case.run(i % COPIES)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / (10 * 2 * COPIES)
+
+
+class Bench:
+    """Layers of one width with their states."""
+
+    def __init__(self, width: int) -> None:
+        ranks = next(ranks for _, w, ranks in SIZES.values() if w == width)
+        self.width, self.ops = width, CudaOps()
+        tensors = random_weights(COPIES + 1, width, 64, ranks=ranks, dtype=torch.float16, device=GPU)
+        weights = Weights(Path("random"), tensors, ModelShape(COPIES + 1, width, 64, 4 * width, *ranks), "")
+        loader = LayerLoader(weights, Precision(GPU, torch.float16, torch.float16, torch.float32), self.ops.make_linear)
+        self.layers: list[CudaLayer] = [self.ops.prepare_layer(loader.layer(i + 1)) for i in range(COPIES)]
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(*size, device=GPU, dtype=torch.float16)
+
+    def decode_inputs(self, rows: int) -> StepInputs:
+        slots = torch.arange(2, rows + 2, device=GPU)
+        ends = torch.arange(rows + 1, device=GPU)
+        return StepInputs(ends[:-1], ends, slots, slots, ends[:-1], 1)
+
+    def glue(self, inputs: StepInputs) -> Iterator[Case]:
+        """shift_mix and WKV of one step."""
+        tokens, width, rows = len(inputs.tokens), self.width, len(inputs.read_slots)
+        kind = "decode" if inputs.max_seqlen == 1 else f"{rows}x{inputs.max_seqlen}"
+        x, delta = self.normal(tokens, width), self.normal(tokens, width)
+        shift = torch.zeros(rows + 2, COPIES, 2, width, device=GPU, dtype=torch.float16)
+        for name, mixes in (("shift_mix 6", 6), ("shift_mix 1", 1)):
+            mix = [layer.att_mix if mixes == 6 else layer.ffn_mix for layer in self.layers]
+            yield Case(
+                f"{name} {kind}",
+                tokens,
+                lambda i, mix=mix: self.ops.shift_mix(x, delta, self.layers[i].ln1, mix[i], shift[:, i, 0], inputs),  # type: ignore[misc]
+                2 * tokens * width * (3 + mixes) + 4 * rows * width,
+            )
+        parts = Projections(*(self.normal(tokens, width) for _ in range(7)))
+        first = self.normal(tokens, width)
+        for dtype in (torch.float32, torch.float16):
+            wkv = torch.zeros(rows + 2, COPIES, width // 64, 64, 64, device=GPU, dtype=dtype)
+            state_bytes = 2 * rows * width * 64 * dtype.itemsize
+            for per_thread in (None,) if inputs.max_seqlen == 1 else (1, 2, 4):
+                yield Case(
+                    f"wkv {str(dtype)[6:]} {kind}" + (f" rows/thread {per_thread}" if per_thread else ""),
+                    tokens,
+                    lambda i, wkv=wkv, n=per_thread: self.time_mix(i, parts, first, wkv[:, i], inputs, n),  # type: ignore[misc]
+                    state_bytes + 2 * tokens * width * 9,
+                    10.0 * tokens * width * 64,
+                )
+
+    def time_mix(
+        self, i: int, parts: Projections, first: Tensor, wkv: Tensor, inputs: StepInputs, per_thread: int | None
+    ) -> None:
+        choose = cuda.value_rows_per_thread
+        if per_thread is not None:
+            cuda.value_rows_per_thread = lambda *_: per_thread
+        self.ops.time_mix(self.layers[i], parts, first, wkv, inputs)
+        cuda.value_rows_per_thread = choose
+
+    def maps(self, rows: int) -> Iterator[Case]:
+        """The linear maps as the forward runs them at this number of rows, and the alternatives."""
+        c = self.width
+        mixed, x, hidden = self.normal(6, rows, c), self.normal(rows, c), torch.relu(self.normal(rows, 4 * c) - 1.17)
+        low = 2 * sum(m.numel() for m in (self.layers[0].low_in, self.layers[0].low_out, self.layers[0].gate_in)) + (
+            2 * self.layers[0].gate_out.numel()
+        )
+        y = torch.empty_like(x)
+
+        def case(name: str, run: Callable[[CudaLayer], object], weights: float) -> Case:
+            return Case(name, rows, lambda i: run(self.layers[i]), weights, weights * rows)
+
+        yield case("project", lambda layer: self.ops.project(layer, mixed), 6 * c * c + low)
+        yield case("channel_mix", lambda layer: self.ops.channel_mix(layer, hidden[:, :c].contiguous()), 16 * c * c)
+        yield case("rkv bmm", lambda layer: torch.bmm(mixed[:3], layer.rkv.transpose(1, 2)), 6 * c * c)
+        yield case("low in bmm", lambda layer: torch.bmm(mixed[2:5], layer.low_in.transpose(1, 2)), low)
+        yield case("gate in mm", lambda layer: torch.mm(mixed[5], layer.gate_in.T), low)
+        yield case("output cublas", lambda layer: torch.mm(x, layer.output.weight.T), 2 * c * c)
+        yield case("ffn key cublas", lambda layer: torch.mm(x, layer.ffn_key.weight.T), 8 * c * c)
+        yield case("ffn value cublas", lambda layer: torch.mm(hidden, layer.value_rows), 8 * c * c)
+        turned = [layer.value_rows.T.contiguous() for layer in self.layers]
+        yield Case("ffn value cublas, as stored", rows, lambda i: torch.mm(hidden, turned[i].T), 8 * c * c)
+        if rows <= cuda.MAX_SPARSE_ROWS:
+            active = (hidden != 0).any(0).float().mean().item()
+            yield case("ffn value sparse", lambda layer: self.ops.sparse_value(layer, hidden), 8 * c * c * active)
+        if rows <= 16:
+            yield case("output skinny", lambda layer: skinny([SkinnyMap(layer.output.weight, x, y)]), 2 * c * c)
+            wide = self.normal(rows, 4 * c)
+            yield case(
+                "ffn key skinny",
+                lambda layer: skinny([SkinnyMap(layer.ffn_key.weight, x, wide, "relu_square")]),
+                8 * c * c,
+            )
+        else:
+            wide = self.normal(rows, 4 * c)
+            yield Case(
+                "relu_square",
+                rows,
+                lambda i: cuda.library().call("rwkv_relu_square", wide.data_ptr(), wide.numel()),
+                16 * rows * c,
+            )
+
+    def head(self, rows: int) -> Iterator[Case]:
+        """The map to logits."""
+        weights = [self.ops.make_linear(self.normal(VOCAB, self.width)) for _ in range(COPIES)]
+        x = self.normal(rows, self.width)
+        yield Case("head", rows, lambda i: weights[i].to_fp32(x), 2 * VOCAB * self.width + 4 * rows * VOCAB)
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    """Everything."""
+    for rows in (*FEW, *MANY):
+        yield from bench.glue(bench.decode_inputs(rows))
+        yield from bench.maps(rows)
+        yield from bench.head(rows)
+    for rows, length in PROMPTS:
+        yield from bench.glue(prefill_inputs(range(rows), length))
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--out", type=Path, help="a file for the last line")
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for case in cases(Bench(args.width)):
+        us = timed_in_graph(case)
+        result = {"kernel": case.name, "rows": case.rows, "us": round(us, 2), "gb_s": round(case.bytes / us / 1e3, 1)}
+        result |= {"tflops": round(case.flops / us / 1e6, 1)} if case.flops else {}
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    last = json.dumps({"machine": torch.cuda.get_device_name(GPU), "width": args.width, "results": results})
+    if args.out:
+        args.out.write_text(last + "\n")
+    print(last)
+
+
+if __name__ == "__main__":
+    main()

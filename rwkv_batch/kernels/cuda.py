@@ -1,0 +1,235 @@
+"""The pieces of a layer on a CUDA device, in fp16 with fp32 sums. What each must compute: naive.py."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from native import machine
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
+from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, pointer, slots_pointer
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, CudaLinear, SkinnyMap, skinny
+from rwkv_batch.layer import Layer, Norm, Projections
+
+HEAD_SIZE = 64
+MAX_WIDTH = 4096
+MAX_SPARSE_ROWS = 8
+SPARSE_SHARE = 1024
+SPARSE_COLUMNS = 256
+
+
+@dataclass(slots=True)
+class Workspace:
+    """What the sparse map writes between its blocks, on one device, for its largest case."""
+
+    partial: Tensor
+    """[ffn / 1024 * 8 * C] fp32"""
+    counters: Tensor
+    """[C / 256] int32, zero between launches"""
+
+
+class CudaOps:
+    """Backend of hand-written kernels and cuBLAS."""
+
+    name = "cuda"
+    make_linear = CudaLinear
+
+    def __init__(self) -> None:
+        self._workspaces: dict[torch.device, Workspace] = {}
+        self._processors: dict[torch.device, int] = {}
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Serves NVIDIA GPUs from sm_80 on, where nvcc can compile the kernels."""
+        if device.type != "cuda":
+            return f"the cuda kernels do not run on {device.type}"
+        if torch.version.hip is not None:
+            return "the cuda kernels use NVIDIA's matrix instructions; this is a ROCm build of torch"
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 0):
+            return f"the cuda kernels need compute capability 8.0; this GPU has {major}.{minor}"
+        return machine.why_no_cuda(device)
+
+    def prepare_layer(self, layer: Layer) -> CudaLayer:
+        """A loaded layer in the form the kernels want; called once per layer, at load."""
+        width, device = layer.att_mix.shape[1], layer.att_mix.device
+        if width % HEAD_SIZE or width > MAX_WIDTH:
+            raise ValueError(f"the cuda kernels take widths up to {MAX_WIDTH}, not {width}; use --kernels naive")
+        if device not in self._workspaces:
+            ffn = layer.ffn_key.weight.shape[0]
+            splits = -(-ffn // SPARSE_SHARE)
+            self._workspaces[device] = Workspace(
+                torch.empty(splits * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
+                torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
+            )
+            self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+            library()
+        return prepare_layer(layer)
+
+    def shift_mix(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g."""
+        tokens, width = x.shape
+        x_out = torch.empty_like(x)
+        mixed = torch.empty(len(mix), tokens, width, dtype=x.dtype, device=x.device)
+        ragged = inputs.max_seqlen > 1
+        rows = len(inputs.read_slots)
+        tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
+        args = ShiftMixArgs(
+            x=pointer(x),
+            delta=pointer(delta),
+            x_out=pointer(x_out),
+            mixed=pointer(mixed),
+            shift=slots_pointer(shift, (torch.float16,)),
+            tail=pointer(tail),
+            weight=pointer(norm.weight, torch.float32),
+            bias=pointer(norm.bias, torch.float32),
+            mix=pointer(mix),
+            cu_seqlens=pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
+            token_rows=pointer(token_rows(inputs), torch.int64) if ragged else None,
+            read_slots=pointer(inputs.read_slots, torch.int64),
+            write_slots=pointer(inputs.write_slots, torch.int64),
+            slot_stride=shift.stride(0),
+            tokens=tokens,
+            width=width,
+            mixes=len(mix),
+            tokens_per_block=min(16, -(-tokens // self._processors[x.device])),
+        )
+        library().call("rwkv_shift_mix", ctypes.byref(args), rows)
+        return x_out, mixed
+
+    def project(self, layer: Layer, mixed: Tensor) -> Projections:
+        """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
+        assert isinstance(layer, CudaLayer), "prepare_layer comes first"
+        if mixed.shape[1] <= MAX_SKINNY_ROWS:
+            return _project_few(layer, mixed)
+        return _project_many(layer, mixed)
+
+    def time_mix(
+        self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """As naive, one kernel."""
+        width = p.r.shape[1]
+        residual = layer.v_residual if v_first is not None else None
+        y = torch.empty_like(p.r)
+        ragged = inputs.max_seqlen > 1
+        rows = len(inputs.read_slots)
+        f32 = torch.float32
+        args = WkvArgs(
+            **{name: pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
+            v_gate=pointer(p.v_gate) if residual else None,
+            v_first=pointer(v_first) if residual else None,
+            **{name: pointer(getattr(layer, name), f32) for name in ("w0", "a0", "k_k", "k_a", "r_k")},
+            v0=pointer(residual.v0, f32) if residual else None,
+            ln_weight=pointer(layer.ln_x.weight, f32),
+            ln_bias=pointer(layer.ln_x.bias, f32),
+            y=pointer(y),
+            state=slots_pointer(wkv, (torch.float16, f32)),
+            cu_seqlens=pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
+            read_slots=pointer(inputs.read_slots, torch.int64),
+            write_slots=pointer(inputs.write_slots, torch.int64),
+            slot_stride=wkv.stride(0),
+            rows=rows,
+            heads=width // HEAD_SIZE,
+        )
+        if ragged:
+            per_thread = value_rows_per_thread(rows * width // HEAD_SIZE, self._processors[p.r.device])
+            library().call("rwkv_wkv_prefill", ctypes.byref(args), wkv.element_size(), per_thread)
+        else:
+            library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
+        return y, p.v if v_first is None else v_first
+
+    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
+        """As naive; reads only the rows of ffn.value that matter when the batch is small."""
+        assert isinstance(layer, CudaLayer), "prepare_layer comes first"
+        rows = len(x)
+        ffn = layer.ffn_key.weight.shape[0]
+        if rows > MAX_SKINNY_ROWS:
+            hidden = layer.ffn_key(x)
+            library().call("rwkv_relu_square", pointer(hidden), hidden.numel())
+            return torch.mm(hidden, layer.value_rows)
+        hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
+        skinny([SkinnyMap(layer.ffn_key.weight, x, hidden, "relu_square")])
+        if rows > MAX_SPARSE_ROWS:
+            return torch.mm(hidden, layer.value_rows)
+        return self.sparse_value(layer, hidden)
+
+    def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
+        """ffn.value of hidden [B <= 8, 4C], reading only the rows whose input is not zero: -> [B, C]."""
+        rows, ffn = hidden.shape
+        width = layer.value_rows.shape[1]
+        y = hidden.new_empty(rows, width)
+        work = self._workspaces[hidden.device]
+        library().call(
+            "rwkv_sparse_value",
+            pointer(hidden),
+            pointer(layer.value_rows),
+            pointer(y),
+            pointer(work.partial, torch.float32),
+            pointer(work.counters, torch.int32),
+            rows,
+            width,
+            ffn,
+        )
+        return y
+
+    def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
+        """LayerNorm of some rows of x [T, C]: rows [R] int64 -> [R, C] fp16."""
+        out = torch.empty(len(rows), x.shape[1], dtype=x.dtype, device=x.device)
+        weight, bias = pointer(norm.weight, torch.float32), pointer(norm.bias, torch.float32)
+        library().call(
+            "rwkv_norm_rows", pointer(x), pointer(rows, torch.int64), weight, bias, pointer(out), len(rows), x.shape[1]
+        )
+        return out
+
+
+def token_rows(inputs: StepInputs) -> Tensor:
+    """[T] int64: the row each token belongs to; made once per step, on its device."""
+    if inputs.token_rows is None:
+        lengths = inputs.cu_seqlens.diff()
+        rows = torch.arange(len(lengths), device=lengths.device)
+        inputs.token_rows = torch.repeat_interleave(rows, lengths, output_size=len(inputs.tokens))
+    return inputs.token_rows
+
+
+def value_rows_per_thread(blocks: int, processors: int) -> int:
+    """Value rows a thread of the prefill kernel holds: fewer when there are blocks to spare no processor."""
+    return 1 if blocks <= processors else 2 if blocks <= 4 * processors else 4
+
+
+def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
+    """Up to 16 tokens: every map of the entrance in one launch, the low ranks' exits in a second."""
+    _, tokens, width = mixed.shape
+    groups, rank, _ = layer.low_in.shape
+    rkv = mixed.new_empty(3, tokens, width)
+    low = mixed.new_empty(groups, tokens, rank)
+    gate = mixed.new_empty(tokens, len(layer.gate_in))
+    out = mixed.new_empty(groups + 1, tokens, width)
+    first = 5 - groups
+    maps = [SkinnyMap(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
+    for i in range(groups):
+        maps.append(SkinnyMap(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none"))
+    skinny([*maps, SkinnyMap(layer.gate_in, mixed[5], gate, "sigmoid")])
+    maps = [SkinnyMap(layer.low_out[i], low[i], out[i]) for i in range(groups)]
+    skinny([*maps, SkinnyMap(layer.gate_out, gate, out[groups])])
+    v_gate = out[0] if groups == 3 else None
+    return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=out[groups], v_gate=v_gate)
+
+
+def _project_many(layer: CudaLayer, mixed: Tensor) -> Projections:
+    """Batched products over the stacked maps."""
+    groups = len(layer.low_in)
+    low = torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2))
+    gate = torch.mm(mixed[5], layer.gate_in.T)
+    decay = low[groups - 2]
+    library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), pointer(gate), gate.numel())
+    rkv = torch.bmm(mixed[:3], layer.rkv.transpose(1, 2))
+    out = torch.bmm(low, layer.low_out.transpose(1, 2))
+    g = torch.mm(gate, layer.gate_out.T)
+    v_gate = out[0] if groups == 3 else None
+    return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)

@@ -1,0 +1,114 @@
+"""The forward's CUDA kernels as a shared library: built at first use, bound by ctypes, every call checked."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_int, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from native import build
+from native.binding import bind
+
+SOURCES = Path(__file__).parent / "csrc"
+NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_prefill", "skinny", "sparse_value")
+MAX_MAPS = 8
+
+
+class CudaError(RuntimeError):
+    """A launch was refused by the driver; the message has the kernel and CUDA's error number."""
+
+
+class ShiftMixArgs(Structure):
+    """Mirrors the struct in shift_mix.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("x", "delta", "x_out", "mixed", "shift", "tail", "weight", "bias", "mix")],
+        *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
+        ("slot_stride", c_int64),
+        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block")],
+    ]
+
+
+class WkvArgs(Structure):
+    """Mirrors the struct in wkv.cuh."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("r", "w", "k", "v", "a", "g", "v_gate", "v_first")],
+        *[(name, c_void_p) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")],
+        *[(name, c_void_p) for name in ("y", "state", "cu_seqlens", "read_slots", "write_slots")],
+        ("slot_stride", c_int64),
+        ("rows", c_int),
+        ("heads", c_int),
+    ]
+
+
+class SkinnyMap(Structure):
+    """Mirrors struct Map in skinny.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block")],
+    ]
+
+
+class SkinnyArgs(Structure):
+    """Mirrors the struct in skinny.cu."""
+
+    _fields_ = [("maps", SkinnyMap * MAX_MAPS), ("count", c_int), ("rows", c_int)]
+
+
+SIGNATURES = {
+    "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
+    "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
+    "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
+    "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
+    "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
+    "rwkv_wkv_prefill": [POINTER(WkvArgs), c_int, c_int, c_void_p],
+    "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
+    "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
+}
+
+
+class Kernels:
+    """The loaded library. `call` launches on the current stream of the current device."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions = {name: bind(library, name, *types) for name, types in SIGNATURES.items()}
+
+    def call(self, name: str, *args: object) -> None:
+        """Run a launcher; raises CudaError if the driver refuses the launch."""
+        status = self._functions[name](*args, torch.cuda.current_stream().cuda_stream)
+        if status:
+            raise CudaError(f"{name} failed with CUDA error {status}")
+
+
+@functools.cache
+def library() -> Kernels:
+    """The kernels for the GPU present, compiled if this machine has not compiled these sources before."""
+    sources = tuple(SOURCES / f"{name}.cu" for name in NAMES)
+    return Kernels(build.load(build.Library("rwkv_kernels", sources)))
+
+
+def pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:
+    """Address of a contiguous CUDA tensor of the given type; None stays None. Raises ValueError otherwise."""
+    if tensor is None:
+        return None
+    if not tensor.is_cuda or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError(
+            f"a kernel wants a contiguous, 16-byte aligned {dtype} tensor on a GPU; got {tensor.dtype} "
+            f"{tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
+
+def slots_pointer(slots: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Address of a view of one layer's slots: strided over slots, contiguous inside one."""
+    if not slots.is_cuda or slots.dtype not in dtypes or not slots[0].is_contiguous() or slots.data_ptr() % 16:
+        raise ValueError(
+            f"slots of {slots.dtype} {tuple(slots.shape)} with strides {slots.stride()} do not fit the kernels"
+        )
+    return slots.data_ptr()

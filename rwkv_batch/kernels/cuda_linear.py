@@ -1,0 +1,72 @@
+"""Linear maps on the GPU: our own kernel for few rows, cuBLAS for many. Other precisions would live here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, library, pointer
+from rwkv_batch.linear import Linear
+
+MAX_SKINNY_ROWS = 16
+Activation = Literal["none", "tanh", "sigmoid", "relu_square"]
+_ACTIVATIONS: dict[Activation, int] = {"none": 0, "tanh": 1, "sigmoid": 2, "relu_square": 3}
+
+
+@dataclass(slots=True)
+class SkinnyMap:
+    """One map of a grouped launch: y = activation(x @ weight.T), weight [n, k], x [rows, k], y [rows, n]."""
+
+    weight: Tensor
+    x: Tensor
+    y: Tensor
+    activation: Activation = "none"
+
+
+def fits_skinny(weight: Tensor) -> bool:
+    """Whether the few-rows kernel takes a weight of this shape."""
+    return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
+
+
+def skinny(maps: Sequence[SkinnyMap]) -> None:
+    """Run up to 8 maps over the same number of rows (at most 16) in one launch."""
+    rows = maps[0].x.shape[0]
+    if len(maps) > MAX_MAPS or rows > MAX_SKINNY_ROWS:
+        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_SKINNY_ROWS} rows, not {len(maps)} of {rows}")
+    args = SkinnyArgs(count=len(maps), rows=rows)
+    for slot, m in zip(args.maps, maps, strict=False):
+        n, k = m.weight.shape
+        if not fits_skinny(m.weight) or m.x.shape != (rows, k) or m.y.shape != (rows, n):
+            raise ValueError(
+                f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other"
+            )
+        slot.weight, slot.x, slot.y = pointer(m.weight), pointer(m.x), pointer(m.y, m.y.dtype)
+        slot.n, slot.k, slot.ld_y = n, k, n
+        slot.activation, slot.float_out = _ACTIVATIONS[m.activation], m.y.dtype == torch.float32
+        slot.warps_k = 8 if k >= 512 else 4 if k >= 256 else 2 if k >= 128 else 1
+    library().call("rwkv_skinny", ctypes.byref(args))
+
+
+class CudaLinear(Linear):
+    """fp16 weight [out, in], fp32 sums."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp16."""
+        if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
+            y = torch.empty(x.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
+            skinny([SkinnyMap(self.weight, x, y)])
+            return y
+        return torch.nn.functional.linear(x, self.weight)
+
+    def to_fp32(self, x: Tensor) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 on the way."""
+        if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
+            y = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
+            skinny([SkinnyMap(self.weight, x, y)])
+            return y
+        return torch.mm(x, self.weight.T, out_dtype=torch.float32)
