@@ -227,7 +227,7 @@ class Scratch:
         self.double = torch.empty(ROWS_AT_ONCE, vocab, dtype=torch.float64, device=device)
 
     def total_mass(self, logits: Tensor, largest: Tensor, group: Group) -> Tensor:
-        """Sum over the vocabulary of exp(s - max s) for a group's rows: logits [R, V], largest [R]; [len(group)] fp64."""
+        """Sum over the vocabulary of exp(s - max s), a group's rows of logits [R, V], largest [R]: [r] fp64."""
         single, double = self.single[: len(group)], self.double[: len(group)]
         scale = group.scale.unsqueeze(1)
         torch.index_select(logits, 0, group.rows, out=single)

@@ -1,0 +1,131 @@
+"""The sampler for CPUs in C++ (csrc/sampler.cpp): the definition of naive.py, one row per thread at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from native import binding, build, machine
+from sampling.logprobs import raw_logprobs
+from sampling.params import Method, SamplingParams
+from sampling.sampler import Sampled
+from sampling.seats import check_bias, inverse_temperature, is_greedy, uses_penalties
+
+GREEDY, CUT, OPEN, NOISE = range(4)
+
+LIBRARY = build.Library(
+    "sampler-cpu",
+    (Path(__file__).parent / "csrc" / "sampler.cpp",),
+    # No contraction: products and sums round separately, as in the definition.
+    flags=("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+
+
+class Parameters(ctypes.Structure):
+    """`struct Parameters` of csrc/sampler.cpp."""
+
+    _fields_ = (
+        ("top_p", ctypes.c_double),
+        ("top_k", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("scale", ctypes.c_float),
+        ("noise", ctypes.c_float),
+        ("presence", ctypes.c_float),
+        ("frequency", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("penalised", ctypes.c_int32),
+        ("num_bias", ctypes.c_int32),
+    )
+
+
+def kind_of(params: SamplingParams, vocab: int) -> int:
+    """Which way of drawing a row takes."""
+    if is_greedy(params):
+        return GREEDY
+    if params.method is Method.NOISE:
+        return NOISE
+    return CUT if 0 < params.top_k < vocab or params.top_p < 1 else OPEN
+
+
+def packed(params: SamplingParams, vocab: int) -> Parameters:
+    """The parameters as the C++ code takes them."""
+    return Parameters(
+        top_p=params.top_p if params.top_p < 1 else float("inf"),
+        top_k=params.top_k if 0 < params.top_k < vocab else vocab,
+        seed=params.seed & 0xFFFFFFFFFFFFFFFF,
+        scale=inverse_temperature(params),
+        noise=params.noise,
+        presence=params.alpha_presence,
+        frequency=params.alpha_frequency,
+        decay=params.alpha_decay,
+        kind=kind_of(params, vocab),
+        penalised=int(uses_penalties(params)),
+        num_bias=len(params.logit_bias),
+    )
+
+
+class CpuSampler:
+    """Sampler in C++. One thread uses it."""
+
+    name = "cpu"
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Serves CPUs where a C++ compiler is."""
+        return machine.why_no_cpp() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+        reason = self.why_not(device)
+        if reason is not None:
+            raise RuntimeError(reason)
+        self._params = [SamplingParams(temperature=0.0)] * max_rows
+        self._vocab, self._device = vocab, torch.device("cpu")
+        self._library = build.load(LIBRARY)
+        countless = torch.zeros(vocab, dtype=torch.uint8)
+        countless[torch.tensor(countless_ids, dtype=torch.int64)] = 1
+        create = self._library["sampler_new"]
+        create.restype = ctypes.c_void_p
+        create.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        self._handle = ctypes.c_void_p(create(max_rows, vocab, countless.data_ptr()))
+        weakref.finalize(self, self._library["sampler_free"], self._handle)
+
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
+        if not 0 <= seat < len(self._params):
+            raise IndexError(f"seat {seat} of {len(self._params)}")
+        check_bias(params, self._vocab)
+        self._params[seat] = params
+        size = len(params.logit_bias)
+        tokens = (ctypes.c_int32 * size)(*params.logit_bias)
+        values = (ctypes.c_float * size)(*params.logit_bias.values())
+        parameters = packed(params, self._vocab)
+        self._library["sampler_admit"](self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
+
+    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it."""
+        rows = len(seats)
+        logits = logits.float().contiguous()
+        address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
+        if rows and not 0 <= min(seats) <= max(seats) < len(self._params):
+            raise IndexError(f"seats {seats} of {len(self._params)}")
+        params = [self._params[seat] for seat in seats]
+        asked = [row for row, p in enumerate(params) if p.top_logprobs is not None]
+        before = raw_logprobs(logits, asked)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._library["sampler_sample"](
+            self._handle,
+            ctypes.c_void_p(address),
+            ctypes.c_int64(rows),
+            (ctypes.c_int64 * rows)(*seats),
+            ctypes.c_void_p(tokens.data_ptr()),
+            ctypes.c_int32(torch.get_num_threads()),
+        )
+        if before is None:
+            return Sampled(tokens)
+        most = max(params[row].top_logprobs or 0 for row in asked)
+        return Sampled(tokens, before.of(tokens, min(most, self._vocab)))

@@ -1,0 +1,157 @@
+// Where the tokens of a row are cut by top_k and top_p; rank order is by logit, equal ones by lower id.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "vector_math.h"
+
+namespace sampling {
+
+constexpr int kChunk = 64;      // tokens whose maximum is kept
+constexpr int kHead = 1024;     // most candidates that are simply sorted
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+struct Candidate {
+  float logit;
+  int32_t token;
+};
+
+inline bool ranks_before(const Candidate& a, const Candidate& b) {
+  return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
+}
+
+// A row of logits and what is known of it.
+struct Row {
+  const float* logits;
+  int vocab;
+  float largest;
+  float scale;                         // 1 / T
+  const std::vector<float>* maxima;    // of each chunk
+
+  float mass(float logit) const { return exp_nonpositive(logit * scale - largest * scale); }
+};
+
+// What is kept: ranks below top_k whose mass before them is below `enough`.
+struct Limits {
+  int64_t top_k;
+  double enough;  // top_p * total mass, infinite where top_p is off
+};
+
+// The last token that is kept; all that rank before it are kept too.
+struct Cut {
+  Candidate last;
+  int64_t kept;
+
+  bool keeps(float logit, int32_t token) const {
+    return logit > last.logit || (logit == last.logit && token <= last.token);
+  }
+};
+
+inline double total_mass(const Row& row) {
+  double lanes[16] = {};
+  const float shift = row.largest * row.scale;
+  int token = 0;
+  for (; token + 16 <= row.vocab; token += 16)
+    for (int lane = 0; lane < 16; ++lane)
+      lanes[lane] += exp_nonpositive(row.logits[token + lane] * row.scale - shift);
+  double sum = 0;
+  for (; token < row.vocab; ++token) sum += row.mass(row.logits[token]);
+  for (double lane : lanes) sum += lane;
+  return sum;
+}
+
+// All tokens with a logit of at least the `count`-th largest chunk maximum: at least `count` of them (or all).
+inline void gather_head(const Row& row, int64_t count, std::vector<float>& work, std::vector<Candidate>& head) {
+  const std::vector<float>& maxima = *row.maxima;
+  float floor = kNegativeInfinity;
+  if (count < static_cast<int64_t>(maxima.size())) {
+    work = maxima;
+    std::nth_element(work.begin(), work.begin() + (count - 1), work.end(), std::greater<float>());
+    floor = work[count - 1];
+  }
+  head.clear();
+  for (size_t chunk = 0; chunk < maxima.size(); ++chunk) {
+    if (!(maxima[chunk] >= floor)) continue;
+    const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, row.vocab);
+    for (int token = begin; token < end; ++token)
+      if (row.logits[token] >= floor) head.push_back({row.logits[token], token});
+  }
+}
+
+// Walks ranked candidates; `rank` and `before` (their mass) go on from the tokens ranked before them.
+// Returns how many of them are kept.
+inline size_t walk(const Row& row, const std::vector<Candidate>& ranked, const Limits& limits, int64_t rank, double before) {
+  size_t kept = 0;
+  for (; kept < ranked.size(); ++kept, ++rank) {
+    // The first token of all always stays, whatever the rounding of `enough`.
+    if (rank > 0 && (rank >= limits.top_k || !(before < limits.enough))) break;
+    before += row.mass(ranked[kept].logit);
+  }
+  return kept;
+}
+
+// Maps floats to integers in reversed order: the largest float has the smallest key.
+inline uint32_t descending_key(float value) {
+  const uint32_t raw = bits<uint32_t>(value + 0.0f);  // + 0: -0 and 0 are equal
+  return raw & 0x80000000u ? raw : ~(raw | 0x80000000u);
+}
+
+// Counts and masses of the tokens by 11 bits of their keys.
+struct Bins {
+  static constexpr int kBins = 2048;
+  std::vector<int64_t> counts = std::vector<int64_t>(kBins);
+  std::vector<double> masses = std::vector<double>(kBins);
+
+  static int bin_of(float logit, int shift) { return (descending_key(logit) >> shift) & (kBins - 1); }
+
+  void fill(const Row& row, const std::vector<Candidate>& list, int shift) {
+    std::fill(counts.begin(), counts.end(), 0);
+    std::fill(masses.begin(), masses.end(), 0.0);
+    for (const Candidate& c : list) {
+      const int bin = bin_of(c.logit, shift);
+      ++counts[bin];
+      masses[bin] += row.mass(c.logit);
+    }
+  }
+
+  // The bin where the cut lies: the last one that is not empty and begins within the limits.
+  // `rank` and `before` become those of its first token.
+  int find_cut(const Limits& limits, int64_t& rank, double& before) const {
+    int at = -1;
+    int64_t next_rank = rank;
+    double next_before = before;
+    for (int bin = 0; bin < kBins; ++bin) {
+      if (!counts[bin]) continue;
+      if (at >= 0 && (next_rank >= limits.top_k || !(next_before < limits.enough))) break;
+      at = bin, rank = next_rank, before = next_before;
+      next_rank += counts[bin], next_before += masses[bin];
+    }
+    return at;
+  }
+};
+
+// The cut of a row by radix selection: 11 bits of the key at a time, down to the bin where the cut lies.
+inline Cut cut_by_radix(const Row& row, const Limits& limits, std::vector<Candidate>& list) {
+  Bins bins;
+  int64_t rank = 0;
+  double before = 0;
+  list.clear();
+  for (int token = 0; token < row.vocab; ++token) list.push_back({row.logits[token], token});
+  for (const int shift : {21, 10, -1}) {
+    if (shift < 0 || list.size() <= kHead) break;
+    bins.fill(row, list, shift);
+    const int at = bins.find_cut(limits, rank, before);
+    const auto elsewhere = [&](const Candidate& c) { return Bins::bin_of(c.logit, shift) != at; };
+    list.erase(std::remove_if(list.begin(), list.end(), elsewhere), list.end());
+  }
+  if (!std::is_sorted(list.begin(), list.end(), ranks_before)) std::sort(list.begin(), list.end(), ranks_before);
+  const size_t kept = std::max<size_t>(walk(row, list, limits, rank, before), 1);
+  return Cut{list[kept - 1], rank + static_cast<int64_t>(kept)};
+}
+
+}  // namespace sampling

@@ -1,0 +1,236 @@
+// The sampler for CPUs. The definition is sampling/naive.py; this draws the same tokens, rows over threads.
+// One thread calls it at a time; everything per seat lives in the Sampler behind the handle.
+#include <omp.h>
+
+#include <memory>
+
+#include "philox.h"
+#include "ranking.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace sampling {
+
+enum Kind : int32_t { kGreedy = 0, kCut = 1, kOpen = 2, kNoise = 3 };
+constexpr float kMaxLogit = 1e30f;
+constexpr float kRoughness = 1e-3f;  // more than twice the error of a rough score
+
+// Mirrored in sampling/cpu.py.
+struct Parameters {
+  double top_p;   // infinite where off
+  int64_t top_k;  // the vocabulary where off
+  uint64_t seed;
+  float scale;  // 1 / T
+  float noise;
+  float presence, frequency, decay;
+  int32_t kind;
+  int32_t penalised;
+  int32_t num_bias;
+};
+
+struct Seat {
+  Parameters parameters{};
+  uint64_t step = 0;
+  std::vector<int32_t> bias_tokens, seen;
+  std::vector<float> bias_values, counts;
+};
+
+// Work space of one thread.
+struct Scratch {
+  std::vector<float> maxima, work, scores;
+  std::vector<Candidate> list;
+};
+
+struct Sampler {
+  int vocab;
+  std::vector<Seat> seats;
+  std::vector<uint8_t> countless;
+  std::vector<Scratch> scratch;
+};
+
+void adjust(float* logits, const Seat& seat) {
+  for (size_t i = 0; i < seat.bias_tokens.size(); ++i) logits[seat.bias_tokens[i]] += seat.bias_values[i];
+  if (!seat.parameters.penalised) return;
+  const float presence = seat.parameters.presence, frequency = seat.parameters.frequency;
+  for (size_t i = 0; i < seat.seen.size(); ++i) logits[seat.seen[i]] -= seat.counts[i] * frequency + presence;
+}
+
+// The largest of `size` logits, NaN left out; counts the NaN. A constant size becomes vector code.
+template <int kSize>
+inline float largest_of(const float* logits, int& nans) {
+  float largest = kNegativeInfinity;
+  int found = 0;
+#pragma omp simd reduction(max : largest) reduction(| : found)
+  for (int token = 0; token < kSize; ++token) {
+    const float value = logits[token];
+    largest = value > largest ? value : largest;
+    found |= value != value;
+  }
+  nans |= found;
+  return largest;
+}
+
+// The largest logit, and that of each chunk. NaN is made -inf and too large values kMaxLogit.
+float scan(float* logits, int vocab, std::vector<float>& maxima) {
+  const int whole = vocab / kChunk;
+  maxima.assign((vocab + kChunk - 1) / kChunk, kNegativeInfinity);
+  int odd = 0;
+  for (int chunk = 0; chunk < whole; ++chunk) maxima[chunk] = largest_of<kChunk>(logits + chunk * kChunk, odd);
+  for (int token = whole * kChunk; token < vocab; ++token) {
+    maxima[whole] = logits[token] > maxima[whole] ? logits[token] : maxima[whole];
+    odd |= logits[token] != logits[token];
+  }
+  const float largest = *std::max_element(maxima.begin(), maxima.end());
+  if (!odd && largest <= kMaxLogit) return largest;
+  for (int token = 0; token < vocab; ++token)
+    logits[token] = logits[token] != logits[token] ? kNegativeInfinity : std::min(logits[token], kMaxLogit);
+  for (float& maximum : maxima) maximum = std::min(maximum, kMaxLogit);
+  return std::min(largest, kMaxLogit);
+}
+
+int32_t first_of(const Row& row) {
+  const auto found = std::find(row.maxima->begin(), row.maxima->end(), row.largest);
+  int32_t token = static_cast<int32_t>(found - row.maxima->begin()) * kChunk;
+  while (row.logits[token] != row.largest) ++token;
+  return token;
+}
+
+float exact_score(const Row& row, const Seat& seat, int32_t token) {
+  const uint32_t domain = seat.parameters.kind == kNoise ? kDomainNoise : kDomainGumbel;
+  const uint32_t word = words_of_block(seat.parameters.seed, seat.step, token >> 2, domain).at[token & 3];
+  const float scaled = row.logits[token] * row.scale;
+  if (seat.parameters.kind == kNoise) return scaled + to_uniform(word) * seat.parameters.noise;
+  return scaled + static_cast<float>(-std::log(-std::log1p(-static_cast<double>(to_uniform(word)))));
+}
+
+// The candidate with the largest score, the lowest token among equal ones.
+int32_t best_of(const Row& row, const Seat& seat, const std::vector<Candidate>& candidates) {
+  Candidate best{kNegativeInfinity, 0};
+  for (const Candidate& candidate : candidates) {
+    const Candidate scored{exact_score(row, seat, candidate.token), candidate.token};
+    if (ranks_before(scored, best)) best = scored;
+  }
+  return best.token;
+}
+
+// Draws among many tokens: scores in vector code say which few may win, exact scores decide.
+int32_t best_of_vocab(const Row& row, const Seat& seat, const Cut* cut, Scratch& scratch) {
+  const bool noisy = seat.parameters.kind == kNoise;
+  std::vector<float>& scores = scratch.scores;
+  const int blocks = (row.vocab + 3) / 4;
+  scores.resize(4 * static_cast<size_t>(blocks));
+  for (int block = 0; block < blocks; ++block) {
+    const Words words =
+        words_of_block(seat.parameters.seed, seat.step, block, noisy ? kDomainNoise : kDomainGumbel);
+    for (int i = 0; i < 4; ++i) scores[4 * block + i] = to_uniform(words.at[i]);
+  }
+  const float noise = seat.parameters.noise;
+  float best = kNegativeInfinity;
+  if (noisy)
+    for (int token = 0; token < row.vocab; ++token) scores[token] = row.logits[token] * row.scale + scores[token] * noise;
+  else
+    for (int token = 0; token < row.vocab; ++token) scores[token] = row.logits[token] * row.scale + rough_gumbel(scores[token]);
+  if (cut)
+    for (int token = 0; token < row.vocab; ++token)
+      if (!cut->keeps(row.logits[token], token)) scores[token] = kNegativeInfinity;
+  for (int token = 0; token < row.vocab; ++token) best = scores[token] > best ? scores[token] : best;
+  // Large scores are themselves rounded more coarsely than the logarithms.
+  const float floor = best - kRoughness - std::fabs(best) * 1e-6f;
+  scratch.list.clear();
+  for (int token = 0; token < row.vocab; ++token)
+    if (scores[token] >= floor) scratch.list.push_back({row.logits[token], token});
+  return best_of(row, seat, scratch.list);
+}
+
+int32_t draw_cut(const Row& row, const Seat& seat, Scratch& scratch) {
+  const Parameters& p = seat.parameters;
+  Limits limits{p.top_k, std::numeric_limits<double>::infinity()};
+  if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);
+  std::vector<Candidate>& list = scratch.list;
+  const int64_t wanted = std::min<int64_t>(p.top_k, kHead / 4);
+  gather_head(row, wanted, scratch.work, list);
+  if (list.size() <= 4 * kHead) {
+    std::sort(list.begin(), list.end(), ranks_before);
+    const size_t kept = walk(row, list, limits, 0, 0.0);
+    if (kept < list.size() || static_cast<int64_t>(list.size()) >= std::min<int64_t>(p.top_k, row.vocab)) {
+      list.resize(kept);
+      return best_of(row, seat, list);
+    }
+  }
+  const Cut cut = cut_by_radix(row, limits, list);
+  if (cut.kept > 2 * kHead) return best_of_vocab(row, seat, &cut, scratch);
+  list.clear();
+  for (int32_t token = 0; token < row.vocab; ++token)
+    if (cut.keeps(row.logits[token], token)) list.push_back({row.logits[token], token});
+  return best_of(row, seat, list);
+}
+
+int32_t draw(float* logits, int vocab, const Seat& seat, Scratch& scratch) {
+  adjust(logits, seat);
+  const float largest = scan(logits, vocab, scratch.maxima);
+  if (largest == kNegativeInfinity) return 0;
+  const Row row{logits, vocab, largest, seat.parameters.scale, &scratch.maxima};
+  switch (seat.parameters.kind) {
+    case kCut:
+      return draw_cut(row, seat, scratch);
+    case kOpen:
+    case kNoise:
+      return best_of_vocab(row, seat, nullptr, scratch);
+    default:
+      return first_of(row);
+  }
+}
+
+void count(Seat& seat, int32_t token, const std::vector<uint8_t>& countless) {
+  ++seat.step;
+  if (!seat.parameters.penalised) return;
+  size_t at = seat.seen.size();
+  for (size_t i = 0; i < seat.seen.size(); ++i) {
+    seat.counts[i] *= seat.parameters.decay;
+    if (seat.seen[i] == token) at = i;
+  }
+  if (at == seat.seen.size()) {
+    seat.seen.push_back(token);
+    seat.counts.push_back(0.0f);
+  }
+  if (!countless[token]) seat.counts[at] += 1.0f;
+}
+
+}  // namespace sampling
+
+using sampling::Sampler;
+
+EXPORT Sampler* sampler_new(int64_t max_rows, int64_t vocab, const uint8_t* countless) {
+  auto sampler = std::make_unique<Sampler>();
+  sampler->vocab = static_cast<int>(vocab);
+  sampler->seats.resize(max_rows);
+  sampler->countless.assign(countless, countless + vocab);
+  return sampler.release();
+}
+
+EXPORT void sampler_free(Sampler* sampler) { delete sampler; }
+
+EXPORT void sampler_admit(Sampler* sampler, int64_t seat, const sampling::Parameters* parameters,
+                          const int32_t* bias_tokens, const float* bias_values) {
+  sampling::Seat& taken = sampler->seats[seat];
+  taken.parameters = *parameters;
+  taken.step = 0;
+  taken.seen.clear();
+  taken.counts.clear();
+  taken.bias_tokens.assign(bias_tokens, bias_tokens + parameters->num_bias);
+  taken.bias_values.assign(bias_values, bias_values + parameters->num_bias);
+}
+
+// logits [rows, vocab] fp32 are overwritten; seats [rows] are distinct; tokens [rows] is the result.
+EXPORT void sampler_sample(Sampler* sampler, float* logits, int64_t rows, const int64_t* seats, int64_t* tokens,
+                           int32_t threads) {
+  sampler->scratch.resize(std::max<size_t>(sampler->scratch.size(), threads));
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    sampling::Seat& seat = sampler->seats[seats[row]];
+    sampling::Scratch& scratch = sampler->scratch[omp_get_thread_num()];
+    const int32_t token = sampling::draw(logits + row * sampler->vocab, sampler->vocab, seat, scratch);
+    sampling::count(seat, token, sampler->countless);
+    tokens[row] = token;
+  }
+}
