@@ -15,7 +15,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_db: str = "rwkv_sessions.db"
     """SQLite file of the third tier; "" = none: sessions live in memory only."""
     durability: str = "log"
-    """"log": a turn's token ids are committed before it is acknowledged; "turn": the whole state is; "lazy": write-behind."""
+    """"log": a turn's token ids are committed before it is acknowledged; "turn": the whole state is;
+    "lazy": write-behind."""
     synchronous: str = "NORMAL"
     """SQLite's synchronous: NORMAL survives the process, FULL the power."""
     session_ttl_s: float = 0.0
@@ -37,7 +38,5 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A parked session whose state on disk is older than its log is checkpointed after so long without a turn."""
     transfer_states: int = 4
     """States on their way to disk or host at once; each holds a host buffer."""
-    prefix_block: int = 256
-    """Tokens between the fixed borders at which a prompt's state may be cached."""
-    prefix_seen: int = 65536
-    """Borders of earlier prompts remembered (24 bytes each), to notice a prefix that is met again."""
+    prefix_seen_mb: int = 16
+    """Recent prompts remembered (4 bytes a token), to notice a prefix that is met again."""

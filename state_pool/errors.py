@@ -7,25 +7,25 @@ class PoolError(Exception):
     """Root of everything the pool raises or hands to a callback."""
 
 
-class SessionBusy(PoolError):
+class SessionBusy(PoolError):  # noqa: N818 - names what happened, as the message does
     """A turn of the session is running and the caller would not wait."""
 
 
-class SessionNotFound(PoolError):
+class SessionNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
     """No such session or dialogue, or it was deleted while the turn ran."""
 
 
-class SessionUnusable(PoolError):
+class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session exists and must not be fed to this model: other model, damaged rows, unreadable disk."""
 
 
-class PoolFull(PoolError):
+class PoolFull(PoolError):  # noqa: N818 - names what happened, as the message does
     """A configured limit leaves no room for a new session."""
 
 
-class TurnNotStored(PoolError):
+class TurnNotStored(PoolError):  # noqa: N818 - names what happened, as the message does
     """The turn could not be made durable; its session stays as it was before the turn."""
 
 
-class DatabaseUnusable(PoolError):
+class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session database cannot be opened: locked, read-only, truncated, of a newer schema."""

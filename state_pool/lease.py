@@ -48,10 +48,10 @@ class Lease:
     dialogue_idx: int | None = None
     """Number of the new dialogue, from `StatePool.record` on; None for a plain session."""
     branch: bool = False
-    counted: bool = False
-    """Whether the pool counts `read_slot` among the pinned ones."""
-    wants: bool = False
-    """Whether the lease is in the pool's list of those that wait for a state."""
+    pinned: bool = False
+    """Whether the lease holds `read_slot`."""
+    reads: bool = False
+    """Whether the lease counts among the source's readers, from wanting its state to the end of the turn."""
 
     @property
     def deleted(self) -> bool:

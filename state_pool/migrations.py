@@ -70,7 +70,8 @@ def migrate(connection: sqlite3.Connection, path: str) -> int:
     Raises DatabaseUnusable for a database that a newer version of this program wrote.
     """
     connection.execute(
-        "CREATE TABLE IF NOT EXISTS schema_migrations(version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied REAL NOT NULL)"
+        "CREATE TABLE IF NOT EXISTS schema_migrations("
+        "version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied REAL NOT NULL)"
     )
     found = int(connection.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchone()[0])
     if found > SCHEMA_VERSION:

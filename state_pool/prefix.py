@@ -1,13 +1,12 @@
 """Cached prompt prefixes: states after the first tokens of prompts, in slots and in host memory.
 
-Engine thread only. An entry is found by its first tokens and compared token by token: a hash alone never
-decides, so there are no false hits. Which borders are worth a state is learnt from a bounded memory of
-hashes: a prefix that was never met before costs one hash.
+Engine thread only. An entry is found by its first tokens and compared token by token, so there are no
+false hits. Which prefixes are worth a state is learnt from the recent prompts: exactly where a prompt parts
+from earlier ones, wherever its messages end.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 
 from state_pool.arena import HostState
 from state_pool.config import PoolConfig
+from state_pool.recent import KEY_TOKENS, TOKEN_BYTES, RecentPrompts
 from state_pool.records import pack_tokens
 from state_pool.tiers import Tiers
 
-MIN_TOKENS = 32
+MIN_TOKENS = KEY_TOKENS
 """Shortest prefix worth a state; also the part by which entries are looked up."""
-_TOKEN_BYTES = 4
-_KEY_BYTES = MIN_TOKENS * _TOKEN_BYTES
+_KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +42,7 @@ class _Entry:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids) // _TOKEN_BYTES
+        return len(self.ids) // TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -68,8 +67,9 @@ class PrefixCache:
         """First tokens -> entries that begin so, longest first."""
         self._l1: OrderedDict[_Entry, None] = OrderedDict()
         self._l2: OrderedDict[_Entry, None] = OrderedDict()
-        self._seen: OrderedDict[bytes, int] = OrderedDict()
-        self._seed = tiers.arena.fingerprint.encode()
+        self._recent = RecentPrompts(config.prefix_seen_mb << 20)
+        self._coming: dict[bytes, None] = {}
+        """Prefixes that rows are computing now, to be offered; one entry a row at most."""
 
     @property
     def enabled(self) -> bool:
@@ -99,25 +99,47 @@ class PrefixCache:
         """The row no longer reads the slot."""
         self._tiers.unpin(hit.slot)
 
-    def borders(self, tokens: Sequence[int], extra: Sequence[int] = ()) -> list[int]:
-        """Where a prefill should pause because the state there is worth offering; ascending, at most two.
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Remember a prompt, so that later ones are recognised as sharing its beginning."""
+        if self.enabled and len(tokens) > MIN_TOKENS:
+            self._recent.add(pack_tokens(tokens))
 
-        Candidates are multiples of `prefix_block` and `extra` (ends of messages). Kept are the longest one
-        that an earlier prompt shared, and the longest that at least twice as many shared.
+    def borders(self, tokens: Sequence[int], observed: bool) -> list[int]:
+        """Where a prefill should pause because the state there is worth offering; at most one position.
+
+        It is where this prompt parts from earlier ones: the place that would have saved them most tokens,
+        beyond what is cached already. A prompt that nobody resembled costs no state.
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
-        block = self._config.prefix_block
-        wanted = {at for at in (*range(block, len(tokens), block), *extra) if MIN_TOKENS <= at < len(tokens)}
         ids = pack_tokens(tokens)
-        met = [(at, self._count(digest)) for at, digest in self._digests(ids, sorted(wanted))]
-        shared = [(at, count) for at, count in met if count > 0]
-        if not shared:
+        shared = self._recent.shared_bytes(ids, observed)
+        if not observed:
+            self._recent.add(ids)
+        cached = self._longest(ids)
+        gains = [((at - cached) * sum(other >= at for other in shared), at) for at in set(shared)]
+        gain, at = max(gains, default=(0, 0))
+        if gain <= 0 or at - cached < _KEY_BYTES:
             return []
-        longest, its_count = shared[-1]
-        common = [at for at, count in shared if count >= 2 * its_count]
-        chosen = {longest, *common[-1:]}
-        return [at for at in sorted(chosen) if self._find(ids[: at * _TOKEN_BYTES]) is None]
+        self._coming[ids[:at]] = None
+        return [at // TOKEN_BYTES]
+
+    def awaits(self, tokens: Sequence[int]) -> bool:
+        """Whether a longer prefix of the prompt than is cached is being computed."""
+        if not self._coming or len(tokens) <= MIN_TOKENS:
+            return False
+        ids = pack_tokens(tokens)
+        longest = max((len(coming) for coming in self._coming if ids.startswith(coming)), default=0)
+        return self._longest(ids) < longest < len(ids)
+
+    def abandon(self, tokens: Sequence[int]) -> None:
+        """The row that was computing this prefix has ended."""
+        self._coming.pop(pack_tokens(tokens), None)
+
+    def _longest(self, ids: bytes) -> int:
+        """Bytes of the longest cached proper prefix."""
+        bucket = self._buckets.get(ids[:_KEY_BYTES], ())
+        return next((len(e.ids) for e in bucket if len(e.ids) < len(ids) and ids.startswith(e.ids)), 0)
 
     def offer(self, tokens: Sequence[int], slot: int) -> PrefixHit | None:
         """Cache the state after `tokens`, which the caller's slot holds.
@@ -126,6 +148,7 @@ class PrefixCache:
         elsewhere; None: refused, the slot stays the caller's.
         """
         ids = pack_tokens(tokens)
+        self._coming.pop(ids, None)
         if not self.enabled or len(tokens) < MIN_TOKENS or self._find(ids) is not None:
             return None
         if not self._tiers.pin(slot):
@@ -137,6 +160,11 @@ class PrefixCache:
         self._l1[entry] = None
         self.counters.stored += 1
         return PrefixHit(slot, entry.num_tokens, "L1 (VRAM)")
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots that entries own."""
+        return [entry.slot for entry in self._l1 if entry.slot is not None]
 
     def clear(self) -> None:
         """Forget every entry; slots still read by rows are freed when those let go."""
@@ -223,21 +251,3 @@ class PrefixCache:
             entry.slot = None
         entry.host = None
         self.counters.dropped += 1
-
-    def _digests(self, ids: bytes, borders: Sequence[int]) -> list[tuple[int, bytes]]:
-        """The chain of hashes over the token ids, one for each border."""
-        chain = hashlib.blake2b(self._seed, digest_size=16)
-        digests, start = [], 0
-        for at in borders:
-            chain.update(ids[start : at * _TOKEN_BYTES])
-            start = at * _TOKEN_BYTES
-            digests.append((at, chain.copy().digest()))
-        return digests
-
-    def _count(self, digest: bytes) -> int:
-        """How many earlier prompts had this prefix; this one is counted from now on."""
-        count = self._seen.pop(digest, 0)
-        self._seen[digest] = count + 1
-        while len(self._seen) > self._config.prefix_seen:
-            self._seen.popitem(last=False)
-        return count

@@ -99,7 +99,8 @@ class Reader:
     def _state(self, session: int) -> tuple[dict[str, bytes] | None, int, SessionUnusable | None]:
         """(parts, the turn they follow, None), or (None, 0, why the stored state cannot be used)."""
         found = self._connection.execute(
-            "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum FROM states WHERE session = ?",
+            "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum "
+            "FROM states WHERE session = ?",
             (session,),
         ).fetchone()
         if found is None:
@@ -108,29 +109,27 @@ class Reader:
         row = StateRow(state, session, turn, num_tokens, fingerprint, layout, num_bytes)
         if version == LAYOUT_VERSION and row.checksum() != digest:
             return None, 0, Damaged("the stored state's description is damaged; delete the session to begin anew")
-        if fingerprint != self._fingerprint:
-            return (
-                None,
-                0,
-                SessionUnusable(
-                    f"the session belongs to another model (fingerprint {fingerprint}, this one is {self._fingerprint}) and "
-                    "its token history is not complete; start that model, or delete the session"
-                ),
-            )
-        if version != LAYOUT_VERSION or layout != layout_text(self._layout):
-            return (
-                None,
-                0,
-                SessionUnusable(
-                    f"the session was stored with the state layout {layout} (version {version}), this server uses "
-                    f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "
-                    "start with the same state dtype and devices, or delete the session"
-                ),
-            )
+        if (why_not := self._mismatch(fingerprint, version, layout)) is not None:
+            return None, 0, why_not
         try:
             return self._parts(int(state)), int(turn), None
         except Damaged as damage:
             return None, 0, damage
+
+    def _mismatch(self, fingerprint: str, version: int, layout: str) -> SessionUnusable | None:
+        """Why a state stored under this description is not for this server."""
+        if fingerprint != self._fingerprint:
+            return SessionUnusable(
+                f"the session belongs to another model (fingerprint {fingerprint}, this one is {self._fingerprint}) "
+                "and its token history is not complete; start that model, or delete the session"
+            )
+        if version != LAYOUT_VERSION or layout != layout_text(self._layout):
+            return SessionUnusable(
+                f"the session was stored with the state layout {layout} (version {version}), this server uses "
+                f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "
+                "start with the same state dtype and devices, or delete the session"
+            )
+        return None
 
     def _parts(self, state: int) -> dict[str, bytes]:
         chunks: list[bytes] = []

@@ -51,6 +51,8 @@ class Session:
     """Turn after which the state on disk was taken; -1: none."""
     disk_tokens: int = 0
     """Tokens the state on disk stands for."""
+    unlogged: int = 0
+    """Turns on their way to the log."""
     log_broken: bool = False
     """A turn could not be logged (only with durability "lazy"): no more are until a checkpoint covers it."""
     unusable: str | None = None
@@ -60,7 +62,7 @@ class Session:
     pending: PendingTurn | None = None
     """The turn that was recorded and isn't settled yet."""
     readers: int = 0
-    """Leases that wait for this state to come to a slot: it isn't evicted under them."""
+    """Leases that want or read this state: it isn't evicted or expired under them."""
     loading: bool = False
     moving: bool = False
     """A copy or a checkpoint of it is under way."""
@@ -80,6 +82,11 @@ class Session:
     def dirty(self) -> bool:
         """Whether the state on disk is older than the session."""
         return self.disk_turn < self.turn
+
+    @property
+    def log_tokens(self) -> int:
+        """Tokens that a crash would have to replay."""
+        return self.num_tokens - self.disk_tokens
 
     @property
     def reloadable(self) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
@@ -47,12 +47,12 @@ class Store:
     """The database with its two threads. Raises DatabaseUnusable when it cannot be opened."""
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: Deliveries) -> None:
-        self.path = os.path.abspath(config.state_db)
+        self.path = str(Path(config.state_db).absolute())
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._lock: ProcessLock | None = None
         connection = None
         try:
-            self._lock = ProcessLock(self.path) if os.path.isdir(os.path.dirname(self.path)) else None
+            self._lock = ProcessLock(self.path) if Path(self.path).parent.is_dir() else None
             connection = open_writer(self.path, config.synchronous)
             self._sessions = _stored_sessions(connection)
             self.writer = Writer(
@@ -115,6 +115,16 @@ class Store:
     def over_limit(self) -> bool:
         """Whether the database holds more than `state_db_max_gb`."""
         return bool(self._limit_bytes) and self.writer.stats.used_bytes > self._limit_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes over that limit."""
+        return self.writer.stats.used_bytes - self._limit_bytes
+
+    @property
+    def shrinking(self) -> bool:
+        """Whether deleted sessions still have to leave the file."""
+        return self.writer.collecting or self.writer.queued[0] > 0
 
     def submit(self, job: Append | Delete | Quarantined, done: Done) -> None:
         """Queue a small write."""

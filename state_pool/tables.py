@@ -80,7 +80,8 @@ def put_state(connection: sqlite3.Connection, row: StateRow) -> int | None:
     old = connection.execute("SELECT id FROM states WHERE session = ?", (row.session,)).fetchone()
     connection.execute("DELETE FROM states WHERE session = ?", (row.session,))
     connection.execute(
-        "INSERT INTO states(id, session, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, created) "
+        "INSERT INTO states(id, session, turn, num_tokens, fingerprint, "
+        "layout_version, layout, bytes, checksum, created) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             row.state,

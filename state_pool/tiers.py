@@ -9,7 +9,7 @@ from typing import Protocol
 from state_pool.arena import ZERO_SLOT, Arena, Copy, HostState
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
-from state_pool.jobs import Append, Checkpoint, Done, SessionRow
+from state_pool.jobs import Append, Checkpoint, Done, Loaded, SessionRow
 from state_pool.sessions import Session, SessionIndex
 from state_pool.slots import Slots
 from state_pool.store import Store
@@ -140,7 +140,7 @@ class Tiers:
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
             self.forget(session)
             return True
-        if not self._host_has_room():
+        if not self.host_has_room():
             return False
         reach("before_demotion")
         session.moving = True
@@ -179,17 +179,18 @@ class Tiers:
         reach("after_promotion")
         return True
 
-    def receive(self, session: Session, host: HostState | None, replay: list[int]) -> None:
-        """A session's state came from disk; None: the zero state."""
+    def receive(self, session: Session, host: HostState | None, loaded: Loaded) -> None:
+        """A session's state came from disk; None: the zero state, with everything to replay."""
         self.forget(session)
         self.counters.loads += 1
+        self.counters.bytes_from_disk += loaded.bytes_read
         if host is None:
             session.slot = ZERO_SLOT
             self._index.l1[session] = None
         else:
             session.host = host
             self._index.l2[session] = None
-        session.replay = replay
+        session.replay = loaded.replay
 
     def save(self, slot: int, finish: Callable[[HostState], None], *, leaves: bool = True) -> None:
         """Copy a slot to host memory and call back when it is there; the slot is held meanwhile."""
@@ -237,7 +238,7 @@ class Tiers:
         self.save(session.slot, arrived, leaves=False)
         return True
 
-    def store_turn(self, slot: int, turn: Append, done: Done) -> bool:
+    def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
         """Durability "turn": store the whole state after a turn, and with it the turn."""
         if not self._writer_has_room():
             return False
@@ -245,7 +246,8 @@ class Tiers:
 
         def arrived(host: HostState) -> None:
             self._saving -= 1
-            assert self._store is not None
+            if session.deleted or self._store is None:
+                return  # whoever deleted it has told the turn
             self._store.submit_state(Checkpoint(turn.session, host, commits=turn), done)
 
         self.save(slot, arrived, leaves=False)
@@ -320,12 +322,30 @@ class Tiers:
             self.counters.lost += 1
             self.forget(session)
             self._index.remove(session)
-        elif session.reloadable or (self._store.degraded and self._config.durability == "log"):
-            self.forget(session)  # the disk gives it back: the state, or an older one and the log
+        elif session.reloadable:
+            self.forget(session)
+        elif self._store.degraded is not None:
+            self._leave_without_disk(session)
         else:
             self._checkpoint_host(session)
 
-    def _host_has_room(self) -> bool:
+    def _leave_without_disk(self, session: Session) -> None:
+        """The disk takes no state, and host memory is bounded: an older state and the log have to do."""
+        if session.unlogged == 0 and not session.log_broken:
+            self.forget(session)
+        elif session.log_broken:
+            self.counters.lost += 1
+            self.forget(session)
+            session.unusable = (
+                f"its last turns were lost: durability is {self._config.durability!r} and {self._store_trouble()}; "
+                "delete it to begin anew"
+            )
+
+    def _store_trouble(self) -> str:
+        return "" if self._store is None else self._store.degraded or "the disk failed"
+
+    def host_has_room(self) -> bool:
+        """Whether another state may come to host memory; makes room if it can be had at once."""
         most = self._config.l2_sessions + self._config.transfer_states
         if len(self._index.l2) + self._leaving >= most:
             self._trim_host()
@@ -350,5 +370,6 @@ def row_of(
 def mark_stored(session: Session, row: SessionRow) -> None:
     """A state was committed: remember which, and that turns may be logged again behind it."""
     session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
+    session.parent = None  # only a dialogue without a state of its own needs it
     if row.turn == session.turn:
         session.log_broken = False

@@ -99,6 +99,11 @@ class Writer:
         """Whether another state may be handed over; each keeps its host buffer until it is written."""
         return self.queued[1] < self._queue
 
+    @property
+    def collecting(self) -> bool:
+        """Whether chunks that nothing points to still have to be removed."""
+        return bool(self._garbage)
+
     def submit(self, job: Small, done: Done) -> None:
         """Queue a turn, a delete or a mark. Bounded by the callers: a session has one turn under way."""
         with self._changed:

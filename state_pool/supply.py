@@ -1,0 +1,126 @@
+"""Brings states to slots for the leases that wait for them, first come first served. Engine thread only."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from state_pool.config import PoolConfig
+from state_pool.errors import SessionUnusable
+from state_pool.jobs import Loaded, Quarantined
+from state_pool.lease import Lease, LeaseState
+from state_pool.reader import Damaged, LoadResult
+from state_pool.sessions import Session
+from state_pool.store import Store
+from state_pool.tiers import Tiers
+
+_LOOK_AHEAD = 64
+"""Waiting leases tried in one step, so that a long queue costs a step little."""
+
+
+class Supply:
+    """Owns the leases that wait for a state; those behind a turn of their session are not here yet."""
+
+    def __init__(self, config: PoolConfig, tiers: Tiers, store: Store | None) -> None:
+        self._config = config
+        self._tiers = tiers
+        self._store = store
+        self._waiting: deque[Lease] = deque()
+        self._loads = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._waiting) or self._loads > 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def want(self, lease: Lease) -> None:
+        """Make a lease ready now, or as soon as its state can be read."""
+        if lease.source is not None:
+            lease.source.readers += 1
+            lease.reads = True
+        if not self._try(lease):
+            self._waiting.append(lease)
+
+    def withdraw(self, lease: Lease) -> None:
+        """The lease does not want, or read, its state any more."""
+        if lease.reads and lease.source is not None:
+            lease.source.readers -= 1
+        lease.reads = False
+
+    def serve(self) -> None:
+        """Try the waiting leases in order; those that still have to wait keep their places."""
+        kept: list[Lease] = []
+        for _ in range(min(len(self._waiting), _LOOK_AHEAD)):
+            lease = self._waiting.popleft()
+            if not self._try(lease):
+                kept.append(lease)
+        self._waiting.extendleft(reversed(kept))
+
+    def fail(self, session: Session, error: Exception) -> None:
+        """Every lease that waits for the session's state, or for its turn, fails."""
+        waiting = [lease for lease in self._waiting if lease.source is session and lease.state is LeaseState.WAITING]
+        for lease in waiting + list(session.queue):
+            self.withdraw(lease)
+            lease.state, lease.error = LeaseState.FAILED, error
+        session.queue.clear()
+
+    def _try(self, lease: Lease) -> bool:
+        """Whether the lease need not wait any more, because it is ready or has ended."""
+        source = lease.source
+        if lease.state is not LeaseState.WAITING:
+            return True
+        if source is None or not source.exists:
+            lease.state = LeaseState.READY
+            return True
+        if lease.tier == "new":
+            lease.tier = source.tier
+        if source.slot is None:
+            self._fetch(source)
+        if source.slot is None or not self._tiers.pin(source.slot):
+            return False
+        lease.pinned = lease.exists = True
+        lease.read_slot, lease.replay = source.slot, list(source.replay)
+        lease.num_tokens = source.num_tokens
+        lease.state = LeaseState.READY
+        return True
+
+    def _fetch(self, session: Session) -> None:
+        """Begin what brings the state one tier nearer."""
+        if session.host is not None:
+            if self._tiers.can_pin:
+                self._tiers.promote(session)
+        elif self._store is not None and self._may_load(session):
+            session.loading = True
+            self._loads += 1
+            self._store.load(session.row, lambda result: self._loaded(session, result))
+
+    def _may_load(self, session: Session) -> bool:
+        """Whether the disk has all of it, and reader and host memory have room."""
+        if session.loading or session.unlogged or self._loads >= self._config.transfer_states:
+            return False
+        return self._tiers.host_has_room()
+
+    def _loaded(self, session: Session, result: LoadResult) -> None:
+        self._loads -= 1
+        session.loading = False
+        if session.deleted or session.slot is not None or session.host is not None:
+            return
+        if isinstance(result, Loaded):
+            try:
+                host = None if result.parts is None else self._tiers.arena.host_state(result.parts)
+            except ValueError as error:
+                result = SessionUnusable(f"the stored state does not fit this model ({error})")
+            else:
+                self._tiers.receive(session, host, result)
+                return
+        if isinstance(result, Damaged):
+            self._quarantine(session, str(result))
+        self.fail(session, SessionUnusable(f"session {session.key.shown!r}: {result}"))
+
+    def _quarantine(self, session: Session, reason: str) -> None:
+        """Remember the damage, here and on disk, so that nobody is fed a wrong state later."""
+        session.unusable = reason
+        if self._store is not None:
+            self._store.submit(Quarantined(session.row, reason), lambda _: None)

@@ -1,0 +1,305 @@
+"""The life of a turn: checked out, recorded, checked in, settled; and of a delete. Engine thread only."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from state_pool.config import PoolConfig
+from state_pool.crash_points import reach
+from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
+from state_pool.jobs import Append, Delete
+from state_pool.lease import Lease, LeaseState, OnDurable, PendingTurn
+from state_pool.sessions import ROOT, Session, SessionIndex, SessionKey
+from state_pool.store import Deliveries, Store
+from state_pool.supply import Supply
+from state_pool.tiers import Tiers, mark_stored, row_of
+
+
+class Turns:
+    """Keeps each session's turns in order and makes them durable before they are part of it."""
+
+    def __init__(
+        self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, deliver: Deliveries
+    ) -> None:
+        self.supply = Supply(config, tiers, store)
+        self._config = config
+        self._index = index
+        self._tiers = tiers
+        self._store = store
+        self._deliver = deliver
+        self._stores_states = store is not None and config.durability == "turn"
+        self._stores_log = store is not None and config.durability != "turn"
+        self._branches: set[Lease] = set()
+        """Leases of dialogues that have no number yet, so that a delete finds them."""
+        self._unsaved: deque[Callable[[], bool]] = deque()
+        """Turns (durability "turn") that wait for the writer's queue; each returns whether it need not wait more."""
+        self._undeleted: list[tuple[int, ...]] = []
+        """Deletes that failed on disk and are tried again."""
+        self._next_row = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether a turn or a lease waits for something that `poll` begins."""
+        return bool(self._unsaved) or self.supply.pending
+
+    # -- checkout --------------------------------------------------------------------------------------
+
+    def checkout(self, session_id: str, wait: bool) -> Lease:
+        """A turn that continues the plain session; see `StatePool.checkout`."""
+        key = _checked(session_id)
+        session = self._index.get(key)
+        if session is None:
+            self._refuse_when_full()
+            now = time.time()
+            session = Session(key, self._row(), now, now)
+            self._index.add(session)
+        if session.unusable is not None:
+            raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
+        if not wait and (session.active is not None or session.queue or session.pending is not None):
+            raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
+        lease = Lease(session, session)
+        session.queue.append(lease)
+        self._advance(session)
+        return lease
+
+    def checkout_branch(self, session_id: str, parent: int) -> Lease:
+        """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`."""
+        _checked(session_id)
+        source = None
+        if parent != ROOT:
+            source = self._index.get(SessionKey(session_id, parent)) if parent > ROOT else None
+            if source is None or not source.exists:
+                raise SessionNotFound(f"session {session_id!r} has no dialogue {parent}; 0 is its empty root")
+            if source.unusable is not None:
+                raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")
+        self._refuse_when_full()
+        now = time.time()
+        # Its number is only known when the turn is recorded: several branches may run at once.
+        dialogue = Session(SessionKey(session_id, ROOT), self._row(), now, now, parent=source)
+        lease = Lease(dialogue, source, branch=True)
+        dialogue.active = lease
+        self._branches.add(lease)
+        self.supply.want(lease)
+        return lease
+
+    def _refuse_when_full(self) -> None:
+        if self._store is not None and self._store.over_limit and self._config.state_db_full == "refuse":
+            raise PoolFull(
+                f"the session database holds its limit of {self._config.state_db_max_gb:g} GB and takes no new "
+                "session; delete some, or raise --state-db-max-gb"
+            )
+
+    def _row(self) -> int:
+        if self._store is not None:
+            return self._store.next_row()
+        self._next_row += 1
+        return self._next_row
+
+    def _advance(self, session: Session) -> None:
+        """Begin the next waiting turn, if none runs or settles; forget a session nobody came to keep."""
+        if session.active is not None or session.pending is not None:
+            return
+        if session.queue:
+            session.active = session.queue.popleft()
+            self.supply.want(session.active)
+        elif not session.exists and not session.deleted:
+            self._index.remove(session)
+
+    # -- record, checkin, release ----------------------------------------------------------------------
+
+    def record(self, lease: Lease, tokens: list[int], on_durable: OnDurable) -> None:
+        """See `StatePool.record`."""
+        session = lease.session
+        if lease.state is not LeaseState.READY or session.pending is not None:
+            error = lease.error or PoolError("the lease has ended or its turn was recorded before")
+            self._deliver(lambda: on_durable(error))
+            return
+        if lease.branch:
+            self._number(lease)
+        turn = PendingTurn(session.turn + 1, list(tokens), on_durable)
+        session.pending = turn
+        if self._store is None or self._config.durability == "lazy":
+            self._deliver(lambda: self._conclude(session, turn, None))
+        if self._store is not None and self._stores_log and not session.log_broken:
+            session.unlogged += 1
+            self._store.submit(_append_of(session, turn), lambda error: self._logged(session, turn, error))
+
+    def _number(self, lease: Lease) -> None:
+        """A branch becomes the session's newest dialogue."""
+        dialogue = lease.session
+        session_id = dialogue.key.session_id
+        dialogue.key = SessionKey(session_id, self._index.next_dialogue(session_id))
+        dialogue.num_tokens = lease.num_tokens
+        lease.dialogue_idx = dialogue.key.dialogue
+        self._branches.discard(lease)
+        self._index.add(dialogue)
+
+    def checkin(self, lease: Lease, slot: int) -> None:
+        """See `StatePool.checkin`."""
+        session, turn = lease.session, lease.session.pending
+        if lease.state is not LeaseState.READY or turn is None:
+            self._end(lease)
+            self._tiers.slots.drop(slot)
+            return
+        turn.slot = slot
+        turn.checked_in = True
+        self._end(lease)
+        if self._stores_states:
+            self._unsaved.append(lambda: self._store_state(session, turn, slot))
+            self.begin_saves()
+        self._settle(session)
+
+    def _store_state(self, session: Session, turn: PendingTurn, slot: int) -> bool:
+        """Durability "turn": the whole state goes to disk, and with it the turn."""
+        if session.deleted:
+            return True
+        return self._tiers.store_turn(
+            session, slot, _append_of(session, turn), lambda error: self._conclude(session, turn, error)
+        )
+
+    def release(self, lease: Lease) -> None:
+        """See `StatePool.release`."""
+        session, turn = lease.session, lease.session.pending
+        self._end(lease)
+        self._branches.discard(lease)
+        if lease in session.queue:
+            session.queue.remove(lease)
+        if session.active is not lease:
+            return
+        if turn is None:
+            session.active = None
+            self._advance(session)
+        elif not turn.checked_in:
+            turn.checked_in = True
+            if not self._stores_log:
+                self._conclude(session, turn, TurnNotStored("the turn was given up before its state was stored"))
+            self._settle(session)
+
+    def _end(self, lease: Lease) -> None:
+        """The lease reads no more."""
+        self.supply.withdraw(lease)
+        if lease.pinned:
+            self._tiers.unpin(lease.read_slot)
+            lease.pinned = False
+        if lease.state is not LeaseState.FAILED:
+            lease.state = LeaseState.DONE
+
+    # -- outcomes --------------------------------------------------------------------------------------
+
+    def _logged(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
+        session.unlogged -= 1
+        if self._config.durability == "lazy":
+            session.log_broken = session.log_broken or error is not None
+        else:
+            self._conclude(session, turn, error)
+
+    def _conclude(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
+        """The turn's fate is known: tell the engine, once."""
+        if session.deleted:
+            error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")
+        turn.outcome = error or True
+        on_durable, turn.on_durable = turn.on_durable, None
+        if on_durable is not None:
+            on_durable(error)
+            reach("after_acknowledgement")
+        self._settle(session)
+
+    def _settle(self, session: Session) -> None:
+        """When the turn's fate and its state are both known, make it part of the session, or drop it."""
+        turn = session.pending
+        if turn is None or turn.outcome is None or not turn.checked_in:
+            return
+        session.pending = None
+        session.active = None
+        if turn.outcome is True and not session.deleted:
+            self._accept(session, turn)
+        elif turn.slot is not None:
+            self._tiers.slots.drop(turn.slot)
+        self._advance(session)
+
+    def _accept(self, session: Session, turn: PendingTurn) -> None:
+        self._index.num_existing += not session.exists
+        session.turn = turn.turn
+        session.num_tokens += len(turn.tokens)
+        self._index.touch(session, time.time())
+        if turn.slot is None:
+            self._tiers.forget(session)  # the log gives it back
+            return
+        self._tiers.park(session, turn.slot)
+        if self._stores_states:
+            mark_stored(session, row_of(session))
+        elif session.log_tokens >= self._config.checkpoint_tokens:
+            self._tiers.checkpoint(session)
+
+    def begin_saves(self) -> None:
+        """Hand waiting turns to the writer, in order, as far as its queue takes them."""
+        while self._unsaved and self._unsaved[0]():
+            self._unsaved.popleft()
+
+    # -- deletes ---------------------------------------------------------------------------------------
+
+    def delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> int:
+        """See `StatePool.delete`."""
+        doomed = self._index.matching(session_id, delete_prefix)
+        for lease in list(self._branches):
+            name = lease.session.key.session_id
+            if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:
+                self._bury(lease.session)
+        self.remove(doomed, on_durable)
+        return len(doomed)
+
+    def remove(self, doomed: list[Session], on_durable: OnDurable | None = None) -> None:
+        """Take sessions out of every tier."""
+        for session in doomed:
+            self._bury(session)
+        self._delete_rows(tuple(s.row for s in doomed if s.exists or s.pending is not None), on_durable)
+
+    def _bury(self, session: Session) -> None:
+        session.deleted = True
+        error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran or waited")
+        lease, turn = session.active, session.pending
+        self.supply.fail(session, error)
+        if lease is not None and lease.state is not LeaseState.DONE:
+            self._branches.discard(lease)
+            lease.state, lease.error = LeaseState.FAILED, error
+        if turn is not None and turn.outcome is None:
+            self._deliver(lambda: self._conclude(session, turn, error))
+        self._tiers.forget(session)
+        self._index.remove(session)
+
+    def _delete_rows(self, rows: tuple[int, ...], on_durable: OnDurable | None) -> None:
+        if self._store is None or not rows:
+            if on_durable is not None:
+                self._deliver(lambda: on_durable(None))
+            return
+
+        def done(error: Exception | None) -> None:
+            if error is None:
+                reach("after_delete")
+            else:
+                self._undeleted.append(rows)
+            if on_durable is not None:
+                on_durable(error)
+
+        self._store.submit(Delete(rows), done)
+
+    def retry_deletes(self) -> None:
+        """Try again what could not be deleted on disk."""
+        undeleted, self._undeleted = self._undeleted, []
+        for rows in undeleted:
+            self._delete_rows(rows, None)
+
+
+def _checked(session_id: str) -> SessionKey:
+    try:
+        session_id.encode()
+    except UnicodeEncodeError:
+        raise SessionNotFound(f"session id {session_id!r} is not valid Unicode text") from None
+    return SessionKey(session_id)
+
+
+def _append_of(session: Session, turn: PendingTurn) -> Append:
+    num_tokens = session.num_tokens + len(turn.tokens)
+    return Append(row_of(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time()), turn.tokens)
