@@ -16,13 +16,15 @@ from rwkv_batch.arena import PipelineArena
 from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
+from rwkv_batch.fetch import Fetch
+from rwkv_batch.graphs import DecodeGraphs
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.scheduler import Limits, ScheduledRow
 from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.weights import WeightsError, open_weights
 from sampling.registry import choose_sampler
-from sampling.sampler import Logprobs, Sampled, Sampler
+from sampling.sampler import Logprobs, Sampler
 from state_pool.arena import FIRST_FREE_SLOT
 from state_pool.errors import DatabaseUnusable
 from state_pool.pool import StatePool
@@ -44,8 +46,8 @@ class Launched:
 
     rows: list[ScheduledRow]
     drawing: list[ScheduledRow]
-    draws: list[tuple[list[int], Sampled]] = field(default_factory=list)
-    """per sampler: which of `drawing`, and their tokens on the device"""
+    draws: list[tuple[list[int], bool, Fetch]] = field(default_factory=list)
+    """per sampler: which of `drawing`, whether with log-probabilities, and what is on its way to the host"""
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -72,11 +74,21 @@ class Machine:
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
-        self._next_tokens = torch.zeros(self.limits.max_running, dtype=torch.int64, device=self.device)
-        """[seats] the token each row has drawn last"""
         self._samplers: dict[str, Sampler] = {}
         self.sampler_refusals: dict[str, str] = {}
-        self.sampler("")
+        first = self.sampler("")
+        self.graph_refusal = self._why_no_graphs(first)
+        self._graphs = (
+            None if self.graph_refusal else DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, first)
+        )
+        if self._graphs is not None and config.warmup:
+            self._graphs.warm_up()
+        self._last_tokens = (
+            self._graphs.last_tokens
+            if self._graphs is not None
+            else torch.zeros(self.limits.max_running, dtype=torch.int64, device=self.device)
+        )
+        """[seats] the token each row has drawn last"""
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
 
     def on_thread_start(self) -> None:
@@ -133,6 +145,11 @@ class Machine:
                 f"too little memory for {slots} slots of {self.pipeline.slot_bytes >> 10} KiB ({error}); lower --max-running"
             ) from error
 
+    def _why_no_graphs(self, sampler: Sampler) -> str | None:
+        if not hasattr(sampler, "sample_on_device"):
+            return f"the sampler {sampler.name} cannot draw inside a graph"
+        return DecodeGraphs.why_not(self.pipeline.stages)
+
     # Steps ---------------------------------------------------------------------------------------------------
 
     def sampler(self, name: str) -> Sampler:
@@ -155,14 +172,26 @@ class Machine:
     def launch(self, rows: list[ScheduledRow]) -> Launched:
         """Start one step: read the rows' tokens, draw for those that draw. Does not wait for the device."""
         step = Launched(rows, [row for row in rows if row.draws])
-        logits = self.pipeline.forward(self._inputs(rows))
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(step.drawing):
             groups.setdefault(row.sequence.job.job.sampler, []).append(i)
-        for name, members in groups.items():
-            picked = logits if len(groups) == 1 else logits[torch.tensor(members, device=logits.device)]
-            step.draws.append((members, self._draw(name, [step.drawing[i] for i in members], picked)))
+        if self._graphs is not None and all(row.sequence.last_is_drawn for row in rows):
+            self._launch_graph(self._graphs, step, groups)
+        else:
+            self._draw_groups(step, groups, self.pipeline.forward(self._inputs(rows)))
         return step
+
+    def _launch_graph(self, graphs: DecodeGraphs, step: Launched, groups: dict[str, list[int]]) -> None:
+        """A step in which every row reads the token it drew last: a graph finds them on the device."""
+        sequences = [row.sequence for row in step.rows]
+        seats = [sequence.seat for sequence in sequences]
+        slots = [sequence.read_slot for sequence in sequences], [sequence.write_slot for sequence in sequences]
+        in_graph = len(groups) == 1 and self.sampler(next(iter(groups))) is self.sampler("")
+        if in_graph and all(sequence.request.sampling.top_logprobs is None for sequence in sequences):
+            drawn = graphs.run(seats, *slots)
+            step.draws.append((list(range(len(seats))), False, Fetch(drawn)))
+        else:
+            self._draw_groups(step, groups, graphs.run_logits(seats, *slots))
 
     def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
         """The rows' tokens, those not known to the host filled in on the device."""
@@ -178,43 +207,49 @@ class Machine:
             inputs = inputs.to(self.pipeline.devices[0])
             seats = torch.tensor([sequences[i].seat for i in ahead], device=self.device)
             at = inputs.cu_seqlens[torch.tensor(ahead, device=inputs.cu_seqlens.device)]
-            inputs.tokens[at] = self._next_tokens[seats].to(inputs.tokens.device)
+            inputs.tokens[at] = self._last_tokens[seats].to(inputs.tokens.device)
         return inputs
 
-    def _draw(self, name: str, rows: list[ScheduledRow], logits: Tensor) -> Sampled:
-        sampler = self.sampler(name)
-        seats = [row.sequence.seat for row in rows]
-        for row in rows:
-            if len(row.sequence.feed) == row.sequence.base:  # its first draw
-                sampler.admit(row.sequence.seat, row.sequence.request.sampling)
-        sampled = sampler.sample(logits, seats)
-        self._next_tokens[torch.tensor(seats, device=self.device)] = sampled.token_ids
-        return sampled
+    def _draw_groups(self, step: Launched, groups: dict[str, list[int]], logits: Tensor) -> None:
+        """Draw for the rows of logits [R, V], those of each sampler together."""
+        for name, members in groups.items():
+            picked = logits if len(groups) == 1 else logits[torch.tensor(members, device=logits.device)]
+            sequences = [step.drawing[i].sequence for i in members]
+            sampler, seats = self.sampler(name), [sequence.seat for sequence in sequences]
+            for sequence in sequences:
+                if len(sequence.feed) == sequence.base:  # its first draw
+                    sampler.admit(sequence.seat, sequence.request.sampling)
+            sampled = sampler.sample(picked, seats)
+            self._last_tokens[torch.tensor(seats, device=self.device)] = sampled.token_ids
+            told = sampled.logprobs
+            rest = (told.chosen, told.top_ids, told.top) if told is not None else ()
+            step.draws.append((members, told is not None, Fetch(sampled.token_ids, *rest)))
 
     def read(self, step: Launched) -> list[tuple[int, TokenLogprob | None]]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
         drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(step.drawing)
-        for members, sampled in step.draws:
-            rows = [step.drawing[i] for i in members]
-            news = self._with_logprobs(rows, sampled.token_ids.tolist(), sampled.logprobs)
+        for members, with_logprobs, fetch in step.draws:
+            tokens, *told = fetch.read()
+            news: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens.tolist()]
+            if with_logprobs:
+                news = self._with_logprobs([step.drawing[i] for i in members], tokens.tolist(), Logprobs(*told))
             for i, entry in zip(members, news, strict=True):
                 drawn[i] = entry
         return drawn
 
     def _with_logprobs(
-        self, rows: list[ScheduledRow], tokens: list[int], logprobs: Logprobs | None
+        self, rows: list[ScheduledRow], tokens: list[int], logprobs: Logprobs
     ) -> list[tuple[int, TokenLogprob | None]]:
-        if logprobs is None:
-            return [(token, None) for token in tokens]
         table = self.tokenizer.byte_table
         chosen, ids, top = logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist()
         news: list[tuple[int, TokenLogprob | None]] = []
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             wanted = row.sequence.request.sampling.top_logprobs
-            rivals = (
-                [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)] if wanted else []
-            )
-            news.append((token, None if wanted is None else TokenLogprob(table[token], chosen[i], rivals)))
+            if wanted is None:
+                news.append((token, None))
+                continue
+            rivals = [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)]
+            news.append((token, TokenLogprob(table[token], chosen[i], rivals)))
         return news
 
     def is_lost(self, error: Exception) -> bool:
@@ -234,6 +269,7 @@ class Machine:
             "dtype": str(self.pipeline.stages[0].precision.weights).removeprefix("torch."),
             "wkv_state": str(self.pipeline.stages[0].precision.wkv_state).removeprefix("torch."),
             "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
+            "decode_graphs": self.graph_refusal or "used",
             "samplers": {
                 "used": {name or "default": sampler.name for name, sampler in self._samplers.items()},
                 "refused": self.sampler_refusals,

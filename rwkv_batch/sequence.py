@@ -122,6 +122,11 @@ class Sequence:
         return self.num_unread == 1 and self.feed[-1] == PENDING
 
     @property
+    def last_is_drawn(self) -> bool:
+        """Whether the one token it reads next is the one it drew last, which its seat still holds on the device."""
+        return self.draws and self.num_unread == 1 and len(self.feed) > self.base
+
+    @property
     def may_run(self) -> bool:
         """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back."""
         if not self.is_ahead:

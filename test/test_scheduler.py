@@ -1,0 +1,163 @@
+"""Who runs in which step: admission, fairness between jobs, prompt budgets. No model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rwkv_batch.job import RunningJob
+from rwkv_batch.output import RowOutput, StopRules
+from rwkv_batch.request import GenerateRequest, Job
+from rwkv_batch.scheduler import Limits, ScheduledRow, Scheduler
+from rwkv_batch.sequence import Phase, Sequence
+from sampling.params import SamplingParams
+
+TABLE = [b""] * 300
+
+
+class Slots:
+    """As many slots as asked for; rows in `blocked` are not ready."""
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(2, count + 2))
+        self.blocked: set[Sequence] = set()
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        return sequence not in self.blocked
+
+    def allocate(self) -> int | None:
+        return self.free.pop() if self.free else None
+
+    def prepare(self, sequence: Sequence) -> None:
+        sequence.base = len(sequence.feed)
+
+
+def scheduler(seats: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16) -> tuple[Scheduler, Slots]:
+    source = Slots(slots)
+    return Scheduler(Limits(seats, 10_000, budget, chunk), source), source
+
+
+def job(rows: int, prompt_tokens: int = 1) -> tuple[RunningJob, list[Sequence]]:
+    request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=9, sampling=SamplingParams())
+    running = RunningJob(Job(job_id="j", rows=[request] * rows), lambda events: None, rows)
+    output = [RowOutput(i, request, StopRules(request, TABLE), TABLE) for i in range(rows)]
+    return running, [Sequence(running, i, request, list(request.prompt), output[i]) for i in range(rows)]
+
+
+def per_job(rows: list[ScheduledRow]) -> Counter[RunningJob]:
+    return Counter(row.sequence.job for row in rows)
+
+
+def read(rows: list[ScheduledRow]) -> None:
+    for row in rows:
+        row.sequence.fed += row.num_tokens
+        if row.draws:
+            row.sequence.feed.append(7)
+
+
+def test_jobs_share_free_seats_evenly() -> None:
+    plan, _ = scheduler(seats=16)
+    jobs = [job(100), job(100), job(100)]
+    for running, rows in jobs:
+        plan.add(running, rows)
+    assert sorted(per_job(plan.schedule()).values()) == [5, 5, 5]  # one seat stays reserved
+
+
+def test_a_newcomer_finds_a_seat_beside_a_bulk_job() -> None:
+    plan, _ = scheduler(seats=16)
+    plan.add(*job(1000))
+    assert len(plan.schedule()) == 15
+    newcomer, rows = job(1)
+    plan.add(newcomer, rows)
+    assert per_job(plan.schedule())[newcomer] == 1
+
+
+def test_seats_and_slots_are_bounds() -> None:
+    plan, _ = scheduler(seats=8, slots=3)
+    plan.add(*job(10))
+    assert len(plan.schedule()) == 3 and plan.waiting_rows == 7
+    alone, _ = scheduler(seats=1)
+    alone.add(*job(2))
+    assert len(alone.schedule()) == 1
+
+
+def test_a_freed_seat_is_taken_in_the_next_step() -> None:
+    plan, slots = scheduler(seats=2)
+    running, rows = job(3)
+    plan.add(running, rows)
+    first = plan.schedule()
+    plan.remove(first[0].sequence)
+    slots.free.append(first[0].sequence.slot)
+    assert first[0].sequence.phase is Phase.DONE
+    assert {row.sequence for row in plan.schedule()} >= {rows[1]}
+
+
+def test_prompts_are_read_in_chunks_within_the_budget() -> None:
+    plan, _ = scheduler(budget=40, chunk=16)
+    plan.add(*job(1, prompt_tokens=50))
+    sizes = []
+    for _ in range(4):
+        rows = plan.schedule()
+        sizes.append([(row.num_tokens, row.draws) for row in rows])
+        read(rows)
+    assert sizes == [[(16, False)], [(16, False)], [(16, False)], [(2, True)]]
+
+
+def test_prompt_budget_is_shared_between_jobs() -> None:
+    plan, _ = scheduler(seats=32, budget=64, chunk=16)
+    bulk, bulk_rows = job(20, prompt_tokens=500)
+    quick, quick_rows = job(1, prompt_tokens=20)
+    plan.add(bulk, bulk_rows)
+    plan.add(quick, quick_rows)
+    rows = plan.schedule()
+    assert sum(row.num_tokens for row in rows) == 64
+    assert per_job(rows)[quick] == 1
+    read(rows)
+    assert any(row.sequence.job is quick and row.draws for row in plan.schedule())
+
+
+def test_decoding_rows_are_in_every_step_whatever_is_read_beside_them() -> None:
+    plan, _ = scheduler(seats=32, budget=16, chunk=16)
+    plan.add(*job(4))
+    decoding = plan.schedule()
+    read(decoding)
+    plan.add(*job(10, prompt_tokens=100))
+    for _ in range(5):
+        rows = plan.schedule()
+        assert {row.sequence for row in decoding} <= {row.sequence for row in rows}
+        read(rows)
+
+
+def test_a_border_ends_a_chunk() -> None:
+    plan, _ = scheduler(chunk=16, budget=64)
+    running, rows = job(1, prompt_tokens=40)
+    rows[0].borders = [10]
+    plan.add(running, rows)
+    assert plan.schedule()[0].num_tokens == 10
+
+
+def test_rows_behind_a_busy_session_let_others_pass() -> None:
+    plan, slots = scheduler()
+    running, rows = job(2)
+    slots.blocked.add(rows[0])
+    plan.add(running, rows)
+    assert [row.sequence for row in plan.schedule()] == [rows[1]]
+    slots.blocked.clear()
+    assert {row.sequence for row in plan.schedule()} == set(rows)
+
+
+def test_continuations_go_first() -> None:
+    plan, _ = scheduler(seats=2, slots=1)
+    later, later_rows = job(1)
+    plan.add(later, later_rows)
+    forked, children = job(1)
+    plan.add(forked, children, front=True)
+    assert [row.sequence for row in plan.schedule()] == children
+
+
+def test_forgetting_a_job_empties_the_queue() -> None:
+    plan, _ = scheduler(seats=2)
+    running, rows = job(5)
+    plan.add(running, rows)
+    plan.schedule()
+    assert len(plan.forget_waiting(running)) == 4  # one sits, one seat is kept for other jobs
+    assert plan.waiting_rows == 0 and len(plan.running_of(running)) == 1
