@@ -171,6 +171,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),
         Flag("warmup", _yes_or_no, "run every kernel once before serving"),
         Flag("overlap", _yes_or_no, "launch a step before the last one has been read"),
+        Flag("overlap_on_cpu", _yes_or_no, "the same on a CPU, where it gains nothing; for tests"),
         Flag("threads", _whole(0, 4096), "compute threads on a CPU; 0: all cores"),
         Flag("drain_timeout_s", _SECONDS, "seconds that running requests get at shutdown"),
     ),
@@ -186,6 +187,10 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("checkpoint_tokens", _POSITIVE, "log length at which a session's state is written again"),
         Flag("prefix_cache_slots", _COUNT, "cached prompt prefixes kept in slots; 0: no prefix cache"),
         Flag("prefix_cache_l2", _COUNT, "cached prefixes kept in host memory"),
+        Flag("prefix_seen_mb", _COUNT, "MiB of recent prompts remembered, to notice a prefix that is met again"),
+        Flag("retain_tokens", _whole(-1, 2**31 - 1), "tokens of history kept behind a checkpoint; -1: all"),
+        Flag("checkpoint_idle_s", _SECONDS, "seconds without a turn after which a parked session is checkpointed"),
+        Flag("transfer_states", _whole(1, 1024), "states on their way to disk or host at once"),
     ),
 }
 

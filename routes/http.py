@@ -123,22 +123,19 @@ def _parse_json(body: bytes) -> object:
         return pydantic_core.from_json(body, allow_inf_nan=True)
     except ValueError as error:
         reason = str(error)
-    if "surrogate" in reason:
-        raise ServiceError(
-            ErrorKind.INVALID_FIELD,
-            f"{_field_with_surrogate(body)}: must be text with a UTF-8 form, but has a lone surrogate ({reason})",
-            field=_field_with_surrogate(body),
-            given=reason,
-        )
+    field = _field_with_surrogate(body) if b"\\u" in body else None
+    if field is not None:
+        message = f"{field}: must be text with a UTF-8 form, but has a lone surrogate ({reason})"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=reason)
     raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
 
 
-def _field_with_surrogate(body: bytes) -> str:
-    """The top-level field whose text cannot be encoded."""
+def _field_with_surrogate(body: bytes) -> str | None:
+    """The top-level field whose text cannot be encoded; None if the body is no JSON for another reason."""
     try:
         data = json.loads(body)
-    except ValueError:
-        return "body"
+    except (ValueError, RecursionError):
+        return None
     for name, value in data.items() if isinstance(data, dict) else ():
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -70,14 +70,18 @@ class Service:
         self.url = f"http://127.0.0.1:{self.port}"
         self.headers: dict[str, str] = {}
 
+    def wait(self, condition: Callable[[], Any], timeout_s: float) -> None:
+        """Until `condition`; fails at once when the service has ended."""
+
+        def look() -> Any:
+            assert self.process.poll() is None, self.log.read_text()
+            return condition()
+
+        wait_for(look, timeout_s, f"the service's log:\n{self.log.read_text()}")
+
     def wait_ready(self) -> Service:
         """Until /readyz says so."""
-
-        def is_ready() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            return self.get("/readyz").status_code == 200
-
-        wait_for(is_ready, START_S, f"ready; log:\n{self.log.read_text()}")
+        self.wait(lambda: self.get("/readyz").status_code == 200, START_S)
         return self
 
     def get(self, path: str, **options: Any) -> httpx.Response:

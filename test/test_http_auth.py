@@ -1,0 +1,80 @@
+"""The password: wanted on every route but the public ones, before anything else is said about a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from test.serving import START_S, Service
+
+CHAT = "/v1/chat/completions"
+SECRET = "pass wörd"
+BODY = {"contents": ["a"], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("locked")
+    secret = folder / "password"
+    secret.write_text(f"{SECRET}\nnot this line\n")
+    arguments = ("--model-path", str(tiny_model), "--password-file", str(secret), "--http-workers", "1")
+    running = Service(folder, *arguments, "--log-format", "json", RWKV_MODEL_NAME="locked")
+    try:
+        # Not /readyz: it wants the password in a header, which has no letters beyond ASCII.
+        running.wait(lambda: running.post(CHAT, {**BODY, "password": SECRET}).status_code == 200, START_S)
+        yield running
+    finally:
+        running.close()
+
+
+def test_password_in_the_body(locked: Service) -> None:
+    assert locked.post(CHAT, {**BODY, "password": SECRET}).status_code == 200
+
+
+@pytest.mark.parametrize("wrong", ["", "pass", SECRET + " ", 7, None, [SECRET]])
+def test_a_wrong_password_is_401(locked: Service, wrong: object) -> None:
+    answer = locked.post(CHAT, {**BODY, "password": wrong})
+    assert answer.status_code == 401
+    assert answer.json() == {"error": "Unauthorized: invalid or missing password"}
+    assert answer.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("header", ["Bearer nope", "Bearer", "Basic cGFzcw==", "nope"])
+def test_a_wrong_header_is_401(locked: Service, header: str) -> None:
+    assert locked.post(CHAT, BODY, headers={"Authorization": header}).status_code == 401
+
+
+def test_the_password_comes_before_validation(locked: Service) -> None:
+    assert locked.post(CHAT, {"contents": 7}).status_code == 401
+    assert locked.post(CHAT, content=b"{").status_code == 401
+    assert locked.post(CHAT, {"contents": 7, "password": SECRET}).status_code == 422
+
+
+def test_public_and_protected_paths(locked: Service) -> None:
+    assert locked.get("/healthz").status_code == 200
+    for path in ("/readyz", "/status", "/metrics", "/v1/models", "/openapi.json"):
+        assert locked.get(path).status_code == 401
+    assert httpx.options(locked.url + CHAT).status_code == 204
+
+
+def test_the_log_does_not_show_the_password(locked: Service) -> None:
+    locked.post(CHAT, {**BODY, "password": SECRET, "temperature": -1})
+    assert SECRET not in locked.log.read_text()
+    assert '"level":"info"' in locked.log.read_text()
+
+
+def test_bearer_token(tiny_model: Path, tmp_path: Path) -> None:
+    running = Service(tmp_path, "--model-path", str(tiny_model), "--http-workers", "1", RWKV_PASSWORD="s3cret")
+    running.headers = {"Authorization": "Bearer s3cret"}
+    try:
+        running.wait_ready()
+        assert running.post(CHAT, BODY).status_code == 200
+        assert running.get("/v1/models").status_code == 200
+        assert running.post(CHAT, BODY, headers={"Authorization": "bearer s3cret"}).status_code == 200
+        assert running.post(CHAT, BODY, headers={"Authorization": "Bearer s3cre"}).status_code == 401
+        assert running.get("/status", params={"password": "s3cret"}).status_code == 200
+    finally:
+        running.close()

@@ -1,0 +1,203 @@
+"""Bad input, bad clients: each answered, none harming the others. Over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from test.serving import Service, raw_request, read_all, wait_for
+
+CHAT = "/v1/chat/completions"
+OK: dict[str, Any] = {"contents": ["a"], "max_tokens": 1}
+ENDLESS: dict[str, Any] = {"contents": ["a"], "max_tokens": 1_000_000, "ignore_eos": True, "stop_tokens": []}
+
+FIELDS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"temperature": -1}, "temperature", -1),
+    ({"temperature": 1e9}, "temperature", 1e9),
+    ({"temperature": "hot"}, "temperature", "hot"),
+    ({"top_k": -3}, "top_k", -3),
+    ({"top_k": 2.5}, "top_k", 2.5),
+    ({"top_k": 10**30}, "top_k", str(10**30)),
+    ({"top_p": 1.5}, "top_p", 1.5),
+    ({"alpha_decay": 2}, "alpha_decay", 2),
+    ({"max_tokens": 0}, "max_tokens", 0),
+    ({"max_tokens": True}, "max_tokens", True),
+    ({"max_tokens": 2_000_000}, "max_tokens", 2_000_000),
+    ({"seed": -1}, "seed", -1),
+    ({"seed": 2**64}, "seed", str(2**64)),
+    ({"chunk_size": 0}, "chunk_size", 0),
+    ({"stream": "yes"}, "stream", "yes"),
+    ({"timeout_s": 0}, "timeout_s", 0),
+    ({"session_id": "x" * 257}, "session_id", None),
+    ({"stop_tokens": [0, 65536]}, "stop_tokens[1]", 65536),
+    ({"stop_tokens": [-1]}, "stop_tokens[0]", -1),
+    ({"stop_tokens": [True]}, "stop_tokens[0]", True),
+    ({"stop_tokens": [""]}, "stop_tokens[0]", ""),
+    ({"stop_tokens": ["x" * 300]}, "stop_tokens[0]", None),
+    ({"stop_tokens": list(range(65))}, "stop_tokens", None),
+    ({"stop_tokens": "User"}, "stop_tokens", "User"),
+    ({"contents": []}, "contents", None),
+    ({"contents": "a"}, "contents", "a"),
+    ({"contents": ["a", 7]}, "contents[1]", 7),
+    ({"contents": ["a", ""]}, "contents[1]", ""),
+    ({"contents": ["a"] * 10_000}, "contents", 10_000),
+    ({"contents": None, "messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role", "wizard"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "contents", None),
+    ({"contents": None, "prefix": ["a"], "suffix": []}, "prefix", None),
+]
+
+
+@pytest.mark.parametrize(("change", "field", "given"), FIELDS, ids=[f"{n}-{case[1]}" for n, case in enumerate(FIELDS)])
+def test_a_wrong_field_is_named_with_its_value(
+    service: Service, change: dict[str, Any], field: str, given: Any
+) -> None:
+    answer = service.post(CHAT, {**OK, **change})
+    body = answer.json()
+    assert answer.status_code == 422, body
+    assert body["field"] == field
+    assert field.split("[", maxsplit=1)[0] in body["error"]
+    if given is not None:
+        assert body["given"] == given
+        assert str(given) in body["error"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(service: Service, number: str) -> None:
+    answer = service.post(CHAT, content=f'{{"contents": ["a"], "temperature": {number}}}')
+    assert answer.status_code == 422
+    assert answer.json()["field"] == "temperature"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"hello", b'{"contents": ["a"]', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_not_json_is_400(service: Service, body: bytes) -> None:
+    answer = service.post(CHAT, content=body)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("body", [[], "a", 7, None, True])
+def test_json_that_is_no_object_is_422(service: Service, body: Any) -> None:
+    answer = service.post(CHAT, content=json.dumps(body))
+    assert answer.status_code == 422
+    assert answer.json()["field"] == "body"
+
+
+def test_lone_surrogates_are_422_with_the_field(service: Service) -> None:
+    answer = service.post(CHAT, content=rb'{"model": "\ud83d\ude00", "contents": ["fine", "\ud800 not"]}')
+    assert answer.status_code == 422
+    assert answer.json()["field"] == "contents"
+    assert "surrogate" in answer.json()["error"]
+
+
+def test_a_prompt_with_too_many_tokens_is_refused(service: Service) -> None:
+    answer = service.post(CHAT, {**OK, "contents": ["ok", "\x00" * 300_000]})
+    assert answer.status_code == 422
+    assert answer.json()["field"] == "contents[1]"
+    assert "262144" in answer.json()["error"]
+
+
+def test_a_body_over_the_limit_is_413(service: Service) -> None:
+    answer = service.post(CHAT, content=b'{"contents": ["' + b"a" * 50_000_000 + b'"]}')
+    assert answer.status_code == 413
+    assert "--max-body-mb" in answer.json()["error"]
+
+
+def test_half_a_body_is_400(service: Service) -> None:
+    with service.connect() as connection:
+        connection.sendall(raw_request(CHAT, json.dumps(OK).encode(), length=1000))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    # The HTTP library may also drop the connection without an answer; what must not happen is a 200.
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+    assert service.post(CHAT, OK).status_code == 200
+
+
+def test_unknown_paths_and_wrong_methods(service: Service) -> None:
+    assert service.get("/nowhere").status_code == 404
+    assert service.get("/").status_code in (200, 404)
+    assert "/nowhere" in service.post("/nowhere/deep", {}).json()["error"]
+    for method in ("GET", "PUT", "DELETE", "PATCH"):
+        answer = httpx.request(method, service.url + CHAT)
+        assert answer.status_code == 405
+        assert answer.headers["allow"] == "OPTIONS, POST"
+        assert "error" in answer.json()
+    assert service.post("/v1/models", {}).status_code == 405
+    assert httpx.head(service.url + "/healthz").status_code == 200
+
+
+def test_translate_refuses_what_it_cannot_read(service: Service) -> None:
+    path = "/translate/v1/batch-translate"
+    assert service.post(path, {"text_list": ["a"]}).json()["field"] == "target_lang"
+    assert service.post(path, {"target_lang": "de", "text_list": [3]}).json()["field"] == "text_list[0]"
+    assert service.post(path, {"target_lang": "de", "text_list": ["a"] * 5000}).json()["given"] == 5000
+    assert service.post(path, {"target_lang": "de", "text_list": []}).json() == {"translations": []}
+
+
+def open_streams(service: Service, count: int, body: dict[str, Any]) -> list[socket.socket]:
+    """So many streams, each read until its answer has begun."""
+    request = raw_request(CHAT, json.dumps({**body, "stream": True}).encode())
+    connections = []
+    for _ in range(count):
+        connection = service.connect()
+        connection.sendall(request)
+        connections.append(connection)
+    for connection in connections:
+        assert connection.recv(12) == b"HTTP/1.1 200", connection.recv(1000)
+    return connections
+
+
+def test_500_clients_that_leave_mid_stream_free_every_slot(service: Service) -> None:
+    before = service.wait_idle()["free_slots"]
+    for connection in open_streams(service, 500, ENDLESS):
+        connection.close()
+    status = service.wait_idle(60)
+    assert status["free_slots"] == before
+    assert sum(worker["jobs"] for worker in status["processes"]["http_workers"]) == 0
+
+
+def test_a_client_that_leaves_a_whole_answer_frees_its_rows(service: Service) -> None:
+    service.wait_idle()
+    connection = service.connect()
+    connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["a"] * 8}).encode()))
+    wait_for(lambda: service.status()["running_rows"] == 8, 30, "8 rows run")
+    connection.close()
+    service.wait_idle(20)
+
+
+def test_a_full_queue_is_429_with_retry_after(service: Service) -> None:
+    connections = [service.connect() for _ in range(4)]
+    try:
+        body = json.dumps({**ENDLESS, "contents": ["a"] * 4096, "stream": True}).encode()
+        for connection in connections:
+            connection.sendall(raw_request(CHAT, body))
+        wait_for(lambda: service.status()["waiting_rows"] > 4096, 60, "a long queue")
+        refused = wait_for(lambda: _refused(service), 30, "a refusal")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "8192" in refused.json()["error"]
+    finally:
+        for connection in connections:
+            connection.close()
+    service.wait_idle(60)
+    assert service.post(CHAT, OK).status_code == 200
+
+
+def _refused(service: Service) -> httpx.Response | None:
+    answer = service.post(CHAT, {**OK, "contents": ["a"] * 4096, "timeout_s": 0.1})
+    return answer if answer.status_code == 429 else None
+
+
+def test_an_interactive_request_is_served_beside_many_streams(service: Service) -> None:
+    connections = open_streams(service, 100, ENDLESS)
+    try:
+        started = time.monotonic()
+        assert service.post(CHAT, {**OK, "max_tokens": 4}).status_code == 200
+        assert time.monotonic() - started < 30
+    finally:
+        for connection in connections:
+            connection.close()
+    service.wait_idle(60)

@@ -1,0 +1,231 @@
+"""Starts that fail, processes that die, signals: what users and clients see. Real processes, real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.serving import ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
+
+CHAT = "/v1/chat/completions"
+ENDLESS: dict[str, Any] = {
+    "contents": ["a"],
+    "max_tokens": 1_000_000,
+    "ignore_eos": True,
+    "stop_tokens": [],
+    "stream": True,
+}
+
+
+@pytest.fixture(scope="module")
+def mortal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose processes may be killed; every test leaves it ready."""
+    running = Service(tmp_path_factory.mktemp("mortal"), "--model-path", str(tiny_model))
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "app.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**clean, **environment},
+        check=False,
+    )
+
+
+def one_line(ended: subprocess.CompletedProcess[str]) -> str:
+    """The one error line; warnings may stand before it."""
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["--por", "1"], "--por"),
+        (["--port", "many"], "--port"),
+        (["--port", "70000"], "65535"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--pp-devices", "gpu"], "--pp-devices"),
+        (["--host", "no.such.host.invalid"], "--host"),
+        (["--password-file", "/no/such/file"], "/no/such/file"),
+    ],
+)
+def test_bad_flags_end_with_2_and_one_line(arguments: list[str], named: str) -> None:
+    ended = start(*arguments)
+    assert ended.returncode == 2
+    assert named in one_line(ended)
+
+
+def test_a_bad_variable_ends_with_2_and_its_name() -> None:
+    ended = start(RWKV_PORT="http")
+    assert ended.returncode == 2
+    assert "RWKV_PORT" in one_line(ended)
+
+
+def test_a_port_in_use_ends_with_1(tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = start("--port", str(port), "--model-path", str(tiny_model))
+    assert ended.returncode == 1
+    assert str(port) in one_line(ended)
+    assert "--port" in one_line(ended)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a model", "folder"])
+def test_a_model_that_cannot_be_served_ends_with_1(tmp_path: Path, content: bytes | str | None) -> None:
+    path = tmp_path / "model.pth"
+    if content == "folder":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    ended = start("--port", str(free_port()), "--model-path", str(path), RWKV_STATE_DB=str(tmp_path / "s.db"))
+    assert ended.returncode == 1
+    assert str(path) in one_line(ended)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    import torch
+
+    path = tmp_path / "six.pth"
+    torch.save({"emb.weight": torch.zeros(8, 64), "blocks.0.att.time_maa_x": torch.zeros(1, 1, 64)}, path)
+    ended = start("--port", str(free_port()), "--model-path", str(path), RWKV_STATE_DB=str(tmp_path / "s.db"))
+    assert ended.returncode == 1
+    assert "RWKV-6" in one_line(ended)
+
+
+class Reader(threading.Thread):
+    """Reads one endless stream to its end."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(daemon=True)
+        self.connection = service.connect()
+        self.connection.sendall(raw_request(CHAT, json.dumps(ENDLESS).encode()))
+        self.received = self.connection.recv(1)
+        self.start()
+
+    def run(self) -> None:
+        self.received += read_all(self.connection)
+
+
+def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(mortal: Service) -> None:
+    readers = [Reader(mortal) for _ in range(8)]
+    wait_for(lambda: mortal.status()["running_rows"] == 8, 30, "8 streams run")
+    os.kill(mortal.pids()["engine"], signal.SIGKILL)
+    for reader in readers:
+        reader.join(20)
+        assert not reader.is_alive(), "a stream waits for ever"
+        text = reader.received.decode(errors="replace")
+        assert '"error":"the engine process was lost' in text
+        assert text.rstrip("\r\n0").endswith("data: [DONE]")
+    refused = mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1})
+    assert refused.status_code in (200, 503)
+    if refused.status_code == 503:
+        assert "engine" in refused.json()["error"]
+        assert "retry-after" in refused.headers
+    mortal.wait_ready()
+    wait_for(lambda: mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200, 60, "served again")
+
+
+def test_a_killed_http_worker_comes_back_and_the_others_go_on(mortal: Service) -> None:
+    mortal.wait_ready()
+    readers = [Reader(mortal) for _ in range(16)]
+    wait_for(lambda: mortal.status()["running_rows"] == 16, 30, "16 streams run")
+    workers = {worker["pid"]: worker["jobs"] for worker in mortal.status()["processes"]["http_workers"]}
+    victim, lost = next(iter(workers.items()))
+    os.kill(victim, signal.SIGKILL)
+    status = wait_for(lambda: mortal.status(), 30, "an answer of the other worker")
+    wait_for(lambda: mortal.status()["running_rows"] == 16 - lost, 30, "the lost worker's rows are cancelled")
+    assert sum(reader.is_alive() for reader in readers) == 16 - lost
+    assert status["processes"]["engine"]["pid"] == mortal.pids()["engine"]
+    wait_for(lambda: len(mortal.status()["processes"]["http_workers"]) == 2, 30, "a new worker")
+    for reader in readers:
+        reader.connection.close()
+    mortal.wait_idle()
+
+
+def test_malformed_chunked_framing_costs_one_worker_at_most(mortal: Service) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with mortal.connect() as connection:
+        connection.sendall(head + b"zz\r\nnonsense\r\n\r\n")
+        read_all(connection)
+    wait_for(lambda: mortal.get("/readyz").status_code == 200, 30, "ready")
+    wait_for(lambda: len(mortal.status()["processes"]["http_workers"]) == 2, 30, "both workers")
+    assert mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200
+
+
+def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", "30")
+    try:
+        service.wait_ready()
+        received: list[str] = []
+
+        def long_request() -> None:
+            received.append(service.post(CHAT, {**ENDLESS, "timeout_s": 3.0}).text)
+
+        whole: list[Any] = []
+
+        def whole_request() -> None:
+            whole.append(service.post(CHAT, {**ENDLESS, "stream": False, "timeout_s": 3.0}).json())
+
+        threads = [threading.Thread(target=long_request), threading.Thread(target=whole_request)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: service.status()["running_rows"] == 2, 30, "2 rows run")
+        service.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: service.get("/readyz").status_code == 503, 10, "draining")
+        refused = service.post(CHAT, {"contents": ["a"], "max_tokens": 1})
+        assert refused.status_code == 503
+        assert "shutting down" in refused.json()["error"]
+        assert service.get("/healthz").status_code == 200
+        for thread in threads:
+            thread.join(30)
+        events = sse_data(received[0])
+        assert events[-1]["choices"][-1]["finish_reason"] == "timeout"
+        assert whole[0]["choices"][0]["finish_reason"] == "timeout"
+        assert service.process.wait(30) == 0
+    finally:
+        service.close()
+
+
+def test_children_do_not_outlive_a_killed_supervisor(tiny_model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path, "--model-path", str(tiny_model), "--http-workers", "1")
+    try:
+        pids = list(service.wait_ready().pids().values())
+        service.process.kill()
+        service.process.wait(10)
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids):
+            assert time.monotonic() < deadline, "a child lives on"
+            time.sleep(0.05)
+    finally:
+        service.close()
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True

@@ -1,0 +1,97 @@
+"""Settings: one table, two sources, clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from routes.config import HttpConfig
+from rwkv_batch.config import EngineConfig
+from settings import FLAGS, ServiceConfig, SettingsError, build_parser, default_http_workers, parse_settings
+from state_pool.config import PoolConfig
+
+DERIVED = {"pool", "drain_timeout_s", "model_name"}
+"""Fields that another section's flag sets, or that are sections themselves."""
+
+
+@pytest.mark.parametrize("section", [ServiceConfig, HttpConfig, EngineConfig, PoolConfig])
+def test_every_field_has_a_flag(section: type[msgspec.Struct]) -> None:
+    fields = {field.name for field in msgspec.structs.fields(section)}
+    assert fields - {flag.field for flag in FLAGS[section]} <= DERIVED  # type: ignore[index]
+
+
+def test_every_flag_and_variable_is_unique() -> None:
+    flags = [flag for section in FLAGS.values() for flag in section]
+    assert len({flag.option for flag in flags}) == len({flag.variable for flag in flags}) == len(flags)
+    for flag in flags:
+        assert flag.option in build_parser().format_help()
+
+
+def test_defaults_are_those_of_the_config_structs() -> None:
+    settings = parse_settings([], {})
+    assert settings.engine == EngineConfig(model_path="")
+    assert settings.http == HttpConfig()
+    assert settings.service.http_workers >= 2
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    settings = parse_settings(["--port", "9"], {"RWKV_PORT": "8", "RWKV_L1_SESSIONS": "3", "RWKV_WARMUP": "yes"})
+    assert settings.http.port == 9
+    assert settings.engine.pool.l1_sessions == 3
+    assert settings.engine.warmup is True
+    assert parse_settings([], {"RWKV_PORT": ""}).http.port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("[0,1,2,3]", ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+        ("0, 1", ("cuda:0", "cuda:1")),
+        ("cuda:0,cpu", ("cuda:0", "cpu")),
+        ("auto", ("auto",)),
+    ],
+)
+def test_devices(text: str, devices: tuple[str, ...]) -> None:
+    assert parse_settings(["--pp-devices", text], {}).engine.devices == devices
+
+
+def test_localhost_becomes_an_address() -> None:
+    assert parse_settings(["--host", "localhost"], {}).http.host in ("127.0.0.1", "::1")
+
+
+def test_password_from_flag_variable_and_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from file\nsecond line\n")
+    assert parse_settings(["--password", "a"], {"RWKV_PASSWORD": "b"}).http.password == "a"
+    assert parse_settings([], {"RWKV_PASSWORD": "b"}).http.password == "b"
+    assert parse_settings(["--password-file", str(secret)], {}).http.password == "from file"
+    assert parse_settings([], {"RWKV_PASSWORD_FILE": str(secret)}).http.password == "from file"
+
+
+def test_shared_values_reach_both_sides() -> None:
+    settings = parse_settings(["--model-name", "m", "--drain-timeout-s", "7"], {})
+    assert settings.http.model_name == settings.engine.model_name == "m"
+    assert settings.http.drain_timeout_s == settings.engine.drain_timeout_s == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (["--warmup", "perhaps"], {}, "--warmup"),
+        (["--samplers", "rapid,dice"], {}, "dice"),
+        (["--gpu-memory-utilization", "nan"], {}, "--gpu-memory-utilization"),
+        ([], {"RWKV_MAX_RUNNING": "-1"}, "RWKV_MAX_RUNNING"),
+        (["serve"], {}, "serve"),
+        (["--port"], {}, "--port"),
+    ],
+)
+def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingsError, match=named) as refusal:
+        parse_settings(arguments, environment)
+    assert "\n" not in str(refusal.value)
+
+
+def test_http_workers_by_cpus() -> None:
+    assert [default_http_workers(cpus) for cpus in (1, 2, 7, 8, 31, 32, 256)] == [2, 2, 2, 4, 4, 8, 8]
