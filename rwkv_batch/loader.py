@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from rwkv_batch.layer import Layer, Norm, ValueResidual
 from rwkv_batch.linear import Linear
+from rwkv_batch.mapped import release
 from rwkv_batch.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
@@ -120,12 +121,18 @@ class LayerLoader:
     def _norm(self, name: str) -> Norm:
         return Norm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
 
-    def _linear(self, name: str) -> Linear:
-        return self._make_linear(self._tensors[name].to(self._precision.device, self._precision.weights))
+    def _linear(self, name: str, transpose: bool = False) -> Linear:
+        stored = self._tensors[name]
+        weight = stored.to(self._precision.device, self._precision.weights)
+        linear = self._make_linear(weight.T if transpose else weight)
+        kept = getattr(linear, "weight", None)
+        if not (isinstance(kept, Tensor) and kept.data_ptr() == stored.data_ptr()):
+            release(stored)
+        return linear
 
     def _low_rank(self, name: str) -> Linear:
         """Stored [in, out] for x @ w; a Linear wants [out, in]."""
-        return self._make_linear(self._tensors[name].to(self._precision.device, self._precision.weights).T)
+        return self._linear(name, transpose=True)
 
 
 def load_layers(loader: LayerLoader, weights: Weights, first: int, last: int) -> list[Layer]:

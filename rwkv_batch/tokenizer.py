@@ -33,11 +33,30 @@ class Tokenizer:
         return list(self._rust.encode(text))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of bytes; those that are not UTF-8 become one token a byte (ids 1..256 are the single bytes)."""
+        """Token ids of bytes, which need not be UTF-8 (what pyrwkv-tokenizer cannot take); never fails."""
         try:
             return self.encode(data.decode("utf-8"))
         except UnicodeDecodeError:
-            return [byte + 1 for byte in data]
+            return self._longest_matches(data)
+
+    def _longest_matches(self, data: bytes) -> list[int]:
+        """The definition of encoding, byte by byte: slow, for short runs. Every single byte is a token."""
+        ids, at = [], 0
+        while at < len(data):
+            stop = min(len(data), at + self._longest_token)
+            while data[at:stop] not in self._id_by_bytes:
+                stop -= 1
+            ids.append(self._id_by_bytes[data[at:stop]])
+            at = stop
+        return ids
+
+    @functools.cached_property
+    def _id_by_bytes(self) -> dict[bytes, int]:
+        return {token: i for i, token in enumerate(self.byte_table) if token}
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._id_by_bytes))
 
     @functools.cached_property
     def byte_table(self) -> list[bytes]:

@@ -6,7 +6,6 @@ Reads `.pth` (a dict of tensors, `weights_only`) and `.safetensors` with the sam
 from __future__ import annotations
 
 import hashlib
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
+from rwkv_batch.mapped import release
 
 HEAD_SIZE = 64
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
 FOREIGN = (
     (re.compile(r"ffn\.s_emb"), "RWKV-7a (rwkv7a-*, keys 'ffn.s_emb*')"),
-    (re.compile(r"qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
+    (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
     (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')"),
     (re.compile(r"att\.time_maa_"), "RWKV-6 (keys 'att.time_maa_*')"),
     (re.compile(r"att\.time_faaaa"), "RWKV-5 (keys 'att.time_faaaa')"),
@@ -32,6 +32,12 @@ FOREIGN = (
     (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
+NEVER_USED = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
+"""Present in some files; the first layer has no value residual."""
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SAMPLE_WHOLE = 1 << 14
+SAMPLE_RUN = 32
+SAMPLE_RUNS = 4
 
 
 class WeightsError(StartupError):
@@ -82,12 +88,22 @@ class Weights:
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open and check a weight file. Raises WeightsError, naming the file and the remedy."""
+    """Open and check a weight file. Raises WeightsError, naming the file and the remedy.
+
+    Nothing but names, shapes, types and samples are read now; the tensors map the file and are not to be written to.
+    """
     path = Path(path)
-    tensors = _read_tensors(path)
+    return weights_from(_read_tensors(path), path)
+
+
+def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
+    """Check tensors that came from `path`. Raises WeightsError."""
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)
-    return Weights(path, tensors, shape, _fingerprint(tensors))
+    fingerprint = _fingerprint(tensors)
+    for tensor in tensors.values():
+        release(tensor)  # reading a sample maps many pages around it
+    return Weights(path, tensors, shape, fingerprint)
 
 
 def _read_tensors(path: Path) -> Mapping[str, Tensor]:
@@ -98,12 +114,14 @@ def _read_tensors(path: Path) -> Mapping[str, Tensor]:
     if path.suffix not in (".pth", ".safetensors"):
         raise WeightsError(f"model file {path} ends in {path.suffix!r}; RWKV-7 weights come as .pth or .safetensors")
     try:
+        with path.open("rb"):
+            pass
         loaded = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pth(path)
     except PermissionError as error:
         raise WeightsError(f"model file {path} may not be read ({error.strerror}); check its permissions") from error
     except WeightsError:
         raise
-    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged file makes the parsers raise almost anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsError(f"model file {path} is damaged or not a weight file ({reason}); fetch it again") from error
     if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
@@ -113,18 +131,16 @@ def _read_tensors(path: Path) -> Mapping[str, Tensor]:
 
 def _read_pth(path: Path) -> Mapping[str, Tensor]:
     if not zipfile.is_zipfile(path):
-        raise WeightsError(f"model file {path} is not a zip-format .pth (truncated, or saved by torch < 1.6)")
+        raise WeightsError(
+            f"model file {path} is not a zip-format .pth (truncated, or saved by torch < 1.6); fetch it again"
+        )
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
 
 
 def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise WeightsError(f"model file {path} is damaged or not a safetensors file ({error}); fetch it again") from error
+    return load_file(path)
 
 
 def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
@@ -142,16 +158,23 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
     if numbers != set(range(layers)):
         missing = min(set(range(layers)) - numbers)
         raise WeightsError(f"model file {path} has {layers} layers but none numbered {missing}; the file is incomplete")
-    vocab, width = tensors["emb.weight"].shape
-    last = f"blocks.{layers - 1}"
+    last = f"blocks.{layers - 1}.att"
 
-    def rank(name: str) -> int:
-        tensor = tensors.get(f"{last}.att.{name}")
-        return int(tensor.shape[1]) if tensor is not None and tensor.dim() == 2 else 0
+    def size(name: str, axis: int) -> int:
+        """0 if there is no such size: the check of the shapes will say so."""
+        tensor = tensors.get(name)
+        return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
-    key = tensors.get("blocks.0.ffn.key.weight")
-    ffn = int(key.shape[0]) if key is not None else 4 * width
-    return ModelShape(layers, width, vocab, ffn, rank("w1"), rank("a1"), rank("v1"), rank("g1"))
+    return ModelShape(
+        layers=layers,
+        width=size("emb.weight", 1),
+        vocab=size("emb.weight", 0),
+        ffn=size("blocks.0.ffn.key.weight", 0),
+        decay_rank=size(f"{last}.w1", 1),
+        a_rank=size(f"{last}.a1", 1),
+        v_rank=size(f"{last}.v1", 1),
+        gate_rank=size(f"{last}.g1", 1),
+    )
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -179,26 +202,50 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
-    if shape.width % HEAD_SIZE:
-        raise WeightsError(f"model file {path}: width {shape.width} is not a multiple of the head size {HEAD_SIZE}")
-    for name, wanted in expected_shapes(shape).items():
+    if shape.width == 0 or shape.width % HEAD_SIZE:
+        raise WeightsError(
+            f"model file {path}: 'emb.weight' is {tuple(tensors['emb.weight'].shape)}; "
+            f"the width must be a multiple of the head size {HEAD_SIZE}"
+        )
+    expected = expected_shapes(shape)
+    for name, wanted in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
             raise WeightsError(f"model file {path} lacks the tensor {name!r} of shape {wanted}; the file is incomplete")
-        squeezed = tuple(tensor.shape[2:]) if tensor.dim() == 3 and tensor.shape[:2] == (1, 1) else tuple(tensor.shape)
-        if squeezed != wanted:
-            raise WeightsError(f"model file {path}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {wanted}")
-        if not tensor.is_floating_point():
-            raise WeightsError(f"model file {path}: tensor {name!r} is {tensor.dtype}; only float weights are served")
+        _check_tensor(path, name, tensor, wanted)
+    unknown = [name for name in tensors if name not in expected and name not in NEVER_USED]
+    if unknown:
+        raise WeightsError(
+            f"model file {path} has {len(unknown)} tensors that RWKV-7 'x070' does not have ({', '.join(unknown[:3])}); "
+            "it is another model"
+        )
+
+
+def _check_tensor(path: Path, name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+    squeezed = tuple(tensor.shape[2:]) if tensor.dim() == 3 and tensor.shape[:2] == (1, 1) else tuple(tensor.shape)
+    if squeezed != wanted or 0 in wanted:
+        raise WeightsError(f"model file {path}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {wanted}")
+    if tensor.dtype not in FLOATS:
+        raise WeightsError(
+            f"model file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 weights are served"
+        )
+    if not _sample(tensor).isfinite().all():
+        raise WeightsError(f"model file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A vector or small matrix as it is, of a large one a few runs of numbers (few pages of a mapped file); fp32."""
+    flat = tensor.reshape(-1)
+    if flat.numel() > SAMPLE_WHOLE:
+        flat = torch.cat([flat[at : at + SAMPLE_RUN] for at in range(0, flat.numel(), flat.numel() // SAMPLE_RUNS)])
+    return flat.float()
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """Hash of all names, shapes and types and of up to 64 elements of each tensor: cheap on a mapped file."""
+    """Hash of all names, shapes and types and of a sample of each tensor's numbers."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
-        flat = tensor.reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)][:64].float()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-        digest.update(sample.numpy().tobytes())
+        digest.update(_sample(tensor).numpy().tobytes())
     return digest.hexdigest()

@@ -33,7 +33,9 @@ class CpuLinear(Linear):
     def __init__(self, weight: Tensor) -> None:
         """Pack weight [out, in] (bf16, fp16 or fp32, any strides). Raises ValueError for other types."""
         if weight.dim() != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"a CPU matrix is [out, in] in bf16, fp16 or fp32, not {tuple(weight.shape)} {weight.dtype}")
+            raise ValueError(
+                f"a CPU matrix is [out, in] in bf16, fp16 or fp32, not {tuple(weight.shape)} {weight.dtype}"
+            )
         self.parts = 1 if weight.dtype == torch.bfloat16 else 3
         if weight.dtype != torch.bfloat16:
             weight = _as_bf16_if_exact(weight.float())
@@ -52,16 +54,14 @@ class CpuLinear(Linear):
 
 
 def run_linears(maps: Sequence[tuple[CpuLinear, Tensor, Activation]]) -> list[Tensor]:
-    """Several maps over the same number of rows, in one parallel region: (map, x [T, in], activation) -> [T, out] fp32."""
+    """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32."""
     rows = maps[0][1].shape[0]
-    results, numbers, inputs = [], [], []
-    for linear, x, activation in maps:
+    inputs = [_fp32(x) for _, x, _ in maps]
+    results = [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
+    numbers: list[int] = []
+    for (linear, _, activation), x, y in zip(maps, inputs, results, strict=True):
         if x.shape != (rows, linear.in_features):
             raise ValueError(f"x is {tuple(x.shape)}, the map takes [{rows}, {linear.in_features}]")
-        x = _fp32(x)
-        y = torch.empty(rows, linear.out_features)
-        inputs.append(x)
-        results.append(y)
         numbers.extend(linear.job(x, y, activation))
     jobs = (ctypes.c_int64 * len(numbers))(*numbers)
     if library().rwkv_linear(ctypes.addressof(jobs), len(maps), rows, torch.get_num_threads()):

@@ -1,0 +1,133 @@
+"""Linear maps on a CPU: the plain one and the packed one give the same numbers, the packed one whoever is beside."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.cpu import CpuLinear, run_linears
+from rwkv_batch.kernels.cpu_library import Activation, Kind
+from rwkv_batch.linear import Linear
+
+needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
+SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768)]
+
+
+def make(out: int, inner: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(out, inner, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exact(x: Tensor, weight: Tensor) -> Tensor:
+    return x.double() @ weight.double().T
+
+
+def test_plain_linear_one_row_and_many() -> None:
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.5)):
+        weight = make(48, 80, dtype)
+        x = make(9, 80, torch.float32, 1)
+        for rows in (x, x[:1]):
+            y = Linear(weight)(rows)
+            assert y.dtype == torch.float32 and y.shape == (len(rows), 48)
+            assert (y - exact(rows, weight)).abs().max() < tolerance
+
+
+@needs_compiler
+@pytest.mark.parametrize(("out", "inner"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 10, 11, 16, 17, 33])
+def test_packed_fp32_is_exact_to_rounding(out: int, inner: int, rows: int) -> None:
+    x = make(rows, inner, torch.float32, 1)
+    for weight in (
+        make(out, inner, torch.float32),
+        make(out, inner, torch.bfloat16).float(),
+        make(out, inner, torch.float16),
+    ):
+        scale = x.abs().double() @ weight.abs().double().T
+        error = (CpuLinear(weight)(x) - exact(x, weight)).abs()
+        assert (error <= 1e-6 * scale + 1e-7).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 16, 17, 500])
+def test_packed_bf16_rounds_the_inputs_only(rows: int) -> None:
+    weight, x = make(70, 100, torch.bfloat16), make(rows, 100, torch.float32, 1)
+    y = CpuLinear(weight)(x)
+    wanted = exact(x.bfloat16() if cpu_library.library().rwkv_has_amx() else x, weight)
+    assert (y - wanted).abs().max() < 1e-4
+
+
+@needs_compiler
+def test_bf16_numbers_in_fp32_take_half_the_bytes() -> None:
+    short, long = CpuLinear(make(64, 64, torch.bfloat16).float()), CpuLinear(make(64, 64, torch.float32))
+    assert (short.kind, long.kind) == (Kind.BF16, Kind.FP32)
+    assert short.packed.numel() * 2 == long.packed.numel()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bf16_numbers", [True, False])
+def test_a_row_is_bit_identical_alone_and_among_others(dtype: torch.dtype, bf16_numbers: bool) -> None:
+    weight = make(96, 200, torch.bfloat16 if bf16_numbers else torch.float32).to(dtype)
+    linear, x = CpuLinear(weight), make(1000, 200, torch.float32, 1)
+    whole = linear(x)
+    for start, stop in ((0, 1), (479, 481), (3, 4), (999, 1000), (5, 17), (0, 200), (100, 131), (480, 1000)):
+        assert torch.equal(linear(x[start:stop]), whole[start:stop]), (start, stop)
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_nothing() -> None:
+    linear, x = CpuLinear(make(700, 64, torch.float32)), make(40, 64, torch.float32, 1)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            results.append(linear(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@needs_compiler
+def test_activations_and_several_maps_in_one_call() -> None:
+    x = [make(7, 64, torch.float32, i) for i in range(4)]
+    weights = [make(24 + 40 * i, 64, torch.float32, 10 + i) * 0.1 for i in range(4)]
+    kinds = [Activation.NONE, Activation.TANH, Activation.SIGMOID, Activation.RELU_SQUARED]
+    results = run_linears([(CpuLinear(w), xi, kind) for w, xi, kind in zip(weights, x, kinds, strict=True)])
+    functions = [lambda t: t, torch.tanh, torch.sigmoid, lambda t: torch.relu(t).square()]
+    for y, w, xi, function in zip(results, weights, x, functions, strict=True):
+        assert (y - function(exact(xi, w))).abs().max() < 1e-5
+
+
+@needs_compiler
+def test_strided_weights_and_inputs() -> None:
+    stored, x = make(64, 24, torch.float32), make(64, 5, torch.float32, 1).T
+    assert not x.is_contiguous()
+    assert (CpuLinear(stored.T)(x) - exact(x, stored.T)).abs().max() < 1e-4
+
+
+@needs_compiler
+def test_not_a_number_stays_one() -> None:
+    for weight in (make(8, 64, torch.float32), make(8, 64, torch.bfloat16), make(8, 64, torch.bfloat16).float()):
+        x = make(3, 64, torch.float32, 1)
+        x[1, 5] = float("nan")
+        y = CpuLinear(weight)(x)
+        assert y[1].isnan().all() and y[0].isfinite().all() and y[2].isfinite().all()
+
+
+@needs_compiler
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"bf16, fp16 or fp32"):
+        CpuLinear(torch.zeros(4, 4, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"takes \[3, 64\]"):
+        CpuLinear(make(8, 64, torch.float32))(torch.zeros(3, 32))
+
+
+@needs_compiler
+def test_argument_blocks_have_the_size_the_library_reads() -> None:
+    """Eight bytes a field, so a field more or less on one side shows here."""
+    assert ctypes.sizeof(cpu_library.ShiftMixCall) == 8 * 18
+    assert ctypes.sizeof(cpu_library.TimeMixCall) == 8 * 25

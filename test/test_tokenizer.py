@@ -1,0 +1,105 @@
+"""The World tokenizer against the reference package's, on random text and bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
+
+RANGES = (
+    (0x20, 0x7E),
+    (0x09, 0x0D),
+    (0xA0, 0x24F),
+    (0x400, 0x4FF),
+    (0x3040, 0x30FF),
+    (0x4E00, 0x9FFF),
+    (0x1F300, 0x1FAFF),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer()
+
+
+@pytest.fixture(scope="module")
+def reference():  # type: ignore[no-untyped-def]
+    package = pytest.importorskip("rwkv.rwkv_tokenizer")
+    return package.TRIE_TOKENIZER(os.path.join(os.path.dirname(package.__file__), "rwkv_vocab_v20230424.txt"))
+
+
+def random_text(rng: random.Random) -> str:
+    """Runs of one script, spaces, newlines and repetitions, which exercise long merges."""
+    parts = []
+    for _ in range(rng.randrange(1, 12)):
+        low, high = rng.choice(RANGES)
+        run = "".join(chr(rng.randint(low, high)) for _ in range(rng.randrange(1, 9)))
+        parts.append(
+            rng.choice((run, run * 3, " " + run, "\n\n", "\r\n", " " * rng.randrange(1, 20), "1234567", "the end"))
+        )
+    return "".join(parts)
+
+
+def test_random_text_as_the_reference(tokenizer: Tokenizer, reference) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = random_text(rng)
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text), repr(text)
+        assert tokenizer.decode_bytes(ids) == text.encode()
+
+
+def test_random_bytes_as_the_reference(tokenizer: Tokenizer, reference) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(1)
+    for _ in range(500):
+        cut = random_text(rng).encode()
+        data = (
+            cut[rng.randrange(3) : len(cut) - rng.randrange(3)]
+            if rng.random() < 0.5
+            else rng.randbytes(rng.randrange(40))
+        )
+        ids = tokenizer.encode_bytes(data)
+        assert ids == reference.encodeBytes(data), data
+        assert tokenizer.decode_bytes(ids) == data
+
+
+def test_every_token_has_the_reference_bytes(tokenizer: Tokenizer, reference) -> None:  # type: ignore[no-untyped-def]
+    table = tokenizer.byte_table
+    assert len(table) == VOCAB_SIZE
+    assert {i: token for i, token in enumerate(table) if token} == reference.idx2token
+
+
+def test_single_bytes_and_known_ids(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.decode_bytes([i + 1]) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert tokenizer.encode("。\n\n") == [28329, 11]
+    known = {"\n": 11, "\n\n": 261, "\n\n\n": 3328, " ": 33, ":": 59, "User": 24281, "✿": 10060}
+    assert {text: tokenizer.encode(text) for text in known} == {text: [i] for text, i in known.items()}
+    assert tokenizer.encode("") == [] and tokenizer.encode("\0") == [1]
+
+
+def test_ids_without_bytes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode_bytes([END_OF_TEXT, 65530, 65535]) == b""
+    with pytest.raises(IndexError):
+        tokenizer.decode_bytes([65536])
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80"])
+def test_lone_surrogates_raise(tokenizer: Tokenizer, text: str) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode(text)
+
+
+def test_parts_of_a_character(tokenizer: Tokenizer) -> None:
+    data = "🀄".encode()
+    assert [tokenizer.decode_bytes(tokenizer.encode_bytes(data[:n])) for n in range(1, 5)] == [
+        data[:n] for n in range(1, 5)
+    ]
+
+
+def test_countless_ids_are_digits_and_blanks(tokenizer: Tokenizer) -> None:
+    assert {33, ord("7") + 1, ord("\t") + 1} <= set(tokenizer.countless_ids)
+    assert 11 not in tokenizer.countless_ids and END_OF_TEXT not in tokenizer.countless_ids
+    assert all(set(tokenizer.decode_bytes([i])) <= set(b"0123456789 \t") for i in tokenizer.countless_ids)

@@ -1,0 +1,263 @@
+"""Weight files: every public size recognised by its tensors, everything else refused with the reason."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.mapped import release
+from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.weights import ModelShape, Weights, WeightsError, expected_shapes, open_weights, weights_from
+
+Tensors = dict[str, Tensor]
+
+
+def small(**changes: object) -> Tensors:
+    return random_weights(2, 64, vocab=128, ranks=(8, 12, 4, 20), **changes)  # type: ignore[arg-type]
+
+
+def written(path: Path, tensors: object) -> Path:
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)  # type: ignore[arg-type]
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("first_v", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_both_formats_give_the_same(tmp_path: Path, suffix: str, first_v: bool, dtype: torch.dtype) -> None:
+    tensors = small(first_v=first_v, dtype=dtype)
+    weights = open_weights(written(tmp_path / f"model{suffix}", tensors))
+    assert weights.shape == ModelShape(2, 64, 128, 256, decay_rank=8, a_rank=12, v_rank=4, gate_rank=20)
+    assert weights.tensors.keys() == tensors.keys()
+    assert all(torch.equal(weights.tensors[name], tensors[name]) for name in tensors)
+    assert weights.num_bytes == sum(t.numel() for t in tensors.values()) * dtype.itemsize
+    assert weights.fingerprint == weights_from(tensors).fingerprint
+
+
+def test_the_fingerprint_changes_with_the_weights() -> None:
+    seen = {weights_from(small()).fingerprint, weights_from(small(seed=1)).fingerprint}
+    seen.add(weights_from(small(first_v=False)).fingerprint)
+    one = small()
+    one["blocks.1.att.k_k"][0, 0, 5] += 1
+    assert len(seen | {weights_from(one).fingerprint}) == 4
+
+
+PUBLIC = {
+    # name: layers, width, ranks w/a/v/g, parameters in millions
+    "0.1B": (12, 768, (64, 64, 32, 128), 191),
+    "0.4B": (24, 1024, (64, 64, 32, 128), 451),
+    "1.5B": (24, 2048, (96, 96, 64, 256), 1527),
+    "2.9B": (32, 2560, (96, 96, 64, 320), 2948),
+    "7.2B": (32, 4096, (128, 128, 96, 480), 7199),
+    "13.3B": (61, 4096, (192, 192, 128, 384), 13269),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("vectors", [(), (1, 1)])
+def test_public_sizes(name: str, vectors: tuple[int, ...]) -> None:
+    """By shapes alone: every tensor is one number, seen as many."""
+    layers, width, (w, a, v, g), millions = PUBLIC[name]
+    shape = ModelShape(layers, width, 65536, 4 * width, w, a, v, g)
+    tensors = {
+        key: torch.ones(1, dtype=torch.bfloat16).expand(*(vectors if len(size) == 1 else ()), *size)
+        for key, size in expected_shapes(shape).items()
+    }
+    recognised = weights_from(tensors)
+    assert recognised.shape == shape and shape.heads * 64 == width
+    assert abs(recognised.num_parameters / 1e6 - millions) < 1 + millions / 1000
+
+
+def without(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda t: {key: value for key, value in t.items() if key not in names}
+
+
+def plus(name: str, *size: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Tensors], Tensors]:
+    return lambda t: {**t, name: torch.zeros(size, dtype=dtype)}
+
+
+def with_nan(name: str) -> Callable[[Tensors], Tensors]:
+    def change(t: Tensors) -> Tensors:
+        t[name].view(-1)[3] = float("nan")
+        return t
+
+    return change
+
+
+REFUSED = [
+    ("rwkv7a", plus("blocks.0.ffn.s_emb.weight", 4), r"RWKV-7a .*blocks\.0\.ffn\.s_emb\.weight"),
+    ("rwkv7b", plus("blocks.0.qkv.weight", 4), r"RWKV-7b .*blocks\.0\.qkv\.weight"),
+    ("v8", plus("blocks.0.enn.weight", 4), r"RWKV-8 .*blocks\.0\.enn\.weight"),
+    ("v6", plus("blocks.0.att.time_maa_x", 4), "RWKV-6"),
+    ("v5", plus("blocks.0.att.time_faaaa", 4), "RWKV-5"),
+    ("v4", plus("blocks.0.att.time_first", 4), "RWKV-4"),
+    ("transformers", lambda _: {"model.layers.0.attn.r_proj.weight": torch.zeros(4)}, "transformers"),
+    ("lora", plus("blocks.0.att.key.weight.lora_A", 4), "an adapter"),
+    ("bone", plus("blocks.0.att.key.bone", 4), "an adapter"),
+    ("tuned state", lambda _: {"blocks.0.att.time_state": torch.zeros(1, 64, 64)}, "a tuned state"),
+    ("something else", lambda _: {"conv.weight": torch.zeros(4)}, "is not RWKV-7: it has no 'emb.weight'"),
+    ("empty", lambda _: {}, "is not RWKV-7"),
+    ("an unknown tensor", plus("blocks.1.att.x_q", 1, 1, 64), r"1 tensors .*blocks\.1\.att\.x_q"),
+    ("no head", without("head.weight"), "no 'head.weight'"),
+    ("no vector", without("blocks.1.att.k_a"), r"lacks the tensor 'blocks\.1\.att\.k_a' of shape \(64,\)"),
+    ("no v in layer 1", without("blocks.1.att.v1"), r"blocks\.1\.att\.v"),
+    ("no norm", without("blocks.0.ln0.bias"), r"lacks the tensor 'blocks\.0\.ln0\.bias'"),
+    ("a layer missing", plus("blocks.3.ln1.weight", 64), "4 layers but none numbered 2"),
+    ("a wrong shape", plus("blocks.1.att.key.weight", 64, 32), r"has shape \(64, 32\), expected \(64, 64\)"),
+    ("a flat embedding", plus("emb.weight", 64), r"'emb\.weight' is \(64,\)"),
+    ("a bad width", plus("emb.weight", 128, 96), "multiple of the head size 64"),
+    ("a flat matrix", plus("blocks.1.att.w1", 64), r"att\.w1'"),
+    ("integers", plus("blocks.1.ln1.weight", 64, dtype=torch.int8), r"is torch\.int8"),
+    ("NaN", with_nan("blocks.1.ln2.weight"), r"'blocks\.1\.ln2\.weight' holds NaN"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_other_models_are_refused(
+    tmp_path: Path, change: Callable[[Tensors], Tensors], reason: str, suffix: str
+) -> None:
+    path = written(tmp_path / f"model{suffix}", change(small()))
+    with pytest.raises(WeightsError, match=reason) as caught:
+        open_weights(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_paths_that_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="does not exist"):
+        open_weights(tmp_path / "none.pth")
+    with pytest.raises(WeightsError, match="is a folder"):
+        open_weights(tmp_path)
+    other = tmp_path / "model.gguf"
+    other.write_bytes(b"GGUF")
+    with pytest.raises(WeightsError, match=r"ends in '\.gguf'"):
+        open_weights(other)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.pth", small())
+    path.chmod(0)
+    with pytest.raises(WeightsError, match="may not be read"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("keep", [0, 1, 7, 100, 5000, -1000, -1])
+def test_cut_files_are_refused(tmp_path: Path, suffix: str, keep: int) -> None:
+    path = written(tmp_path / f"model{suffix}", small())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match=r"damaged|truncated"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_noise_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(b"\xff\x07noise" * 1000)
+    with pytest.raises(WeightsError, match=r"damaged|truncated"):
+        open_weights(path)
+
+
+def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    with pytest.raises(WeightsError, match="damaged or not a weight file"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": {"emb.weight": torch.zeros(2)}}, {"step": 3}, torch.zeros(3)])
+def test_checkpoints_are_refused(tmp_path: Path, content: object) -> None:
+    with pytest.raises(WeightsError, match="not a dict of tensors"):
+        open_weights(written(tmp_path / "model.pth", content))
+
+
+class Exploit:
+    """Unpickling it writes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.system, (f"touch {self.target}",))
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
+    target = tmp_path / "executed"
+    path = written(tmp_path / "zipped.pth", {**small(), "x": Exploit(target)})
+    with pytest.raises(WeightsError, match="damaged or not a weight file"):
+        open_weights(path)
+    bare = tmp_path / "bare.pth"
+    bare.write_bytes(pickle.dumps({"x": Exploit(target)}))
+    with pytest.raises(WeightsError, match="not a zip-format"):
+        open_weights(bare)
+    assert not target.exists()
+
+
+def test_releasing_pages_loses_nothing(tmp_path: Path) -> None:
+    in_memory = torch.arange(100_000, dtype=torch.float32)
+    release(in_memory)
+    assert torch.equal(in_memory, torch.arange(100_000, dtype=torch.float32))
+    torch.save({"x": in_memory}, tmp_path / "x.pth")
+    mapped = torch.load(tmp_path / "x.pth", mmap=True)["x"]
+    release(mapped)
+    assert torch.equal(mapped, in_memory)
+
+
+LOAD = """
+import resource, sys
+import torch
+from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.weights import open_weights
+from rwkv_batch.kernels.cpu import CpuOps
+
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) << 10
+
+CpuOps.make_linear(torch.zeros(64, 64))
+before = status("VmRSS")
+weights = open_weights(sys.argv[1])
+opened = status("VmRSS")
+Pipeline(weights, devices=("cpu",), dtype="bf16", kernels=sys.argv[2])
+print(opened - before, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("kernels", ["cpu", "naive"])
+def test_memory_of_loading_is_about_the_file(tmp_path: Path, suffix: str, kernels: str) -> None:
+    tensors = random_weights(6, 768, vocab=1024)
+    path = written(tmp_path / f"model{suffix}", tensors)
+    size = path.stat().st_size
+    done = subprocess.run([sys.executable, "-c", LOAD, str(path), kernels], capture_output=True, text=True, check=True)
+    opened, peak = map(int, done.stdout.split())
+    assert opened < 0.25 * size, "opening maps, it does not read"
+    assert peak < 1.35 * size
+
+
+def test_a_large_file_shows_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights: Weights = open_weights(written(tmp_path / "large.pth", small()))
+    Pipeline(weights, devices=("cpu",))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("rwkv_batch.loader.PROGRESS_FROM_BYTES", 1)
+    Pipeline(weights, devices=("cpu",))
+    shown = capsys.readouterr().err
+    assert "loading large.pth" in shown and "2/2" in shown
