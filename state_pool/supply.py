@@ -25,12 +25,11 @@ class Supply:
         self._tiers = tiers
         self._store = store
         self._waiting: deque[Lease] = deque()
-        self._loads = 0
 
     @property
     def pending(self) -> bool:
         """Whether somebody waits."""
-        return bool(self._waiting) or self._loads > 0
+        return bool(self._waiting) or self._tiers.arriving > 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -93,17 +92,17 @@ class Supply:
                 self._tiers.promote(session)
         elif self._store is not None and self._may_load(session):
             session.loading = True
-            self._loads += 1
+            self._tiers.arriving += 1
             self._store.load(session.row, lambda result: self._loaded(session, result))
 
     def _may_load(self, session: Session) -> bool:
         """Whether the disk has all of it, and reader and host memory have room."""
-        if session.loading or session.unlogged or self._loads >= self._config.transfer_states:
+        if session.loading or session.unlogged or self._tiers.arriving >= self._config.transfer_states:
             return False
         return self._tiers.host_has_room()
 
     def _loaded(self, session: Session, result: LoadResult) -> None:
-        self._loads -= 1
+        self._tiers.arriving -= 1
         session.loading = False
         if session.deleted or session.slot is not None or session.host is not None:
             return

@@ -60,6 +60,8 @@ class Tiers:
         self._store = store
         self._transfers: list[_Transfer] = []
         self._pins: dict[int, int] = {}
+        self.arriving = 0
+        """Sessions on their way from disk to host memory."""
         self._leaving = 0
         """Slots that become free when a copy is done."""
         self._saving = 0
@@ -346,10 +348,10 @@ class Tiers:
 
     def host_has_room(self) -> bool:
         """Whether another state may come to host memory; makes room if it can be had at once."""
-        most = self._config.l2_sessions + self._config.transfer_states
-        if len(self._index.l2) + self._leaving >= most:
+        most = self._config.l2_sessions + self._config.transfer_states - self.arriving - self._leaving
+        if len(self._index.l2) >= most:
             self._trim_host()
-        return len(self._index.l2) + self._leaving < most
+        return len(self._index.l2) < most
 
 
 def row_of(

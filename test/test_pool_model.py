@@ -1,0 +1,299 @@
+"""Order and isolation: many sessions over small tiers, against a model that is a dict of token lists."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+
+from state_pool.errors import PoolError, SessionNotFound
+from state_pool.lease import Lease, LeaseState
+from state_pool.sessions import LINEAR
+
+TOKENS = st.lists(st.integers(0, 65535), min_size=1, max_size=12)
+MAX_OPEN = 5
+Key = tuple[str, int]
+
+
+@dataclass
+class Open:
+    """A turn under way, and what the model expects of it."""
+
+    lease: Lease
+    key: Key
+    parent: int | None
+    slot: int | None = None
+    started: bool = False
+
+
+@dataclass
+class Committing:
+    """A recorded turn whose fate isn't known to the model yet."""
+
+    key: Key
+    outcome: Outcome
+
+
+class World:
+    """A pool, its model, and the steps by which both are driven. Used by hypothesis and by the long soak."""
+
+    def __init__(self, durability: str, delay: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="pool-model-"))
+        self.config = config_in(
+            self.folder, durability=durability, checkpoint_tokens=40, checkpoint_idle_s=0.2, transfer_states=2
+        )
+        self.delay = delay
+        self.model: dict[Key, list[int]] = {}
+        self.open: list[Open] = []
+        self.committing: list[Committing] = []
+        self.start()
+
+    def start(self) -> None:
+        """A new process on the same database."""
+        self.driver = Driver(FakeArena(num_slots=24, delay=self.delay), self.config)
+        self.pool = self.driver.pool
+
+    def begin(self, name: str, parent: int | None) -> None:
+        """Check a session out; a parent that does not exist must be refused."""
+        if len(self.open) >= MAX_OPEN:
+            return
+        try:
+            lease = self.pool.checkout(name, parent)
+        except SessionNotFound:
+            assert parent is not None and parent != 0
+            assert (name, parent) not in self.model or self.is_committing((name, parent))
+            return
+        if parent not in (None, 0):
+            assert (name, parent) in self.model
+        self.open.append(Open(lease, (name, LINEAR if parent is None else parent), parent))
+
+    def is_committing(self, key: Key) -> bool:
+        """Whether the turn was not told durable yet: nobody can know a new dialogue's number before."""
+        return any(committing.key == key for committing in self.committing)
+
+    def step(self) -> None:
+        """A step of the engine: what became ready starts, what was stored is accounted for."""
+        self.pool.poll()
+        for turn in self.open:
+            if turn.lease.poll() is LeaseState.READY and not turn.started:
+                self.check_start(turn)
+                turn.started = True
+        for done in [c for c in self.committing if c.outcome.known]:
+            self.committing.remove(done)
+            assert done.outcome.ok, done.outcome.calls
+
+    def check_start(self, turn: Open) -> None:
+        """What a turn reads is its whole history, from whatever tier it came."""
+        lease = turn.lease
+        history = [] if turn.parent == 0 else self.history(turn.key)
+        assert lease.exists == bool(history)
+        assert lease.num_tokens == len(history)
+        state = fold(self.driver.arena.memory[lease.read_slot], lease.replay)
+        assert np.array_equal(state, state_of(history)), f"{turn.key} does not hold its history"
+
+    def history(self, key: Key) -> list[int]:
+        """The model's tokens; the pool starts a turn only after the one before was told durable or is."""
+        return self.model.get(key, [])
+
+    def finish(self, at: int, tokens: list[int]) -> None:
+        """Compute, record and check in one of the ready turns."""
+        ready = [turn for turn in self.open if turn.started and turn.lease.poll() is LeaseState.READY]
+        if not ready:
+            return
+        turn = ready[at % len(ready)]
+        self.open.remove(turn)
+        lease = turn.lease
+        slot = self.driver.compute(lease, tokens)
+        outcome = Outcome()
+        self.pool.record(lease, tokens, outcome)
+        new = turn.key
+        if turn.parent is not None:
+            assert lease.dialogue_idx is not None
+            new = (turn.key[0], lease.dialogue_idx)
+            assert new not in self.model
+        self.model[new] = ([] if turn.parent == 0 else self.history(turn.key)) + tokens
+        self.committing.append(Committing(new, outcome))
+        self.pool.checkin(lease, slot)
+
+    def cancel(self, at: int) -> None:
+        """Drop one of the turns, ready or waiting."""
+        if self.open:
+            turn = self.open.pop(at % len(self.open))
+            self.pool.release(turn.lease)
+
+    def delete(self, name: str, prefix: bool) -> None:
+        """Delete, also what runs; its turns fail."""
+        self.drain_commits()
+        gone = [key for key in self.model if (key[0].startswith(name) if prefix else key[0] == name)]
+        if not prefix and not gone:
+            return
+        for key in gone:
+            del self.model[key]
+        outcome = Outcome()
+        assert self.pool.delete(name, prefix, outcome) >= len(gone)
+        for turn in [t for t in self.open if t.key[0] == name or (prefix and t.key[0].startswith(name))]:
+            assert turn.lease.poll() is LeaseState.FAILED
+            assert isinstance(turn.lease.error, SessionNotFound)
+            self.pool.release(turn.lease)
+            self.open.remove(turn)
+        self.driver.until(lambda: outcome.known)
+        assert outcome.ok
+
+    def drain_commits(self) -> None:
+        """Wait until every recorded turn is durable."""
+        while self.committing:
+            self.step()
+
+    def restart(self, orderly: bool = True) -> None:
+        """An end and a new start; a disorderly one stores no states, so that turns are replayed from the log."""
+        while self.open:
+            self.cancel(0)
+        self.drain_commits()
+        self.check_rest()
+        if not orderly and self.config.durability == "log":
+            self.pool._flush = lambda store: None  # type: ignore[method-assign]
+        self.pool.close()
+        self.start()
+        assert self.pool.status()["total_sessions"] == len(self.model)
+
+    def check_rest(self) -> None:
+        """Nothing runs: every slot has an owner, every session one tier, every count is right."""
+        self.driver.settle()
+        assert self.pool.check_integrity() == []
+        status = self.pool.status(limit=10_000)
+        names = sorted(session["session_id"] for session in status["sessions"])
+        assert names == sorted(name if n == LINEAR else f"{name}:{n}" for name, n in self.model)
+        stamps = [session["timestamp"] for session in status["sessions"]]
+        assert stamps == sorted(stamps, reverse=True)
+        tiers = [status[f"{tier}_count"] for tier in ("l1_cache", "l2_cache", "database")]
+        assert sum(tiers) == status["total_sessions"] == len(self.model)
+        assert tiers[1] <= self.config.l2_sessions + self.config.transfer_states
+
+    def check_all(self) -> None:
+        """Every session holds its history."""
+        for (name, dialogue), history in self.model.items():
+            state = self.driver.state(name, None if dialogue == LINEAR else dialogue)
+            assert np.array_equal(state, state_of(history)), (name, dialogue)
+
+    def end(self) -> None:
+        """Check everything, then again after a restart."""
+        self.restart()
+        self.check_all()
+        self.check_rest()
+        self.pool.close()
+        shutil.rmtree(self.folder)
+
+
+NAMES = st.sampled_from(["a", "b", "a:1", "ab", "ünï\n'; --", "c"])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Hypothesis looks for a short run that breaks the pool."""
+
+    durability = "log"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.durability, delay=1)
+
+    @rule(name=NAMES)
+    def begin(self, name: str) -> None:
+        self.world.begin(name, None)
+
+    @rule(name=NAMES, parent=st.integers(0, 4))
+    def branch(self, name: str, parent: int) -> None:
+        self.world.begin(name, parent)
+
+    @rule(at=st.integers(0, MAX_OPEN), tokens=TOKENS)
+    def finish(self, at: int, tokens: list[int]) -> None:
+        self.world.finish(at, tokens)
+
+    @rule(at=st.integers(0, MAX_OPEN))
+    def cancel(self, at: int) -> None:
+        self.world.cancel(at)
+
+    @rule(name=NAMES, prefix=st.booleans())
+    def delete(self, name: str, prefix: bool) -> None:
+        self.world.delete(name, prefix)
+
+    @rule(orderly=st.booleans())
+    def restart(self, orderly: bool) -> None:
+        self.world.restart(orderly)
+
+    @invariant()
+    def step(self) -> None:
+        self.world.step()
+
+    def teardown(self) -> None:
+        self.world.end()
+
+
+class TurnMachine(PoolMachine):
+    """The same, with whole states as turns."""
+
+    durability = "turn"
+
+
+class LazyMachine(PoolMachine):
+    """The same, written behind."""
+
+    durability = "lazy"
+
+
+_SETTINGS = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestLog = PoolMachine.TestCase
+TestLog.settings = _SETTINGS
+TestTurn = TurnMachine.TestCase
+TestTurn.settings = settings(_SETTINGS, max_examples=15)
+TestLazy = LazyMachine.TestCase
+TestLazy.settings = settings(_SETTINGS, max_examples=15)
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
+    """1,000 sessions, 4 in slots and 8 in host memory, with forks, cancels, deletes and restarts at random."""
+    draw = random.Random(7)
+    world = World(durability, delay=2)
+    for step in range(6000):
+        name = f"s{draw.randrange(1000)}"
+        action = draw.random()
+        tokens = [draw.randrange(65536) for _ in range(draw.randrange(1, 24))]
+        if action < 0.35:
+            world.begin(name, None)
+        elif action < 0.45:
+            name = f"s{draw.randrange(40)}"
+            world.begin(name, draw.choice([0, 0, 1, 2, 3]))
+        elif action < 0.9:
+            world.finish(draw.randrange(MAX_OPEN), tokens)
+        elif action < 0.95:
+            world.cancel(draw.randrange(MAX_OPEN))
+        elif action < 0.97:
+            world.delete(name, draw.random() < 0.1)
+        world.step()
+        if step % 2000 == 1999:
+            world.restart(orderly=step > 4000)
+    assert len(world.model) > 300
+    world.end()
+
+
+def test_the_model_notices_a_wrong_state() -> None:
+    """The test itself: a slot that changes under a parked session is found."""
+    world = World("log", delay=0)
+    world.driver.turn("a", [1, 2, 3])
+    world.model[("a", LINEAR)] = [1, 2, 3]
+    world.driver.arena.memory[2:] ^= 1
+    with pytest.raises((AssertionError, PoolError)):
+        world.check_all()
+    world.pool.close()
+    shutil.rmtree(world.folder)
