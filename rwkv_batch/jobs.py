@@ -54,7 +54,7 @@ class JobTable:
         running = RunningJob(job, sink, unfinished=job.num_rows)
         rows = self._sequences(running)
         leased = [sequence for sequence in rows if sequence.request.session is not None]
-        for sequence in leased:
+        for sequence in rows:
             self._keeper.check_out(sequence)
         self._jobs[job.job_id] = running
         running.live.update(dict.fromkeys(rows))

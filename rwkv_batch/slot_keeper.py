@@ -29,6 +29,12 @@ def as_service_error(error: Exception) -> ServiceError:
     return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field="session_id")  # type: ignore[arg-type]
 
 
+def _may_share_prefix(sequence: Sequence) -> bool:
+    """Whether the row begins with its prompt's first token and may begin from a cached state instead."""
+    fresh = sequence.shared is None and sequence.fed == 0
+    return fresh and sequence.request.session is None and sequence.request.use_prefix_cache
+
+
 class SlotKeeper:
     """Moves rows between the pool and the steps. Owned by the engine thread."""
 
@@ -38,7 +44,9 @@ class SlotKeeper:
         self._overlap = overlap
 
     def check_out(self, sequence: Sequence) -> None:
-        """Queue for the row's session. Raises ServiceError when the session cannot be had."""
+        """Queue for the row's session, or announce its prompt. Raises ServiceError when the session cannot be had."""
+        if _may_share_prefix(sequence):
+            self.pool.observe_prompt(sequence.feed)
         turn = sequence.request.session
         if turn is not None:
             try:
@@ -56,7 +64,9 @@ class SlotKeeper:
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the row may start: it has no session, or the session's state can be read."""
-        return sequence.lease is None or sequence.lease.state is LeaseState.READY
+        if sequence.lease is not None:
+            return sequence.lease.state is LeaseState.READY
+        return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.feed))
 
     def allocate(self) -> int | None:
         """A slot to write to."""
@@ -66,7 +76,7 @@ class SlotKeeper:
         """The row got its slot: find what it starts from."""
         if sequence.lease is not None:
             self._start_from_session(sequence)
-        elif sequence.shared is None and sequence.request.use_prefix_cache and sequence.fed == 0:
+        elif _may_share_prefix(sequence):
             self._start_from_prefix(sequence)
         sequence.base = len(sequence.feed)
 
@@ -88,8 +98,7 @@ class SlotKeeper:
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
             sequence.fed = sequence.cached_tokens = hit.num_tokens
-        blank_lines = self._tokenizer.ends_of_blank_lines(sequence.feed)
-        borders = self.pool.prefix_borders(sequence.feed, blank_lines)
+        borders = self.pool.prefix_borders(sequence.feed, observed=True)
         sequence.borders = [border for border in borders if border > sequence.fed]
 
     # With each step ------------------------------------------------------------------------------------------
@@ -108,12 +117,13 @@ class SlotKeeper:
 
     def _offer_prefix(self, sequence: Sequence) -> None:
         """Give the state at a border to the prefix cache and go on in a new slot."""
+        prefix = sequence.feed[: sequence.fed]
         fresh = self.pool.allocate()
-        if fresh is None:
-            return
-        hit = self.pool.offer_prefix(sequence.feed[: sequence.fed], sequence.slot)
-        if hit is None:
-            self.pool.free(fresh)
+        hit = self.pool.offer_prefix(prefix, sequence.slot) if fresh is not None else None
+        if fresh is None or hit is None:
+            self.pool.abandon_border(prefix)
+            if fresh is not None:
+                self.pool.free(fresh)
             return
         sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
         sequence.slot = fresh
@@ -218,6 +228,9 @@ class SlotKeeper:
 
     def release(self, sequence: Sequence) -> None:
         """The row ends without a trace in its session."""
+        for border in sequence.borders:
+            self.pool.abandon_border(sequence.feed[:border])
+        sequence.borders = []
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None

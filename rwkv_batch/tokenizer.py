@@ -13,7 +13,6 @@ from pathlib import Path
 import pyrwkv_tokenizer
 
 END_OF_TEXT = 0
-NEWLINE = 11
 VOCAB_SIZE = 65536
 
 
@@ -81,21 +80,3 @@ class Tokenizer:
         """Ids whose text is only digits, spaces or tabs: they do not add to the penalty count."""
         allowed = frozenset(b"0123456789 \t")
         return [i for i, token in enumerate(self.byte_table) if token and allowed.issuperset(token)]
-
-    @functools.cached_property
-    def _newline_ids(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Ids whose bytes end with a blank line, and those that end with a newline."""
-        table = self.byte_table
-        return (
-            frozenset(i for i, token in enumerate(table) if token.endswith(b"\n\n")),
-            frozenset(i for i, token in enumerate(table) if token.endswith(b"\n")),
-        )
-
-    def ends_of_blank_lines(self, ids: list[int]) -> list[int]:
-        """Positions right after a blank line: where rounds of a prompt end."""
-        blank, newline = self._newline_ids
-        return [
-            at + 1
-            for at, token in enumerate(ids)
-            if token in blank or (token == NEWLINE and at > 0 and ids[at - 1] in newline)
-        ]

@@ -184,5 +184,8 @@ def test_prefix_cache_changes_no_text(model: Path) -> None:
         wanted = [run(plain, ask(header + tail)).texts[0] for tail in ("one", "two", "three", "four")]
     with started_engine(model) as caching:
         ended = [run(caching, ask(header + tail)) for tail in ("one", "two", "three", "four")]
+        together = run(caching, *[ask(header.upper() + tail) for tail in ("one", "two", "three", "four")])
     assert [job.texts[0] for job in ended] == wanted
     assert ended[-1].finishes[0].cached_tokens >= 32
+    cached = sorted(finish.cached_tokens for finish in together.finishes.values())
+    assert cached[0] == 0 and cached[1] >= 32, "rows that come together share one prefill of what they share"
