@@ -216,8 +216,8 @@ def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None
     unknown = [name for name in tensors if name not in expected and name not in NEVER_USED]
     if unknown:
         raise WeightsError(
-            f"model file {path} has {len(unknown)} tensors that RWKV-7 'x070' does not have ({', '.join(unknown[:3])}); "
-            "it is another model"
+            f"model file {path} has {len(unknown)} tensors that RWKV-7 'x070' does not have "
+            f"({', '.join(unknown[:3])}); it is another model"
         )
 
 
