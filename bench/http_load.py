@@ -1,0 +1,195 @@
+"""Clients for load over HTTP: bare sockets on a selector, one process for many connections."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import selectors
+import socket
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+WORDS = "the river ran past a small town where people met to talk about weather and bread".split()
+
+
+@dataclass
+class Load:
+    """What is asked for."""
+
+    route: str
+    concurrency: int
+    rounds: int
+    rows: int
+    max_tokens: int
+    prompt_words: int
+    chunk_size: int
+    stream: bool
+    password: str
+
+    def prompts(self, client: int) -> list[str]:
+        """The prompts of one request; no two clients share one."""
+        words = [WORDS[(client + n) % len(WORDS)] for n in range(self.prompt_words)]
+        return [f"User: {client}.{row} {' '.join(words)}\n\nAssistant:" for row in range(self.rows)]
+
+
+def native_body(load: Load, client: int) -> dict[str, Any]:
+    """Body of the routes that take `contents`."""
+    return {
+        "contents": load.prompts(client),
+        "max_tokens": load.max_tokens,
+        "stop_tokens": [],
+        "ignore_eos": True,
+        "stream": load.stream,
+        "chunk_size": load.chunk_size,
+        "password": load.password,
+    }
+
+
+def fim_body(load: Load, client: int) -> dict[str, Any]:
+    """Body of the fill-in-the-middle route."""
+    body = native_body(load, client)
+    prompts = body.pop("contents")
+    return {**body, "prefix": prompts, "suffix": ["end"] * len(prompts)}
+
+
+def session_body(load: Load, client: int) -> dict[str, Any]:
+    """Body of the state routes: one prompt, a session of its own."""
+    body = native_body(load, client)
+    return {**body, "contents": body["contents"][:1], "session_id": f"bench-{os.getpid()}-{client}"}
+
+
+def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
+    """Body of OpenAI's chat route: one conversation, `rows` answers."""
+    message = {"role": "user", "content": load.prompts(client)[0]}
+    body = {"model": "rwkv7", "messages": [message], "n": load.rows, "max_tokens": load.max_tokens}
+    return {**body, "stream": load.stream, "ignore_eos": True, "password": load.password}
+
+
+def translate_body(load: Load, client: int) -> dict[str, Any]:
+    """Body of the translation route; every text is new."""
+    texts = [f"{time.time_ns()} {prompt}" for prompt in load.prompts(client)]
+    return {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "password": load.password}
+
+
+BODIES: dict[str, Callable[[Load, int], dict[str, Any]]] = {
+    "/FIM/v1/batch-FIM": fim_body,
+    "/state/chat/completions": session_body,
+    "/multi_state/chat/completions": session_body,
+    "/openai/v1/chat/completions": openai_chat_body,
+    "/translate/v1/batch-translate": translate_body,
+}
+
+
+@dataclass
+class Exchange:
+    """One client's connection."""
+
+    request: bytes
+    connection: socket.socket
+    sent: float
+    first: float = 0.0
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tail: bytes = b""
+    head_seen: bool = False
+    failed: str = ""
+
+    def take(self, piece: bytes, marker: bytes) -> None:
+        """Note the arrival of a piece of the answer."""
+        now = time.perf_counter()
+        if not self.head_seen:
+            self.head_seen = True
+            if not piece.startswith(b"HTTP/1.1 200"):
+                self.failed = piece[:300].decode("latin-1")
+        if b'"error"' in piece:
+            self.failed = piece[:300].decode("latin-1")
+        if marker in piece:
+            if self.first:
+                self.gaps.append(now - self.last)
+            else:
+                self.first = now - self.sent
+            self.last = now
+        self.tail = (self.tail + piece)[-40:]
+
+
+def _request(load: Load, host: str, client: int) -> bytes:
+    body = json.dumps(BODIES.get(load.route, native_body)(load, client)).encode()
+    head = f"POST {load.route} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    if load.password:
+        head += f"Authorization: Bearer {load.password}\r\n"
+    return head.encode() + b"\r\n" + body
+
+
+def _open(host: str, port: int, request: bytes) -> Exchange:
+    connection = socket.create_connection((host, port))
+    connection.sendall(request)
+    connection.setblocking(False)
+    return Exchange(request, connection, time.perf_counter())
+
+
+def drive(load: Load, host: str, port: int, numbers: list[int], results: Any) -> None:
+    """Run some clients to their end on one selector; puts their exchanges' figures into `results`."""
+    started = time.perf_counter()
+    selector = selectors.DefaultSelector()
+    marker = b'"content"' if load.stream else b"}"
+    rounds = dict.fromkeys(numbers, load.rounds - 1)
+    for number in numbers:
+        exchange = _open(host, port, _request(load, host, number))
+        selector.register(exchange.connection, selectors.EVENT_READ, (number, exchange))
+    done: list[Exchange] = []
+    while selector.get_map():
+        for key, _ in selector.select():
+            number, exchange = key.data
+            piece = exchange.connection.recv(262144)
+            if piece:
+                exchange.take(piece, marker)
+                continue
+            selector.unregister(exchange.connection)
+            exchange.connection.close()
+            done.append(exchange)
+            if load.stream and not exchange.failed and b"[DONE]" not in exchange.tail:
+                exchange.failed = "the stream ended without [DONE]"
+            if rounds[number]:
+                rounds[number] -= 1
+                following = _open(host, port, _request(load, host, number))
+                selector.register(following.connection, selectors.EVENT_READ, (number, following))
+    ended = time.perf_counter()
+    results.put((started, ended, [(one.first, one.gaps, one.failed) for one in done]))
+
+
+def fetch(url: str, path: str, password: str) -> str:
+    """GET as text."""
+    request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {password}"} if password else {})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def served_tokens(url: str, password: str) -> float:
+    """Tokens the service has sent since its start."""
+    lines = fetch(url, "/metrics", password).splitlines()
+    return float(next(line for line in lines if line.startswith("rwkv_completion_tokens_total")).split()[1])
+
+
+def over_http(load: Load, url: str, client_processes: int) -> dict[str, Any]:
+    """One run of the load against a service."""
+    address = urllib.parse.urlsplit(url)
+    host, port = address.hostname or "127.0.0.1", address.port or 80
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    shares = [list(range(n, load.concurrency, client_processes)) for n in range(client_processes)]
+    drivers = [spawn.Process(target=drive, args=(load, host, port, share, results)) for share in shares if share]
+    before = served_tokens(url, load.password)
+    for driver in drivers:
+        driver.start()
+    shares_done = [results.get() for _ in drivers]
+    for driver in drivers:
+        driver.join()
+    seconds = max(ended for _, ended, _ in shares_done) - min(started for started, _, _ in shares_done)
+    figures = [figure for _, _, share in shares_done for figure in share]
+    return {"figures": figures, "tokens": served_tokens(url, load.password) - before, "seconds": seconds}

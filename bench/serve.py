@@ -1,0 +1,242 @@
+"""Load over HTTP, beside the engine alone: tokens/s, time to first token, inter-token times, errors, the ratio.
+
+Measured: `--concurrency` clients at once, each with `--rounds` requests of `--rows` prompts one after the other,
+every row drawing exactly `--max-tokens` tokens where the route allows it. Tokens are counted by the service
+(/metrics), times by the client on a thread-free selector loop in a process of its own. The engine alone gets the
+same prompts as one job per client, in a process of its own, with the same settings; the two take turns, and
+the ratio is that of the medians.
+
+Bounds: on few cores the client, the HTTP workers and the engine share them, so the ratio shows what HTTP costs in
+CPU time; on a GPU, where the engine's step hardly needs a core, it shows what it costs in time.
+
+    python -m bench.serve --concurrency 64 --chunk-size 4
+    python -m bench.serve --url http://127.0.0.1:8000 --route /translate/v1/batch-translate --no-stream
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.http_load import Load, fetch, over_http
+from settings import parse_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 600.0
+
+
+def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> None:
+    """The same prompts through an engine in this process; sends tokens and seconds."""
+    from app import with_model
+    from rwkv_batch.engine import Engine
+    from rwkv_batch.request import GenerateRequest, Job, JobEvents
+    from rwkv_batch.tokenizer import Tokenizer
+    from sampling.params import SamplingParams
+
+    engine = Engine(with_model(parse_settings(arguments, os.environ)).engine)
+    engine.start()
+    encode = Tokenizer().encode
+    sampling = SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996)
+
+    def job(client: int, turn: int) -> Job:
+        rows = [
+            GenerateRequest(
+                prompt=encode(prompt),
+                max_tokens=load.max_tokens,
+                sampling=sampling,
+                ignore_eos=True,
+                chunk_size=load.chunk_size if load.stream else 0,
+            )
+            for prompt in load.prompts(client)
+        ]
+        return Job(job_id=f"{client}.{turn}", rows=rows, sampler="rapid", label="bench")
+
+    def run(clients: int, rounds: int) -> tuple[int, float]:
+        tokens = 0
+        finished = threading.Semaphore(0)
+
+        def sink(events: JobEvents) -> None:
+            nonlocal tokens
+            tokens += sum(delta.num_tokens for delta in events.deltas)
+            if events.done:
+                client, turn = map(int, events.job_id.split("."))
+                if turn + 1 < rounds:
+                    engine.submit(job(client, turn + 1), sink, lambda refusal: None)
+                else:
+                    finished.release()
+
+        started = time.perf_counter()
+        for client in range(clients):
+            engine.submit(job(client, 0), sink, lambda refusal: None)
+        for _ in range(clients):
+            finished.acquire()
+        return tokens, time.perf_counter() - started
+
+    run(2, 1)
+    while reply.recv():
+        reply.send(run(load.concurrency, load.rounds))
+    engine.stop()
+
+
+@contextmanager
+def alone(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
+    """A process with an engine; send True for a run, receive (tokens, seconds)."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    folder = tempfile.mkdtemp(prefix="rwkv-bench-")
+    flags = [*arguments, "--state-db", str(Path(folder) / "alone.db")]
+    process = spawn.Process(target=engine_alone, args=(flags, load, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        ours.send(False)
+        process.join(30)
+    finally:
+        process.kill()
+
+
+@contextmanager
+def service(arguments: Sequence[str]) -> Iterator[str]:
+    """A service of our own; gives its URL when it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="rwkv-bench-")
+    flags = ["--port", str(port), "--state-db", str(Path(folder) / "served.db"), *arguments]
+    process = subprocess.Popen([sys.executable, str(ROOT / "app.py"), *flags], cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(url, "", process)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None) -> None:
+    """Until the service has loaded its model."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            raise SystemExit(f"the service ended with code {process.returncode}")
+        try:
+            fetch(url, "/readyz", password)
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit(f"{url} was not ready within {START_S:.0f} s")
+
+
+def percentile(values: Sequence[float], part: float) -> float | None:
+    """The value below which `part` of them lie, in milliseconds."""
+    return round(sorted(values)[min(len(values) - 1, int(part * len(values)))] * 1e3, 2) if values else None
+
+
+def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one run over HTTP."""
+    first = [figure[0] for figure in run["figures"] if figure[0]]
+    gaps = [gap for figure in run["figures"] for gap in figure[1]]
+    errors = [figure[2] for figure in run["figures"] if figure[2]]
+    return {
+        "tokens": int(run["tokens"]),
+        "seconds": round(run["seconds"], 3),
+        "tokens_per_s": round(run["tokens"] / run["seconds"], 1),
+        "ttft_ms_p50": percentile(first, 0.5),
+        "ttft_ms_p99": percentile(first, 0.99),
+        "between_deltas_ms_p50": percentile(gaps, 0.5),
+        "between_deltas_ms_p99": percentile(gaps, 0.99),
+        "inter_token_ms_p50": percentile([gap / load.chunk_size for gap in gaps], 0.5),
+        "inter_token_ms_p99": percentile([gap / load.chunk_size for gap in gaps], 0.99),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "robyn", "msgspec")}
+    cpus = len(os.sched_getaffinity(0))
+    return {"cpus": cpus, "machine": platform.machine(), "python": platform.python_version(), **versions} | {
+        "commit": git.stdout.strip()
+    }
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest for the service."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a service that runs already; then without the engine alone")
+    parser.add_argument("--route", default="/v1/chat/completions")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1, help="requests of each client, one after the other")
+    parser.add_argument("--rows", type=int, default=1, help="prompts in each request")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--prompt-words", type=int, default=16)
+    parser.add_argument("--chunk-size", type=int, default=4)
+    parser.add_argument("--no-stream", action="store_true")
+    parser.add_argument("--password", default="")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--client-processes", type=int, default=1)
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    """Measure and print; the last line is JSON."""
+    options, rest = parse()
+    load = Load(
+        options.route,
+        options.concurrency,
+        options.rounds,
+        options.rows,
+        options.max_tokens,
+        options.prompt_words,
+        options.chunk_size,
+        not options.no_stream and "translate" not in options.route,
+        options.password,
+    )
+    report: dict[str, Any] = {**machine(), "load": {**vars(load), "password": bool(load.password)}}
+    if options.url:
+        runs = [over_http(load, options.url, options.client_processes) for _ in range(options.repeats)]
+        http = [summary(load, run) for run in runs]
+    else:
+        http, engine = [], []
+        with service(rest) as url, alone(rest, load) as process:
+            warm = Load(**{**vars(load), "concurrency": 2, "rounds": 1})
+            over_http(warm, url, 1)
+            for _ in range(options.repeats):
+                process.send(True)
+                tokens, seconds = process.recv()
+                engine.append(round(tokens / seconds, 1))
+                http.append(summary(load, over_http(load, url, options.client_processes)))
+                print(f"engine alone {engine[-1]} tokens/s, over HTTP {http[-1]['tokens_per_s']} tokens/s", flush=True)
+            report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
+        report["engine_tokens_per_s"] = engine
+        report["ratio"] = round(statistics.median(run["tokens_per_s"] for run in http) / statistics.median(engine), 3)
+    report["http"] = sorted(http, key=lambda run: run["tokens_per_s"])[len(http) // 2]
+    report["http_tokens_per_s"] = [run["tokens_per_s"] for run in http]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
