@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import VOCAB_SIZE
+from sampling.params import SamplingParams
 
 StopToken = (
     Annotated[int, Field(ge=0, lt=VOCAB_SIZE, description="Token id.")]
@@ -60,8 +61,8 @@ class Message(BaseModel):
         return self.content or ""
 
 
-class SamplingBody(Body):
-    """Fields that every generating route understands."""
+class GenerationBody(Body):
+    """Fields of every route that generates, however it draws."""
 
     model: str = Field("rwkv7", max_length=256)
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
@@ -69,29 +70,58 @@ class SamplingBody(Body):
         list(DEFAULT_STOPS), max_length=64, description="Token ids and strings that end a row; they are not shown."
     )
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
-    top_k: int = Field(50, ge=0, lt=2**31, description="0 switches it off.")
-    top_p: float = Field(0.6, ge=0, le=1, description="1 switches it off, 0 is greedy.")
-    alpha_presence: float = Field(2.0, ge=-100, le=100)
-    alpha_frequency: float = Field(0.2, ge=-100, le=100)
-    alpha_decay: float = Field(0.996, ge=0, le=1)
     stream: bool = False
     chunk_size: int = Field(4, ge=1, le=65536, description="Tokens gathered per row before a delta is sent.")
     pad_zero: bool = Field(False, description="Put token 0 before the prompt.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Row i draws with seed + i.")
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
-    use_prefix_cache: bool = True
+    use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
     timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")
 
+    def sampling(self, seed: int) -> SamplingParams:
+        """How a row with this seed draws: by temperature alone, by the Gumbel-max rule."""
+        return SamplingParams(temperature=self.temperature, seed=seed)
 
-class PromptBody(SamplingBody):
-    """The native batch routes: raw prompts, a conversation, or text to fill in."""
+
+class SamplingBody(GenerationBody):
+    """The same with every decode parameter."""
+
+    top_k: int = Field(50, ge=0, lt=2**31, description="0 switches it off.")
+    top_p: float = Field(0.6, ge=0, le=1, description="1 switches it off, 0 is greedy.")
+    alpha_presence: float = Field(2.0, ge=-100, le=100, description="Taken from the logit of every token drawn so far.")
+    alpha_frequency: float = Field(0.2, ge=-100, le=100, description="The same, times how often it was drawn.")
+    alpha_decay: float = Field(0.996, ge=0, le=1, description="By which that count shrinks with each token.")
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """How a row with this seed draws."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            alpha_presence=self.alpha_presence,
+            alpha_frequency=self.alpha_frequency,
+            alpha_decay=self.alpha_decay,
+            seed=seed,
+        )
+
+
+class SessionFields(Body):
+    """A conversation whose state the service keeps."""
+
+    session_id: str | None = Field(
+        None, min_length=1, max_length=256, description="The prompt continues this session, and is folded into it."
+    )
+    wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
+
+
+class PromptForms(Body):
+    """What the native batch routes continue: raw prompts, a conversation, or text to fill in."""
 
     contents: list[str] = Field([], description="Raw prompts, one row each.")
     messages: list[Message] = Field([], description="A conversation, instead of contents.")
     prefix: str | list[str] = Field([], description="Fill in the middle: the text before, one per row.")
     suffix: str | list[str] = Field([], description="Fill in the middle: the text after, one per row.")
     enable_think: bool = Field(False, description="Let the model think before it answers (messages only).")
-    session_id: str | None = Field(None, min_length=1, max_length=256)
 
     @property
     def prefixes(self) -> list[str]:
@@ -117,6 +147,14 @@ class PromptBody(SamplingBody):
                 {"prefixes": len(self.prefixes), "suffixes": len(self.suffixes)},
             )
         return self
+
+
+class BatchBody(PromptForms, GenerationBody):
+    """Prompts to continue, however they are drawn."""
+
+
+class PromptBody(BatchBody, SessionFields, SamplingBody):
+    """The native batch routes."""
 
 
 class TranslateBody(Body):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
 
-from routes.bodies import Message
+from routes.bodies import DEFAULT_STOPS, Message
 
 FIM_STOP = "✿"
+ROUND_BREAK = "\n\n"
 THINKING = "<think"
-_NO_THINKING = "<think>\n</think>"
 _NEWLINES = re.compile(r"\n{2,}")
 _SPEAKERS = {
     "system": "System",
@@ -19,6 +22,53 @@ _SPEAKERS = {
     "tool": "User",
     "function": "User",
 }
+_INSTRUCTORS = ("system", "developer")
+
+
+class Think(enum.StrEnum):
+    """How long the model thinks before it answers."""
+
+    OFF = "off"
+    ON = "on"
+    SHORT = "short"
+    MEDIUM = "medium"
+    LONG = "long"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkForm:
+    """What a mode puts into the prompt, and what ends its answer."""
+
+    hint: str
+    """at the end of the last turn of the user"""
+    opening: str
+    """at the beginning of the answer"""
+    stops: tuple[int | str, ...]
+
+
+# A thought has blank lines and may speak of the User: only a new label ends an answer that holds one.
+_AFTER_THOUGHT: tuple[int | str, ...] = (0, "\n\nUser:", "\n\nSystem:", "\n\nAssistant:")
+THINK_FORMS = {
+    Think.OFF: ThinkForm("", "<think>\n</think>", DEFAULT_STOPS),
+    Think.ON: ThinkForm("", THINKING, _AFTER_THOUGHT),
+    Think.SHORT: ThinkForm(" (think a bit)", THINKING, _AFTER_THOUGHT),
+    Think.MEDIUM: ThinkForm(" (think)", THINKING, _AFTER_THOUGHT),
+    Think.LONG: ThinkForm(" (think a lot)", THINKING, _AFTER_THOUGHT),
+}
+EFFORTS = {
+    "none": Think.OFF,
+    "minimal": Think.SHORT,
+    "low": Think.SHORT,
+    "medium": Think.MEDIUM,
+    "high": Think.LONG,
+    "xhigh": Think.LONG,
+}
+"""OpenAI's `reasoning_effort`."""
+
+
+def think_mode(enable_think: bool) -> Think:
+    """The mode of the family's switch."""
+    return Think.ON if enable_think else Think.OFF
 
 
 def one_turn(text: str) -> str:
@@ -26,15 +76,36 @@ def one_turn(text: str) -> str:
     return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
 
 
-def chat(messages: Sequence[Message], enable_think: bool) -> str:
+def chat(messages: Sequence[Message], think: Think) -> str:
     """`System: …\\n\\nUser: …\\n\\nAssistant:` and the opening that lets the model think, or not."""
-    rounds = []
-    for message in messages:
-        text = one_turn(message.text)
-        if message.role in ("tool", "function"):
-            text = f"Function output:\n{text}"
-        rounds.append(f"{_SPEAKERS[message.role]}: {text}".rstrip(" "))
-    return "\n\n".join([*rounds, f"Assistant: {THINKING if enable_think else _NO_THINKING}"])
+    form = THINK_FORMS[think]
+    last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
+    rounds = [
+        f"{_SPEAKERS[message.role]}: {_content(message)}".rstrip(" ") + (form.hint if at == last_user else "")
+        for at, message in enumerate(messages)
+    ]
+    return ROUND_BREAK.join([*rounds, f"Assistant: {form.opening}"])
+
+
+def _content(message: Message) -> str:
+    text = one_turn(message.text)
+    return f"Function output:\n{text}" if message.role in ("tool", "function") else text
+
+
+def new_messages(messages: Sequence[Message]) -> list[Message]:
+    """What a session has not read yet: what follows the last answer, without the instructions at the beginning.
+
+    A client that sends the same instructions with every turn gets them read once, when the session begins.
+    """
+    answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    if answers:
+        return list(messages[answers[-1] + 1 :])
+    return list(dropwhile(lambda message: message.role in _INSTRUCTORS, messages)) or list(messages)
+
+
+def resumed(prompt: str) -> str:
+    """A prompt as an existing session reads it: after the blank line that ended the round before."""
+    return prompt if prompt.startswith(ROUND_BREAK) else ROUND_BREAK + prompt
 
 
 def fill_in_the_middle(prefix: str, suffix: str) -> str:

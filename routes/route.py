@@ -9,7 +9,9 @@ from typing import Any
 from routes.bodies import Body
 from routes.context import Context
 from routes.reply import ErrorBody, Reply, native_error
+from rwkv_batch.errors import ErrorKind
 
+SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[[Context, Any], Awaitable[Reply]]
 
 
@@ -29,3 +31,7 @@ class Route:
     is_public: bool = False
     """Wants no password."""
     error_body: ErrorBody = native_error
+    errors: tuple[ErrorKind, ...] = ()
+    """What this route may answer beyond what its other fields imply."""
+    example: dict[str, Any] | None = None
+    """A body that works, for the documentation."""

@@ -7,12 +7,11 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
-from routes.bodies import SamplingBody
+from routes.bodies import GenerationBody
 from routes.config import HttpConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
-from sampling.params import SamplingParams
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -42,26 +41,15 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
     return ids, strings
 
 
-def sampling_params(body: SamplingBody, seed: int) -> SamplingParams:
-    """The body's sampling parameters with one row's seed."""
-    return SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        alpha_presence=body.alpha_presence,
-        alpha_frequency=body.alpha_frequency,
-        alpha_decay=body.alpha_decay,
-        seed=seed,
-    )
-
-
-def encode(tokenizer: Tokenizer, text: str, field: str, config: HttpConfig, pad_zero: bool = False) -> list[int]:
-    """Token ids of one prompt. Raises ServiceError if there are none or too many."""
-    ids = tokenizer.encode(text)
+def encode(
+    tokenizer: Tokenizer, prompt: str | list[int], field: str, config: HttpConfig, pad_zero: bool = False
+) -> list[int]:
+    """Token ids of one prompt, if it isn't given as such. Raises ServiceError if there are none or too many."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if pad_zero:
         ids.insert(0, END_OF_TEXT)
     if not ids:
-        raise invalid(field, "must not be empty", text)
+        raise invalid(field, "must not be empty", prompt)
     if len(ids) > config.max_prompt_tokens:
         limit = config.max_prompt_tokens
         raise invalid(field, f"has {len(ids)} tokens, the limit is {limit} (--max-prompt-tokens)", len(ids))
@@ -71,8 +59,8 @@ def encode(tokenizer: Tokenizer, text: str, field: str, config: HttpConfig, pad_
 def build_rows(
     tokenizer: Tokenizer,
     config: HttpConfig,
-    body: SamplingBody,
-    prompts: Sequence[str],
+    body: GenerationBody,
+    prompts: Sequence[str | list[int]],
     stops: Sequence[int | str],
     field: str,
 ) -> list[GenerateRequest]:
@@ -91,7 +79,7 @@ def build_rows(
         GenerateRequest(
             prompt=encode(tokenizer, prompt, f"{field}[{index}]", config, body.pad_zero),
             max_tokens=body.max_tokens,
-            sampling=sampling_params(body, (seed + index) % _SEEDS),
+            sampling=body.sampling((seed + index) % _SEEDS),
             stop_ids=stop_ids,
             stop_strings=stop_strings,
             ignore_eos=body.ignore_eos,

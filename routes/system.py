@@ -52,7 +52,7 @@ async def models(context: Context, query: dict[str, str]) -> Reply:
 async def count_tokens(context: Context, body: CountBody) -> Reply:
     """Tokens of a text, of raw prompts, or of a conversation with its prompt form."""
     if body.messages:
-        texts = [prompts.chat(body.messages, body.enable_think)]
+        texts = [prompts.chat(body.messages, prompts.think_mode(body.enable_think))]
     elif body.contents:
         texts = body.contents
     elif body.text is not None:

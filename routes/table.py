@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from routes import system, translate, v1
+from routes import big_batch, fim, multi_state, state, system, translate, v1, v2
 from routes.route import Route
 
-ROUTES: tuple[Route, ...] = (*v1.ROUTES, *translate.ROUTES, *system.ROUTES)
+ROUTES: tuple[Route, ...] = (
+    *v1.ROUTES,
+    *v2.ROUTES,
+    *big_batch.ROUTES,
+    *fim.ROUTES,
+    *translate.ROUTES,
+    *state.ROUTES,
+    *multi_state.ROUTES,
+    *system.ROUTES,
+)

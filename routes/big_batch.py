@@ -1,0 +1,90 @@
+"""`/big_batch`: the fastest way through many prompts. Only temperature and noise act on the draw."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from routes.batch import BatchDialect, batch_rows, transcript_of
+from routes.bodies import BatchBody
+from routes.context import Context
+from routes.feed import ask, new_job_id
+from routes.generate import run
+from routes.reply import Reply, json_answer
+from routes.route import Route
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import Job
+from sampling.params import Method, SamplingParams
+
+PATH = "/big_batch/completions"
+LABEL = "big_batch"
+"""Of the route's jobs; the engine counts them under this name."""
+
+
+class BigBatchBody(BatchBody):
+    """Prompts that are drawn as simply as can be; top_k, top_p and penalties have no effect here."""
+
+    stream: bool = Field(True, description="False: one JSON answer.")
+    noise: float | None = Field(
+        None,
+        ge=0,
+        le=1e6,
+        description="n: draw argmax(logits / temperature + U(0, n)). Not given: exact sampling at that temperature.",
+    )
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """Gumbel-max, or the family's simple sampler; temperature 0 is greedy with either."""
+        if self.noise is None or self.temperature == 0:
+            return super().sampling(seed)
+        return SamplingParams(temperature=self.temperature, seed=seed, method=Method.NOISE, noise=self.noise)
+
+
+async def completions(context: Context, body: BigBatchBody) -> Reply:
+    """Continue every prompt with the least work per token; server-sent events unless `stream` is false."""
+    rows = await batch_rows(context, body)
+    job = Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=LABEL)
+    return await run(context, job, BatchDialect(body.model), transcript_of(body, job), body.stream)
+
+
+async def completions_status(context: Context, query: dict[str, str]) -> Reply:
+    """Whether requests of this route run, and how many."""
+    status = await ask(context, "status")
+    assert isinstance(status, dict)
+    jobs = status["big_batch_jobs"]
+    rows = {name: status[name] for name in ("running_rows", "waiting_rows")}
+    return json_answer({"generating": jobs > 0, "requests": jobs, **rows})
+
+
+async def clean(context: Context, query: dict[str, str]) -> Reply:
+    """Cancel every request of this route that runs or waits; their rows end with "cancelled"."""
+    count = await ask(context, "cancel_label", label=LABEL)
+    return json_answer({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
+
+
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        completions,
+        BigBatchBody,
+        "Continue many prompts as fast as possible; only temperature and noise act.",
+        is_work=True,
+        streams=True,
+        example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
+    ),
+    Route(
+        "GET",
+        "/big_batch/completions-status",
+        completions_status,
+        None,
+        "Whether big_batch requests run.",
+        errors=(ErrorKind.ENGINE_LOST,),
+    ),
+    Route(
+        "POST",
+        "/big_batch/clean",
+        clean,
+        None,
+        "Cancel the big_batch requests that run.",
+        errors=(ErrorKind.ENGINE_LOST,),
+    ),
+)

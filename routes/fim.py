@@ -1,0 +1,54 @@
+"""`POST /FIM/v1/batch-FIM`: fill in the middle, many pairs at once."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from routes import prompts
+from routes.batch import BatchDialect, given_stops
+from routes.bodies import SamplingBody
+from routes.context import Context
+from routes.feed import new_job_id
+from routes.generate import run
+from routes.reply import Reply
+from routes.route import Route
+from routes.rows import build_rows, off_loop
+from routes.text import Transcript
+from rwkv_batch.request import Job
+
+PATH = "/FIM/v1/batch-FIM"
+
+
+class FimBody(SamplingBody):
+    """Texts with a gap."""
+
+    prefix: list[str] = Field(min_length=1, description="The texts before the gaps.")
+    suffix: list[str] = Field(min_length=1, description="The texts after them, as many.")
+
+    @model_validator(mode="after")
+    def _equal_lengths(self) -> Self:
+        if len(self.prefix) != len(self.suffix):
+            raise PydanticCustomError(
+                "fim_lengths",
+                "prefix and suffix must be of equal length, got {prefixes} and {suffixes}",
+                {"prefixes": len(self.prefix), "suffixes": len(self.suffix)},
+            )
+        return self
+
+
+async def batch_fim(context: Context, body: FimBody) -> Reply:
+    """Fill the gap between each prefix and its suffix."""
+    texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
+    stops = [*(given_stops(body) or ()), prompts.FIM_STOP]
+    characters = sum(map(len, texts))
+    rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
+    job = Job(job_id=new_job_id(), rows=rows, sampler="rapid", timeout_s=body.timeout_s, label=PATH)
+    dialect = BatchDialect(body.model, "FIM.completion")
+    return await run(context, job, dialect, Transcript(len(rows)), body.stream)
+
+
+EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
+ROUTES = (Route("POST", PATH, batch_fim, FimBody, "Fill in the middle.", is_work=True, streams=True, example=EXAMPLE),)

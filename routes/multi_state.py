@@ -1,0 +1,77 @@
+"""`POST /multi_state/chat/completions`: conversations that branch. A dialogue that was made is never changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from routes import state
+from routes.batch import BatchDialect
+from routes.context import Context
+from routes.generate import RowResult, run
+from routes.reply import Reply, sse
+from routes.route import SESSION_ERRORS, Route
+from routes.text import RowNews, Transcript
+from rwkv_batch.request import Finish
+
+PATH = "/multi_state/chat/completions"
+
+
+class BranchBody(state.TurnBody):
+    """One turn that makes a new dialogue of a session."""
+
+    dialogue_idx: int = Field(0, ge=0, lt=2**31, description="The dialogue to go on from; 0 is the empty root.")
+
+
+class DialogueDialect(BatchDialect):
+    """The batch form, and the number of the new dialogue."""
+
+    def __init__(self, model: str, session_id: str) -> None:
+        super().__init__(model)
+        self._session_id = session_id
+        self._made: int | None = None
+
+    def chunk(self, news: list[RowNews]) -> bytes:
+        """See Dialect."""
+        for row in news:
+            self._note(row.finish)
+        return super().chunk(news)
+
+    def closing(self) -> bytes:
+        """See Dialect."""
+        if self._made is None:
+            return b""
+        name = f"{self._session_id}:{self._made}"
+        return sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._made})
+
+    def whole(self, rows: list[RowResult]) -> Any:
+        """See Dialect."""
+        for row in rows:
+            self._note(row.finish)
+        return {**super().whole(rows), "session_id": self._session_id, "dialogue_idx": self._made}
+
+    def _note(self, finish: Finish | None) -> None:
+        if finish is not None and finish.error is None:
+            self._made = finish.dialogue_idx
+
+
+async def chat_completions(context: Context, body: BranchBody) -> Reply:
+    """Go on from a dialogue of a session; prompt and answer become a new dialogue, whose number is returned."""
+    job = await state.turn_job(context, body, PATH, branch_from=body.dialogue_idx)
+    return await run(context, job, DialogueDialect(body.model, body.session_id), Transcript(1), body.stream)
+
+
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        chat_completions,
+        BranchBody,
+        "Branch off a dialogue of a session.",
+        is_work=True,
+        streams=True,
+        errors=SESSION_ERRORS,
+        example={**state.EXAMPLE, "session_id": "story", "dialogue_idx": 0},
+    ),
+)

@@ -1,0 +1,120 @@
+"""`/state`: conversations whose state is kept, what is kept, and how it is deleted."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from routes.batch import BatchDialect
+from routes.bodies import DEFAULT_STOPS, Body, SamplingBody
+from routes.context import Context
+from routes.feed import ask, new_job_id
+from routes.generate import run
+from routes.reply import Reply, json_answer
+from routes.route import SESSION_ERRORS, Route
+from routes.rows import build_rows, off_loop
+from routes.sessions import as_turn
+from routes.text import Transcript
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import Job
+
+PATH = "/state/chat/completions"
+
+
+class TurnBody(SamplingBody):
+    """One turn of a session."""
+
+    contents: list[str] = Field(
+        min_length=1,
+        max_length=1,
+        description="Exactly one prompt, read as it is; a blank line is put before it if the session exists and the "
+        "prompt does not begin with one.",
+    )
+    session_id: str = Field(min_length=1, max_length=256, description="Opaque; an unknown one begins a session.")
+    wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
+
+
+class StatusBody(Body):
+    """Which part of the list of sessions is wanted."""
+
+    limit: int = Field(100, ge=0, le=100_000, description="Sessions shown.")
+    offset: int = Field(0, ge=0, lt=2**63, description="Sessions left out before, newest first.")
+
+
+class DeleteBody(Body):
+    """What to delete."""
+
+    session_id: str = Field(min_length=1, max_length=1024)
+    delete_prefix: bool = Field(False, description="Delete every session whose id begins with `session_id`.")
+
+
+async def turn_job(context: Context, body: TurnBody, label: str, branch_from: int | None = None) -> Job:
+    """The job of one turn. Raises ServiceError."""
+    prompt, stops = body.contents[0], list(body.stop_tokens)
+    rows = await off_loop(len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents")
+    rows = as_turn(context, rows, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait)
+    return Job(job_id=new_job_id(), rows=rows, sampler="rapid", timeout_s=body.timeout_s, label=label)
+
+
+async def chat_completions(context: Context, body: TurnBody) -> Reply:
+    """Continue a session by one prompt. Prompt and answer become part of it, durably once the answer has ended."""
+    job = await turn_job(context, body, PATH)
+    return await run(context, job, BatchDialect(body.model), Transcript(1), body.stream)
+
+
+async def status(context: Context, body: StatusBody) -> Reply:
+    """The sessions that are kept, newest first, and where their states lie."""
+    found = await ask(context, "session_status", limit=body.limit, offset=body.offset)
+    assert isinstance(found, dict)
+    return json_answer({"status": "success", **found})
+
+
+async def delete(context: Context, body: DeleteBody) -> Reply:
+    """Delete a session from every tier, also while it runs: its turn then ends with an error."""
+    name = body.session_id
+    count = await ask(context, "session_delete", session_id=name, delete_prefix=body.delete_prefix)
+    if not count:
+        return json_answer({"status": "not_found", "message": f"Session {name} not found"}, 404)
+    message = f"Session {name} deleted successfully"
+    if body.delete_prefix:
+        message = f"Sessions that begin with {name} deleted successfully"
+    return json_answer({"status": "success", "message": message, "deleted": count})
+
+
+EXAMPLE = {
+    "contents": ["User: What should we eat for dinner?\n\nAssistant: <think>\n</think>\n"],
+    "session_id": "session_one",
+    "stop_tokens": list(DEFAULT_STOPS),
+    "max_tokens": 64,
+    "stream": True,
+}
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        chat_completions,
+        TurnBody,
+        "Continue a session whose state is kept.",
+        is_work=True,
+        streams=True,
+        errors=SESSION_ERRORS,
+        example=EXAMPLE,
+    ),
+    Route(
+        "POST",
+        "/state/status",
+        status,
+        StatusBody,
+        "List the sessions.",
+        errors=(ErrorKind.ENGINE_LOST,),
+        example={"limit": 10},
+    ),
+    Route(
+        "POST",
+        "/state/delete",
+        delete,
+        DeleteBody,
+        "Delete a session.",
+        errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
+        example={"session_id": "session_one"},
+    ),
+)

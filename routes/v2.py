@@ -1,0 +1,40 @@
+"""`POST /v2/chat/completions`: as /v1, drawn by FlashInfer, with token 0 before the prompt."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from routes import v1
+from routes.batch import serve
+from routes.bodies import PromptBody
+from routes.context import Context
+from routes.reply import Reply
+from routes.route import SESSION_ERRORS, Route
+
+PATH = "/v2/chat/completions"
+
+
+class PaddedBody(PromptBody):
+    """As on /v1, with another default of `pad_zero`."""
+
+    pad_zero: bool = Field(True, description="Put token 0 before the prompt.")
+
+
+async def chat_completions(context: Context, body: PaddedBody) -> Reply:
+    """As /v1/chat/completions; the same parameters and the same distribution."""
+    return await serve(context, body, "flashinfer", PATH)
+
+
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        chat_completions,
+        PaddedBody,
+        "Continue many prompts, or one conversation; drawn by FlashInfer where it runs.",
+        is_work=True,
+        streams=True,
+        errors=SESSION_ERRORS,
+        example={**v1.EXAMPLE, "pad_zero": True, "chunk_size": 128},
+    ),
+)
