@@ -1,0 +1,187 @@
+"""The sampler for CUDA devices: one kernel launch a step (csrc/rapid.cu), all state on the device by seat.
+
+`sample_on_device` takes seat numbers and leaves tokens in device memory, allocates nothing and never asks the host,
+so it can be captured in a CUDA graph and its tokens can feed the next step. Every call, `admit` too, works on the
+current stream and is ordered by it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from native import binding, build, machine
+from sampling.cpu import kind_of
+from sampling.logprobs import raw_logprobs
+from sampling.params import SamplingParams
+from sampling.sampler import Sampled
+from sampling.seats import check_bias, inverse_temperature, uses_penalties
+
+LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
+MAX_ENTRIES = 8192
+"""Most tokens with a bias or a penalty that a row may have; of further distinct tokens it takes no note."""
+ENTRY_BYTES = 16
+MAX_VOCAB = 2**18
+
+
+class Seat(ctypes.Structure):
+    """`struct Seat` of csrc/rapid_row.cuh."""
+
+    _fields_ = (
+        ("top_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("top_k", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("noise", ctypes.c_float),
+        ("presence", ctypes.c_float),
+        ("frequency", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("penalised", ctypes.c_int32),
+        ("num_entries", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Entry(ctypes.Structure):
+    """`struct Entry` of csrc/rapid_row.cuh; a negative count means "not seen"."""
+
+    _fields_ = (
+        ("token", ctypes.c_int32),
+        ("bias", ctypes.c_float),
+        ("count", ctypes.c_float),
+        ("value", ctypes.c_float),
+    )
+
+
+class Launch(ctypes.Structure):
+    """`struct Launch` of csrc/rapid.cu."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("seats", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("entries", ctypes.c_void_p),
+        ("countless", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("vocab", ctypes.c_int32),
+        ("max_rows", ctypes.c_int32),
+        ("capacity", ctypes.c_int32),
+    )
+
+
+class RapidSampler:
+    """Sampler of one CUDA kernel. One thread uses it."""
+
+    name = "rapid"
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Serves CUDA devices where nvcc is."""
+        return machine.why_no_cuda(device)
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+        reason = self.why_not(device)
+        if reason is None and vocab > MAX_VOCAB:
+            reason = f"vocabulary of {vocab} is over the limit of {MAX_VOCAB}"
+        if reason is not None:
+            raise RuntimeError(reason)
+        # With an index: memory and streams of "cuda" would follow whatever device is current.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.max_rows, self.vocab = max_rows, vocab
+        self.capacity = min(vocab, MAX_ENTRIES)
+        self._params = [SamplingParams(temperature=0.0)] * max_rows
+        self._table = torch.zeros(max_rows, ctypes.sizeof(Seat), dtype=torch.uint8, device=self.device)
+        self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
+        self._countless = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
+        self._countless[torch.tensor(countless_ids, dtype=torch.int64, device=self.device)] = 1
+        self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._seats: tuple[list[int], Tensor] | None = None
+        self._prepare_library()
+
+    def _prepare_library(self) -> None:
+        library = build.load(LIBRARY)
+        prepare = binding.bind(library, "rapid_prepare", ctypes.c_int32)
+        with torch.cuda.device(self.device):
+            binding.raise_on(prepare(self.vocab), "rapid_prepare")
+        types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
+        self._launch = binding.bind(library, "rapid_sample", *types)
+
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
+        if not 0 <= seat < self.max_rows:
+            raise IndexError(f"seat {seat} of {self.max_rows}")
+        check_bias(params, self.vocab)
+        if len(params.logit_bias) > self.capacity:
+            raise ValueError(f"logit_bias: {len(params.logit_bias)} tokens, at most {self.capacity}")
+        self._params[seat] = params
+        entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
+        if entries:
+            _write(self._entries[seat, : len(entries)], (Entry * len(entries))(*entries))
+        _write(self._table[seat], self._packed(params))
+
+    def _packed(self, params: SamplingParams) -> Seat:
+        return Seat(
+            top_p=params.top_p if params.top_p < 1 else float("inf"),
+            seed=params.seed & 0xFFFFFFFFFFFFFFFF,
+            top_k=params.top_k if 0 < params.top_k < self.vocab else self.vocab,
+            scale=inverse_temperature(params),
+            noise=params.noise,
+            presence=params.alpha_presence,
+            frequency=params.alpha_frequency,
+            decay=params.alpha_decay,
+            kind=kind_of(params, self.vocab),
+            penalised=int(uses_penalties(params)),
+            num_entries=len(params.logit_bias),
+        )
+
+    def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+        """Draw a token for each row and count it, in one launch that a graph may capture.
+
+        logits: [R, V] fp32 or fp16, contiguous, only read; seats: [R] int32, distinct but for padding rows, which
+        hold max_rows (or any number that is no seat) and get token 0; out: [R] int64.
+        """
+        rows = logits.shape[0]
+        dtype = torch.float16 if logits.dtype is torch.float16 else torch.float32
+        launch = Launch(
+            logits=binding.pointer(logits, "logits", dtype, (rows, self.vocab), self.device),
+            seats=binding.pointer(seats, "seats", torch.int32, (rows,), self.device),
+            tokens=binding.pointer(out, "out", torch.int64, (rows,), self.device),
+            table=self._table.data_ptr(),
+            entries=self._entries.data_ptr(),
+            countless=self._countless.data_ptr(),
+            rows=rows,
+            vocab=self.vocab,
+            max_rows=self.max_rows,
+            capacity=self.capacity,
+        )
+        if rows == 0:
+            return
+        half = int(dtype is torch.float16)
+        with torch.cuda.device(self.device):
+            code = self._launch(ctypes.byref(launch), half, self._processors, binding.stream_pointer(self.device))
+        binding.raise_on(code, "rapid_sample")
+
+    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+        """Draw one token for each row of logits [R, V], then count it. Does not wait for the device."""
+        logits = (logits if logits.dtype is torch.float16 else logits.float()).contiguous()
+        if self._seats is None or self._seats[0] != seats:
+            self._seats = (list(seats), torch.tensor(seats, dtype=torch.int32, device=self.device))
+        tokens = torch.empty(len(seats), dtype=torch.int64, device=self.device)
+        self.sample_on_device(logits, self._seats[1], tokens)
+        asked = [row for row, seat in enumerate(seats) if self._params[seat].top_logprobs is not None]
+        before = raw_logprobs(logits, asked)
+        if before is None:
+            return Sampled(tokens)
+        most = max(self._params[seats[row]].top_logprobs or 0 for row in asked)
+        return Sampled(tokens, before.of(tokens, min(most, self.vocab)))
+
+
+def _write(target: Tensor, source: ctypes.Structure | ctypes.Array[Entry]) -> None:
+    """Copy a C structure to bytes on the device; pageable memory is staged before the call returns."""
+    target.view(-1).copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8), non_blocking=True)
