@@ -42,6 +42,8 @@ ENGINE_FACTORY = "rwkv_batch.engine:Engine"
 
 
 def _engine_process(*arguments: Any) -> None:
+    # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rwkv_batch.server import run_engine
 
     run_engine(*arguments)

@@ -18,7 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
     kernels: str = "auto"
     """"auto" | "cuda" | "cpu" | "naive"."""
-    samplers: tuple[str, ...] = ("rapid", "flashinfer", "naive")
+    samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")
     """Order of preference."""
     wkv_state: str = "auto"
     """"fp32" | "fp16": storage of the WKV state; arithmetic is fp32 in both. auto: fp32."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the engine process; before torch is loaded
+
 from collections.abc import Iterator
 from pathlib import Path
 
