@@ -1,0 +1,15 @@
+"""The service with the fake engine: same supervisor, same HTTP workers, no model."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from app import Supervisor, log_style
+from rwkv_batch.process import set_up_logging
+from settings import parse_settings
+
+if __name__ == "__main__":
+    settings = parse_settings(sys.argv[1:], os.environ)
+    set_up_logging("supervisor", log_style(settings))
+    sys.exit(Supervisor(settings, "test.fake_engine:FakeEngine").run())

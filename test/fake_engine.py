@@ -1,0 +1,108 @@
+"""An engine without a model, for what a real one cannot show: floods, refusals at will, failures on demand.
+
+A row's text is its prompt's bytes over and over. Prompts that begin with a command word do more:
+"flood" sends 64 kB per step, "break" fails the job in its second step, "die" kills the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.face import Reply, Sink
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
+from rwkv_batch.tokenizer import Tokenizer
+
+STEP_S = 0.01
+FLOOD = b"0123456789abcdef" * 4096
+BROKEN = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken on demand")
+
+
+class _Running:
+    def __init__(self, job: Job, sink: Sink, tokenizer: Tokenizer) -> None:
+        self.job, self.sink = job, sink
+        self.texts = [tokenizer.decode_bytes(row.prompt) for row in job.rows]
+        self.steps = 0
+        self.cancelled = False
+
+
+class FakeEngine:
+    """A ManagedEngine. One thread, one step each STEP_S seconds; each step gives every row `chunk_size` tokens."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._tokenizer = Tokenizer()
+        self._jobs: dict[str, _Running] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._draining = False
+        self._stopping = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> None:
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._jobs and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+        if self._draining:
+            admitted(ServiceError(ErrorKind.DRAINING, "draining"))
+            return
+        admitted(None)
+        with self._lock:
+            self._jobs[job.job_id] = _Running(job, sink, self._tokenizer)
+
+    def cancel(self, job_id: str) -> None:
+        running = self._jobs.get(job_id)
+        if running is not None:
+            running.cancelled = True
+
+    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
+        reply({"running_rows": sum(len(r.texts) for r in list(self._jobs.values())), "waiting_rows": 0})
+
+    def _run(self) -> None:
+        while not self._stopping:
+            started = time.monotonic()
+            for running in list(self._jobs.values()):
+                self._step(running)
+            time.sleep(max(0.0, STEP_S - (time.monotonic() - started)))
+
+    def _step(self, running: _Running) -> None:
+        running.steps += 1
+        command = running.texts[0].split(b" ")[0]
+        if command == b"die":
+            raise SystemExit("died on demand")
+        if command == b"break" and running.steps == 2:
+            self._send(running, [], error=BROKEN)
+            return
+        deltas = [self._delta(running, row, request) for row, request in enumerate(running.job.rows)]
+        self._send(running, deltas)
+
+    def _delta(self, running: _Running, row: int, request: GenerateRequest) -> Delta:
+        tokens = max(1, request.chunk_size)
+        drawn = running.steps * tokens
+        text = FLOOD if running.texts[row].startswith(b"flood") else running.texts[row]
+        reason = FinishReason.CANCELLED if running.cancelled else FinishReason.LENGTH
+        over = running.cancelled or drawn >= request.max_tokens
+        finish = Finish(reason=reason, prompt_tokens=len(request.prompt), completion_tokens=drawn) if over else None
+        return Delta(row, text, tokens, finish)
+
+    def _send(self, running: _Running, deltas: list[Delta], error: ErrorInfo | None = None) -> None:
+        done = error is not None or all(delta.finish is not None for delta in deltas)
+        if done:
+            with self._lock:
+                self._jobs.pop(running.job.job_id, None)
+        running.sink(JobEvents(job_id=running.job.job_id, deltas=deltas, done=done, error=error))

@@ -1,0 +1,100 @@
+"""Faults that a healthy engine does not show: a reader that stalls, jobs and engine threads that break mid-stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from test.serving import Service, raw_request, sse_data, wait_for
+
+CHAT = "/v1/chat/completions"
+ENDLESS: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True, "chunk_size": 1}
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service around an engine without a model; one HTTP worker, which writes at most 5 answers at a time."""
+    flags = ("--http-workers", "1", "--stall-timeout-s", "1", "--max-streams", "5", "--max-body-mb", "0.01")
+    running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def running_rows(service: Service) -> int:
+    return int(service.get("/status").json()["running_rows"])
+
+
+def test_a_client_that_reads_nothing_is_cut_off(fake: Service) -> None:
+    with fake.connect() as connection:
+        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["flood"]}).encode()))
+        wait_for(lambda: running_rows(fake) == 1, 10, "the row runs")
+        wait_for(lambda: running_rows(fake) == 0, 30, "the row is cancelled")
+        # The connection is still open: it was the silence of its reader that ended the row.
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    assert "stopped reading" in fake.log.read_text()
+
+
+def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(fake: Service) -> None:
+    received = b""
+    with fake.connect() as connection:
+        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["abc"], "max_tokens": 300}).encode()))
+        while piece := connection.recv(400):
+            received += piece
+            time.sleep(0.02)
+    assert received.count(b"abc") == 300
+    assert b"[DONE]" in received
+
+
+def test_a_job_that_breaks_mid_stream_ends_with_an_error_event(fake: Service) -> None:
+    events = sse_data(fake.post(CHAT, {**ENDLESS, "contents": ["break it"]}).text)
+    assert events[0]["choices"][0]["delta"]["content"] == "break it"
+    assert events[-1] == {"error": "broken on demand"}
+
+
+def test_a_job_that_breaks_is_500_when_nothing_was_written(fake: Service) -> None:
+    answer = fake.post(CHAT, {**ENDLESS, "contents": ["break it"], "stream": False})
+    assert (answer.status_code, answer.json()) == (500, {"error": "broken on demand"})
+
+
+def test_more_answers_than_the_worker_has_threads_for_are_429(fake: Service) -> None:
+    body = json.dumps({**ENDLESS, "contents": ["abc"]}).encode()
+    connections = [fake.connect() for _ in range(5)]
+    try:
+        for connection in connections:
+            connection.sendall(raw_request(CHAT, body))
+        wait_for(lambda: running_rows(fake) == 5, 10, "5 streams run")
+        refused = fake.post(CHAT, {"contents": ["a"]})
+        assert refused.status_code == 429
+        assert "--max-streams" in refused.json()["error"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert fake.get("/readyz").status_code == 200
+    finally:
+        for connection in connections:
+            connection.close()
+    wait_for(lambda: running_rows(fake) == 0, 10, "all streams are gone")
+
+
+def test_the_body_limit_is_a_flag(fake: Service) -> None:
+    answer = fake.post(CHAT, {"contents": ["a" * 11_000]})
+    assert answer.status_code == 413
+    assert str(int(0.01 * 1024 * 1024)) in answer.json()["error"]
+
+
+def test_an_engine_thread_that_dies_is_replaced(fake: Service) -> None:
+    before = fake.pids()["engine"]
+    with fake.stream(CHAT, {**ENDLESS, "contents": ["abc"]}) as response:
+        lines = response.iter_lines()
+        assert "abc" in next(line for line in lines if line.startswith("data:"))
+        fake.post(CHAT, {"contents": ["die now"], "stream": True}, timeout=30)
+        rest = [line for line in lines if line.startswith("data:")]
+    assert "the engine process was lost" in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")
+    wait_for(lambda: fake.pids()["engine"] != before, 30, "a new engine")
+    assert fake.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).json()["choices"][0]["message"]["content"] == "abc"
