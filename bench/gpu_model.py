@@ -23,7 +23,7 @@ SIZES = {
     "7.2b": (32, 4096, (128, 128, 96, 480)),
 }
 """Name -> layers, width, ranks of w, a, v, g."""
-QUIET = 0.97
+QUIET = 1.4
 """How far relu's input is pushed below zero; gives 12 % positive ones with these weights."""
 
 

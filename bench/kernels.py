@@ -106,23 +106,12 @@ class Bench:
         for dtype in (torch.float32, torch.float16):
             wkv = torch.zeros(rows + 2, COPIES, width // 64, 64, 64, device=GPU, dtype=dtype)
             state_bytes = 2 * rows * width * 64 * dtype.itemsize
-            for per_thread in (None,) if inputs.max_seqlen == 1 else (1, 2, 4):
-                yield Case(
-                    f"wkv {str(dtype)[6:]} {kind}" + (f" rows/thread {per_thread}" if per_thread else ""),
-                    tokens,
-                    lambda i, wkv=wkv, n=per_thread: self.time_mix(i, parts, first, wkv[:, i], inputs, n),  # type: ignore[misc]
-                    state_bytes + 2 * tokens * width * 9,
-                    10.0 * tokens * width * 64,
-                )
-
-    def time_mix(
-        self, i: int, parts: Projections, first: Tensor, wkv: Tensor, inputs: StepInputs, per_thread: int | None
-    ) -> None:
-        choose = cuda.value_rows_per_thread
-        if per_thread is not None:
-            cuda.value_rows_per_thread = lambda *_: per_thread
-        self.ops.time_mix(self.layers[i], parts, first, wkv, inputs)
-        cuda.value_rows_per_thread = choose
+            yield Case(
+                f"wkv {str(dtype)[6:]} {kind}",
+                tokens,
+                lambda i, wkv=wkv: self.ops.time_mix(self.layers[i], parts, first, wkv[:, i], inputs),  # type: ignore[misc]
+                state_bytes + 2 * tokens * width * 9,
+            )
 
     def maps(self, rows: int) -> Iterator[Case]:
         """The linear maps as the forward runs them at this number of rows, and the alternatives."""

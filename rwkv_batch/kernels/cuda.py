@@ -20,6 +20,8 @@ MAX_WIDTH = 4096
 MAX_SPARSE_ROWS = 8
 SPARSE_SHARE = 1024
 SPARSE_COLUMNS = 256
+SHIFT_BLOCKS = 2
+"""Blocks of shift_mix that a processor holds."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class CudaOps:
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Workspace] = {}
         self._processors: dict[torch.device, int] = {}
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -67,6 +70,7 @@ class CudaOps:
                 torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
             )
             self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+            self._side_streams[device] = torch.cuda.Stream(device)
             library()
         return prepare_layer(layer)
 
@@ -98,7 +102,7 @@ class CudaOps:
             tokens=tokens,
             width=width,
             mixes=len(mix),
-            tokens_per_block=min(16, -(-tokens // self._processors[x.device])),
+            tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed
@@ -108,7 +112,7 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if mixed.shape[1] <= MAX_SKINNY_ROWS:
             return _project_few(layer, mixed)
-        return _project_many(layer, mixed)
+        return _project_many(layer, mixed, self._side_streams[mixed.device])
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
@@ -138,8 +142,7 @@ class CudaOps:
             heads=width // HEAD_SIZE,
         )
         if ragged:
-            per_thread = value_rows_per_thread(rows * width // HEAD_SIZE, self._processors[p.r.device])
-            library().call("rwkv_wkv_prefill", ctypes.byref(args), wkv.element_size(), per_thread)
+            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size())
         else:
             library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
         return y, p.v if v_first is None else v_first
@@ -197,11 +200,6 @@ def token_rows(inputs: StepInputs) -> Tensor:
     return inputs.token_rows
 
 
-def value_rows_per_thread(blocks: int, processors: int) -> int:
-    """Value rows a thread of the prefill kernel holds: fewer when there are blocks to spare no processor."""
-    return 1 if blocks <= processors else 2 if blocks <= 4 * processors else 4
-
-
 def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
     """Up to 16 tokens: every map of the entrance in one launch, the low ranks' exits in a second."""
     _, tokens, width = mixed.shape
@@ -212,8 +210,10 @@ def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
     out = mixed.new_empty(groups + 1, tokens, width)
     first = 5 - groups
     maps = [SkinnyMap(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
-    for i in range(groups):
-        maps.append(SkinnyMap(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none"))
+    maps += [
+        SkinnyMap(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none")
+        for i in range(groups)
+    ]
     skinny([*maps, SkinnyMap(layer.gate_in, mixed[5], gate, "sigmoid")])
     maps = [SkinnyMap(layer.low_out[i], low[i], out[i]) for i in range(groups)]
     skinny([*maps, SkinnyMap(layer.gate_out, gate, out[groups])])
@@ -221,15 +221,19 @@ def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
     return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=out[groups], v_gate=v_gate)
 
 
-def _project_many(layer: CudaLayer, mixed: Tensor) -> Projections:
-    """Batched products over the stacked maps."""
+def _project_many(layer: CudaLayer, mixed: Tensor, side: torch.cuda.Stream) -> Projections:
+    """Batched products over the stacked maps; the low ranks run beside the large maps, on a second stream."""
     groups = len(layer.low_in)
-    low = torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2))
-    gate = torch.mm(mixed[5], layer.gate_in.T)
-    decay = low[groups - 2]
-    library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), pointer(gate), gate.numel())
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        low = torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2))
+        gate = torch.mm(mixed[5], layer.gate_in.T)
+        decay = low[groups - 2]
+        library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), pointer(gate), gate.numel())
+        out = torch.bmm(low, layer.low_out.transpose(1, 2))
+        g = torch.mm(gate, layer.gate_out.T)
     rkv = torch.bmm(mixed[:3], layer.rkv.transpose(1, 2))
-    out = torch.bmm(low, layer.low_out.transpose(1, 2))
-    g = torch.mm(gate, layer.gate_out.T)
+    main.wait_stream(side)
     v_gate = out[0] if groups == 3 else None
     return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)

@@ -14,7 +14,7 @@ from native import build
 from native.binding import bind
 
 SOURCES = Path(__file__).parent / "csrc"
-NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_prefill", "skinny", "sparse_value")
+NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_prefill", "wkv_chunk", "skinny", "sparse_value")
 MAX_MAPS = 8
 
 
@@ -68,6 +68,7 @@ SIGNATURES = {
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
     "rwkv_wkv_prefill": [POINTER(WkvArgs), c_int, c_int, c_void_p],
+    "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
 }
@@ -97,9 +98,10 @@ def pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | 
     """Address of a contiguous CUDA tensor of the given type; None stays None. Raises ValueError otherwise."""
     if tensor is None:
         return None
-    if not tensor.is_cuda or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+    alignment = 16 if dtype.is_floating_point else dtype.itemsize
+    if not tensor.is_cuda or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() % alignment:
         raise ValueError(
-            f"a kernel wants a contiguous, 16-byte aligned {dtype} tensor on a GPU; got {tensor.dtype} "
+            f"a kernel wants a contiguous, {alignment}-byte aligned {dtype} tensor on a GPU; got {tensor.dtype} "
             f"{tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
         )
     return tensor.data_ptr()

@@ -16,6 +16,52 @@ constexpr unsigned FULL = 0xffffffffu;
 // Every launcher ends with this: the launch's own error, as an int for the C ABI.
 inline int launch_result() { return static_cast<int>(cudaGetLastError()); }
 
+struct Machine {
+    int processors;
+    bool early_launch;  // a kernel may start before the one before it has ended (sm_90 and later)
+};
+
+inline const Machine& this_machine() {
+    static const Machine machine = [] {
+        int device = 0, major = 0, processors = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+        return Machine{processors, major >= 9};
+    }();
+    return machine;
+}
+
+// Launch on a stream so that, where the GPU can, the kernel's blocks come up while the kernel before still runs. Such
+// a kernel calls wait_for_inputs() before it reads what earlier kernels of the step wrote, or writes anything.
+template <typename... Params, typename... Args>
+inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &early;
+    config.numAttrs = this_machine().early_launch ? 1 : 0;
+    cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+// Everything that earlier kernels wrote is visible after this.
+__device__ __forceinline__ void wait_for_inputs() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel's blocks may take what room this one leaves.
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float sigmoidf(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
 // tanh through exp: exact to a few fp32 ulps where fp16 will be stored; saturates without NaN.

@@ -14,6 +14,8 @@ __device__ __forceinline__ void apply8(__half* p, F f) {
 }
 
 __global__ void relu_square_kernel(__half* x, int64_t groups) {
+    let_next_start();
+    wait_for_inputs();
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < groups; i += step) {
         apply8(x + i * 8, [](float v) { v = fmaxf(v, 0.0f); return v * v; });
@@ -21,6 +23,8 @@ __global__ void relu_square_kernel(__half* x, int64_t groups) {
 }
 
 __global__ void low_rank_act_kernel(__half* w, int64_t w_groups, __half* g, int64_t g_groups) {
+    let_next_start();
+    wait_for_inputs();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < w_groups) {
         apply8(w + i * 8, [](float v) { return tanh_exp(v); });
@@ -31,14 +35,13 @@ __global__ void low_rank_act_kernel(__half* w, int64_t w_groups, __half* g, int6
 
 RWKV_API int rwkv_relu_square(void* x, int64_t count, void* stream) {
     const int64_t groups = count / 8, blocks = (groups + 255) / 256;
-    relu_square_kernel<<<static_cast<unsigned>(blocks < 8192 ? blocks : 8192), 256, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<__half*>(x), groups);
+    const dim3 grid(static_cast<unsigned>(blocks < 8192 ? blocks : 8192));
+    launch(relu_square_kernel, grid, 256, stream, static_cast<__half*>(x), groups);
     return launch_result();
 }
 
 RWKV_API int rwkv_low_rank_act(void* w, int64_t w_count, void* g, int64_t g_count, void* stream) {
-    const int64_t groups = (w_count + g_count) / 8;
-    low_rank_act_kernel<<<static_cast<unsigned>((groups + 255) / 256), 256, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<__half*>(w), w_count / 8, static_cast<__half*>(g), g_count / 8);
+    const dim3 grid(static_cast<unsigned>(((w_count + g_count) / 8 + 255) / 256));
+    launch(low_rank_act_kernel, grid, 256, stream, static_cast<__half*>(w), w_count / 8, static_cast<__half*>(g), g_count / 8);
     return launch_result();
 }

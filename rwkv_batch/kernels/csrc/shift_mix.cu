@@ -1,7 +1,8 @@
 // Residual add, LayerNorm, token shift and the mixes of one half layer, in one pass.
 //
-// One block owns TOKENS_PER_BLOCK consecutive tokens and the whole width; a thread owns 8 channels, keeps
-// their norm and mix weights in registers over all its tokens, and hands h on to the next token there.
+// One block owns tokens_per_block consecutive tokens and the whole width; a thread owns 8 channels and hands h on to
+// the next token in registers; x and delta of the next token are loaded while one is reduced. Norm and mix weights
+// are read again for every token, from L1: in registers they would leave room for only one block per processor.
 //
 //   x      [T, C]     fp16  read  (and the token before the block's first one)
 //   delta  [T, C]     fp16  read  (may be null)
@@ -61,46 +62,49 @@ __device__ __forceinline__ uint4 add_packed(const uint4& a, const uint4& b) {
 }
 
 template <int MIXES>
-__global__ void __launch_bounds__(512) shift_mix_kernel(const ShiftMixArgs a) {
+__global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
     __shared__ float scratch[64];
     const int width = a.width, channel = threadIdx.x * 8;
     const bool active = channel < width;
     const int first = blockIdx.x * a.tokens_per_block;
     const int last = min(first + a.tokens_per_block, a.tokens);
     const float inv_width = 1.0f / width;
-    float weight[8] = {}, bias[8] = {}, previous[8] = {};
-    uint4 mix[MIXES];
-    if (active) {
-        load_floats8(a.weight + channel, weight);
-        load_floats8(a.bias + channel, bias);
-#pragma unroll
-        for (int m = 0; m < MIXES; ++m) mix[m] = load16(a.mix + static_cast<int64_t>(m) * width + channel);
-    }
-    const auto stored = [&](int token) {
-        uint4 s = make_uint4(0, 0, 0, 0);
-        if (active) {
-            const int64_t at = static_cast<int64_t>(token) * width + channel;
-            s = load16(a.x + at);
-            if (a.delta != nullptr) s = add_packed(s, load16(a.delta + at));
-        }
-        return s;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 x_next = zero, delta_next = zero;
+    const auto fetch = [&](int token) {
+        if (!active) return;
+        const int64_t at = static_cast<int64_t>(token) * width + channel;
+        x_next = load16(a.x + at);
+        if (a.delta != nullptr) delta_next = load16(a.delta + at);
     };
+    const auto normalised = [&](const uint4& packed, float (&h)[8]) {
+        float s[8], weight[8] = {}, bias[8] = {};
+        unpack8(packed, s);
+        if (active) {
+            load_floats8(a.weight + channel, weight);
+            load_floats8(a.bias + channel, bias);
+        }
+        normalise(s, weight, bias, active, inv_width, scratch, h);
+    };
+    let_next_start();
+    wait_for_inputs();
+    float previous[8] = {}, h[8];
+    const int64_t first_row = a.token_rows == nullptr ? first : a.token_rows[first];
+    if (a.cu_seqlens != nullptr && a.cu_seqlens[first_row] != first) {
+        fetch(first - 1);
+        normalised(add_packed(x_next, delta_next), h);
+        unpack8(pack8(h), previous);
+        __syncthreads();
+    }
+    fetch(first);
     for (int token = first; token < last; ++token) {
         const int64_t row = a.token_rows == nullptr ? token : a.token_rows[token];
         const bool starts = a.cu_seqlens == nullptr || a.cu_seqlens[row] == token;
         const bool ends = a.cu_seqlens == nullptr || a.cu_seqlens[row + 1] == token + 1;
-        float s[8], h[8];
-        uint4 packed = stored(token);
-        if (starts) {
-            if (active) unpack8(load16(a.shift + a.read_slots[row] * a.slot_stride + channel), previous);
-        } else if (token == first) {
-            unpack8(stored(token - 1), s);
-            normalise(s, weight, bias, active, inv_width, scratch, h);
-            unpack8(pack8(h), previous);
-            __syncthreads();
-        }
-        unpack8(packed, s);
-        normalise(s, weight, bias, active, inv_width, scratch, h);
+        if (starts && active) unpack8(load16(a.shift + a.read_slots[row] * a.slot_stride + channel), previous);
+        const uint4 packed = add_packed(x_next, delta_next);
+        if (token + 1 < last) fetch(token + 1);
+        normalised(packed, h);
         if (active) {
             const int64_t at = static_cast<int64_t>(token) * width + channel;
             store16(a.x_out + at, packed);
@@ -112,12 +116,12 @@ __global__ void __launch_bounds__(512) shift_mix_kernel(const ShiftMixArgs a) {
 #pragma unroll
             for (int m = 0; m < MIXES; ++m) {
                 float mu[8], out[8];
-                unpack8(mix[m], mu);
+                unpack8(load16(a.mix + static_cast<int64_t>(m) * width + channel), mu);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) out[i] = h[i] + (previous[i] - h[i]) * mu[i];
                 store16(a.mixed + (static_cast<int64_t>(m) * a.tokens + token) * width + channel, pack8(out));
             }
-            // What a later step would find in the slot: chunked and whole prefill agree to the bit.
+            // What a later step would find in the slot: chunked and whole prefill agree.
             unpack8(h_packed, previous);
         }
         __syncthreads();  // scratch is used again
@@ -127,6 +131,8 @@ __global__ void __launch_bounds__(512) shift_mix_kernel(const ShiftMixArgs a) {
 // tail [B, C] -> shift[write_slots[row]]
 __global__ void store_rows_kernel(
     const __half* tail, __half* shift, const int64_t* write_slots, int64_t slot_stride, int width) {
+    let_next_start();
+    wait_for_inputs();
     const int channel = threadIdx.x * 8;
     if (channel < width) {
         const int64_t row = blockIdx.x;
@@ -140,36 +146,38 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     __shared__ float scratch[64];
     const int channel = threadIdx.x * 8;
     const bool active = channel < width;
-    const int64_t row = rows == nullptr ? blockIdx.x : rows[blockIdx.x];
     float weight[8] = {}, bias[8] = {}, s[8] = {}, h[8];
     if (active) {
         load_floats8(norm_weight + channel, weight);
         load_floats8(norm_bias + channel, bias);
-        unpack8(load16(x + row * width + channel), s);
     }
+    let_next_start();
+    wait_for_inputs();
+    const int64_t row = rows == nullptr ? blockIdx.x : rows[blockIdx.x];
+    if (active) unpack8(load16(x + row * width + channel), s);
     normalise(s, weight, bias, active, 1.0f / width, scratch, h);
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
 }
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
-    const cudaStream_t s = static_cast<cudaStream_t>(stream);
     const int threads = (a->width / 8 + 31) / 32 * 32;
-    const int blocks = (a->tokens + a->tokens_per_block - 1) / a->tokens_per_block;
+    const dim3 blocks((a->tokens + a->tokens_per_block - 1) / a->tokens_per_block);
     if (a->mixes == 6) {
-        shift_mix_kernel<6><<<blocks, threads, 0, s>>>(*a);
+        launch(shift_mix_kernel<6>, blocks, threads, stream, *a);
     } else {
-        shift_mix_kernel<1><<<blocks, threads, 0, s>>>(*a);
+        launch(shift_mix_kernel<1>, blocks, threads, stream, *a);
     }
     if (a->cu_seqlens != nullptr) {
-        store_rows_kernel<<<rows, threads, 0, s>>>(a->tail, a->shift, a->write_slots, a->slot_stride, a->width);
+        launch(store_rows_kernel, dim3(rows), threads, stream, a->tail, a->shift, a->write_slots, a->slot_stride, a->width);
     }
     return launch_result();
 }
 
 RWKV_API int rwkv_norm_rows(
     const void* x, const void* rows, const void* weight, const void* bias, void* out, int count, int width, void* stream) {
-    norm_rows_kernel<<<count, (width / 8 + 31) / 32 * 32, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const __half*>(x), static_cast<const int64_t*>(rows), static_cast<const float*>(weight),
-        static_cast<const float*>(bias), static_cast<__half*>(out), width);
+    if (count == 0) return 0;
+    launch(norm_rows_kernel, dim3(count), (width / 8 + 31) / 32 * 32, stream, static_cast<const __half*>(x),
+           static_cast<const int64_t*>(rows), static_cast<const float*>(weight), static_cast<const float*>(bias),
+           static_cast<__half*>(out), width);
     return launch_result();
 }

@@ -6,8 +6,11 @@
 // rows of x. Both operands go from memory to registers 16 bytes at a time: the k index inside a piece of 32 is
 // permuted alike for W and x (lane t of a quad holds k = 8t .. 8t+7), which a sum over k does not notice.
 //
+// Blocks stay for several groups of 32 rows; the next chunk of W is always on its way while one is multiplied, also
+// across groups and, before the first, while the kernel before still runs.
+//
 // Bytes: 2nk per map, read past L1; x comes through L1 (2 * rows * k once per multiprocessor). A thread keeps
-// 16 x 16 bytes in flight, a multiprocessor 128 KiB.
+// 8 x 16 bytes in flight, a multiprocessor 64 KiB.
 #include "common.cuh"
 
 constexpr int WARPS = 8;
@@ -60,101 +63,116 @@ __device__ __forceinline__ float activate(float v, int activation) {
     return v;
 }
 
-// One chunk of 64 k: 32 rows of W (two tiles of 16) against TILES * 8 rows of x.
-template <int TILES>
-struct Chunk {
-    uint4 w[2][2][2];  // [tile of 16][row g, row g+8][half of the chunk]
-    uint4 x[TILES][2];
+// Weights of one chunk: 32 rows (two tiles of 16) x 64 k. [tile][row g, row g+8][half of the chunk]
+struct WeightChunk {
+    uint4 w[2][2][2];
 
-    __device__ __forceinline__ void load(const __half* weight, const Map& m, int k0, int g, int rows) {
+    __device__ __forceinline__ void load(const __half* at, int k) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
             for (int up = 0; up < 2; ++up) {
-                const __half* row = weight + static_cast<int64_t>(tile * 16 + up * 8) * m.k + k0;
+                const __half* row = at + static_cast<int64_t>(tile * 16 + up * 8) * k;
                 w[tile][up][0] = load_stream(row);
                 w[tile][up][1] = load_stream(row + 32);
-            }
-        }
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const int row = tile * 8 + g;
-            x[tile][0] = x[tile][1] = make_uint4(0, 0, 0, 0);
-            if (row < rows) {
-                const uint4* at = reinterpret_cast<const uint4*>(m.x + static_cast<int64_t>(row) * m.k + k0);
-                x[tile][0] = __ldg(at);
-                x[tile][1] = __ldg(at + 4);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void multiply(float (&sums)[2][TILES][4]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-                const uint4 &lo = w[tile][0][half], &hi = w[tile][1][half];
-#pragma unroll
-                for (int n = 0; n < TILES; ++n) {
-                    const uint4& b = x[n][half];
-                    mma(sums[tile][n], lo.x, hi.x, lo.y, hi.y, b.x, b.y);
-                    mma(sums[tile][n], lo.z, hi.z, lo.w, hi.w, b.z, b.w);
-                }
             }
         }
     }
 };
 
+// TILES * 8 rows of x against one chunk of weights.
 template <int TILES>
-__global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args) {
+__device__ __forceinline__ void multiply(
+    float (&sums)[2][TILES][4], const WeightChunk& chunk, const __half* x, int k, int g, int rows) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        uint4 b[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+        if (n * 8 + g < rows) {
+            const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
+            b[0] = __ldg(at);
+            b[1] = __ldg(at + 4);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                const uint4 &lo = chunk.w[tile][0][half], &hi = chunk.w[tile][1][half];
+                mma(sums[tile][n], lo.x, hi.x, lo.y, hi.y, b[half].x, b[half].y);
+                mma(sums[tile][n], lo.z, hi.z, lo.w, hi.w, b[half].z, b[half].w);
+            }
+        }
+    }
+}
+
+// Where a warp stands: a group of 32 rows of a map and a chunk of k in it.
+struct Place {
+    int block, map, row0, k0;
+
+    // The first place of block number `block`, or one past the end. `map` only grows.
+    __device__ __forceinline__ void enter(const SkinnyArgs& args, int number, int blocks, int warp) {
+        block = number;
+        if (block >= blocks) return;
+        while (map + 1 < args.count && block >= args.maps[map + 1].first_block) ++map;
+        const Map& m = args.maps[map];
+        row0 = ((block - m.first_block) * (WARPS / m.warps_k) + warp / m.warps_k) * GROUP;
+        k0 = warp % m.warps_k * CHUNK;
+    }
+};
+
+template <int TILES>
+__global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args, int blocks) {
     __shared__ float partial[WARPS][TILES * 8][RED_LD];
-    int which = 0;
-    while (which + 1 < args.count && static_cast<int>(blockIdx.x) >= args.maps[which + 1].first_block) ++which;
-    const Map& m = args.maps[which];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int warp_k = warp % m.warps_k, groups = WARPS / m.warps_k;
-    const int first_row = (static_cast<int>(blockIdx.x) - m.first_block) * groups * GROUP;
-    const int row0 = first_row + warp / m.warps_k * GROUP;
-    float sums[2][TILES][4] = {};
-    if (row0 < m.n) {
-        const __half* weight = m.weight + static_cast<int64_t>(row0 + g) * m.k;
-        const int step = m.warps_k * CHUNK;
-        int k0 = warp_k * CHUNK;
-        for (; k0 + step < m.k; k0 += 2 * step) {
-            Chunk<TILES> first, second;
-            first.load(weight, m, k0 + 8 * t, g, args.rows);
-            second.load(weight, m, k0 + step + 8 * t, g, args.rows);
-            first.multiply(sums);
-            second.multiply(sums);
+    WeightChunk ahead;
+    const auto fetch = [&](const Place& p) {
+        const Map& m = args.maps[p.map];
+        if (p.block < blocks && p.row0 < m.n && p.k0 < m.k) {
+            ahead.load(m.weight + static_cast<int64_t>(p.row0 + g) * m.k + p.k0 + 8 * t, m.k);
         }
-        if (k0 < m.k) {
-            Chunk<TILES> rest;
-            rest.load(weight, m, k0 + 8 * t, g, args.rows);
-            rest.multiply(sums);
+    };
+    Place place = {0, 0, 0, 0};
+    place.enter(args, blockIdx.x, blocks, warp);
+    fetch(place);
+    let_next_start();
+    wait_for_inputs();
+    while (place.block < blocks) {
+        const Map& m = args.maps[place.map];
+        const Place group = place;
+        float sums[2][TILES][4] = {};
+        while (place.block == group.block) {
+            const WeightChunk chunk = ahead;
+            const int k0 = place.k0;
+            place.k0 += m.warps_k * CHUNK;
+            if (place.k0 >= m.k) place.enter(args, group.block + gridDim.x, blocks, warp);
+            fetch(place);
+            if (group.row0 < m.n && k0 < m.k) multiply<TILES>(sums, chunk, m.x + k0 + 8 * t, m.k, g, args.rows);
         }
-    }
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
+            for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) partial[warp][n * 8 + 2 * t + (i & 1)][tile * 16 + g + (i >> 1) * 8] = sums[tile][n][i];
+                for (int i = 0; i < 4; ++i) {
+                    partial[warp][n * 8 + 2 * t + (i & 1)][tile * 16 + g + (i >> 1) * 8] = sums[tile][n][i];
+                }
+            }
         }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < groups * GROUP * args.rows; i += WARPS * 32) {
-        const int row = i / (groups * GROUP), out = i % (groups * GROUP);
-        const int group = out / GROUP;
-        if (first_row + out >= m.n) continue;
-        float sum = 0.0f;
-        for (int j = 0; j < m.warps_k; ++j) sum += partial[group * m.warps_k + j][row][out % GROUP];
-        sum = activate(sum, m.activation);
-        const int64_t at = static_cast<int64_t>(row) * m.ld_y + first_row + out;
-        if (m.float_out) {
-            static_cast<float*>(m.y)[at] = sum;
-        } else {
-            static_cast<__half*>(m.y)[at] = __float2half_rn(sum);
+        __syncthreads();
+        const int outputs = WARPS / m.warps_k * GROUP, first_row = (group.block - m.first_block) * outputs;
+        for (int i = threadIdx.x; i < outputs * args.rows; i += WARPS * 32) {
+            const int row = i / outputs, out = i % outputs;
+            if (first_row + out >= m.n) continue;
+            float sum = 0.0f;
+            for (int j = 0; j < m.warps_k; ++j) sum += partial[out / GROUP * m.warps_k + j][row][out % GROUP];
+            sum = activate(sum, m.activation);
+            const int64_t at = static_cast<int64_t>(row) * m.ld_y + first_row + out;
+            if (m.float_out) {
+                static_cast<float*>(m.y)[at] = sum;
+            } else {
+                static_cast<__half*>(m.y)[at] = __float2half_rn(sum);
+            }
         }
+        __syncthreads();
     }
 }
 
@@ -166,11 +184,11 @@ RWKV_API int rwkv_skinny(SkinnyArgs* args, void* stream) {
         args->maps[i].first_block = blocks;
         blocks += (args->maps[i].n + outputs - 1) / outputs;
     }
-    const cudaStream_t s = static_cast<cudaStream_t>(stream);
+    const dim3 grid(min(blocks, 2 * this_machine().processors));
     if (args->rows <= 8) {
-        skinny_kernel<1><<<blocks, WARPS * 32, 0, s>>>(*args);
+        launch(skinny_kernel<1>, grid, WARPS * 32, stream, *args, blocks);
     } else {
-        skinny_kernel<2><<<blocks, WARPS * 32, 0, s>>>(*args);
+        launch(skinny_kernel<2>, grid, WARPS * 32, stream, *args, blocks);
     }
     return launch_result();
 }

@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(WARPS * 32) sparse_value_kernel(
     __shared__ __align__(16) float sums[WARPS][COLUMNS];
     __shared__ int warp_counts[WARPS];
     __shared__ bool is_last;
+    let_next_start();
+    wait_for_inputs();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const int split = blockIdx.y, first = split * SHARE, share = min(SHARE, ffn - first);
 
@@ -123,11 +125,9 @@ __global__ void __launch_bounds__(WARPS * 32) sparse_value_kernel(
 RWKV_API int rwkv_sparse_value(
     const void* h, const void* weight, void* y, void* partial, void* counters, int rows, int width, int ffn, void* stream) {
     const dim3 grid((width + COLUMNS - 1) / COLUMNS, (ffn + SHARE - 1) / SHARE);
-    const cudaStream_t s = static_cast<cudaStream_t>(stream);
     const auto run = [&](auto kernel) {
-        kernel<<<grid, WARPS * 32, 0, s>>>(
-            static_cast<const __half*>(h), static_cast<const __half*>(weight), static_cast<__half*>(y),
-            static_cast<float*>(partial), static_cast<int*>(counters), rows, width, ffn);
+        launch(kernel, grid, WARPS * 32, stream, static_cast<const __half*>(h), static_cast<const __half*>(weight),
+               static_cast<__half*>(y), static_cast<float*>(partial), static_cast<int*>(counters), rows, width, ffn);
     };
     if (rows == 1) {
         run(sparse_value_kernel<1>);

@@ -80,23 +80,38 @@ struct Keys {
     __device__ static __forceinline__ int at(int q, int piece) { return piece * 4 * PIECE + q * PIECE; }
 };
 
+// A thread's 16 keys of one value row as they lie in memory.
 template <typename State>
-__device__ __forceinline__ void load_keys(const State* row, int q, float (&s)[16]) {
-    using K = Keys<State>;
+struct RawKeys {
+    uint4 pieces[Keys<State>::PIECES];
+
+    __device__ __forceinline__ void load(const State* row, int q) {
 #pragma unroll
-    for (int p = 0; p < K::PIECES; ++p) {
-        const uint4 raw = load16(row + K::at(q, p));
-        if constexpr (sizeof(State) == 2) {
-            float f[8];
-            unpack8(raw, f);
+        for (int p = 0; p < Keys<State>::PIECES; ++p) pieces[p] = load16(row + Keys<State>::at(q, p));
+    }
+
+    __device__ __forceinline__ void unpack(float (&s)[16]) const {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) s[p * 8 + i] = f[i];
-        } else {
-            const float* f = reinterpret_cast<const float*>(&raw);
+        for (int p = 0; p < Keys<State>::PIECES; ++p) {
+            if constexpr (sizeof(State) == 2) {
+                float f[8];
+                unpack8(pieces[p], f);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[p * 4 + i] = f[i];
+                for (int i = 0; i < 8; ++i) s[p * 8 + i] = f[i];
+            } else {
+                const float* f = reinterpret_cast<const float*>(&pieces[p]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[p * 4 + i] = f[i];
+            }
         }
     }
+};
+
+template <typename State>
+__device__ __forceinline__ void load_keys(const State* row, int q, float (&s)[16]) {
+    RawKeys<State> raw;
+    raw.load(row, q);
+    raw.unpack(s);
 }
 
 template <typename State>
