@@ -68,7 +68,7 @@ def recall_score(talker: Talker, count: int, seed: int, *, turns: tuple[int, int
         for script, given in zip(scripts[start : start + size], answers, strict=True):
             for turn, answer in zip(script, given, strict=True):
                 if turn.recall:
-                    said = answer.rpartition("</think>")[2].strip()
+                    said = answer.rpartition("</think>")[2].lstrip(">").strip()
                     score.count(turn.user, turn.answer, said, said == turn.answer)
     return score
 

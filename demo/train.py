@@ -23,14 +23,13 @@ from demo.talker import TorchTalker
 from demo.vocabulary import Compact
 
 
-def rate(step: int, steps: int, peak: float) -> float:
-    """The learning rate: a short warm-up, a plateau, then a cosine to nearly nothing."""
-    warm, turn = 100, int(steps * 0.3)
+def rate(step: int, progress: float, peak: float) -> float:
+    """The learning rate: a short warm-up, a plateau, then a cosine to nearly nothing; `progress` goes from 0 to 1."""
+    warm, turn = 100, 0.3
     if step < warm:
         return peak * (step + 1) / warm
-    if step < turn:
-        return peak
-    return peak * (0.005 + 0.995 * 0.5 * (1 + math.cos(math.pi * (step - turn) / (steps - turn))))
+    falling = min(max((progress - turn) / (1 - turn), 0.0), 1.0)
+    return peak * (0.005 + 0.995 * 0.5 * (1 + math.cos(math.pi * falling)))
 
 
 def loss_of(model: Rwkv7, compact: Compact, inputs: Tensor, targets: Tensor, weights: Tensor, begins: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="for the compact file, the curve and the figures")
     parser.add_argument("--checkpoint", type=Path, help="default: OUT/checkpoint.pt")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--minutes", type=float, default=28.0, help="stop with a checkpoint after so long")
+    parser.add_argument("--minutes", type=float, default=28.0, help="end after so long; the learning rate falls with the steps or the time, whichever is ahead")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--time", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
@@ -124,8 +123,9 @@ def main() -> None:
         if step >= args.steps or time.monotonic() - began > args.minutes * 60:
             break
         inputs, targets, weights, begins = (t.to(device, non_blocking=True) for t in batch)
+        progress = max(step / args.steps, (time.monotonic() - began) / (args.minutes * 60))
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, args.steps, args.peak)
+            group["lr"] = rate(step, progress, args.peak)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             loss = compute(model, compact, inputs, targets, weights, begins)
         loss.backward()
@@ -138,7 +138,7 @@ def main() -> None:
         if step % 50 == 0:
             losses += [(at, float(value)) for at, value in pending]
             pending.clear()
-            bar.set_postfix(loss=f"{losses[-1][1]:.4f}")
+            bar.set_postfix(loss=f"{losses[-1][1]:.4f}", refresh=False)
         if step % 500 == 0:
             save(step)
     bar.close()
