@@ -168,13 +168,11 @@ class Engine:
             self._drain_inbox()
             self.jobs.fail_all(_draining_error().info)
             self.machine.pool.close()
-        except BaseException as error:
+        except Exception as error:
             logger.critical("the engine's thread died", exc_info=True)
             self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine has died: {error}; it is restarted")
             self.jobs.fail_all(self._dead)
-            while self._inbox:
-                self._inbox.popleft()()
-            raise
+            self._drain_inbox()
 
     def _drain_inbox(self) -> None:
         while self._inbox:

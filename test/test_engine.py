@@ -190,3 +190,17 @@ def test_stopped_engine_refuses(model: Path) -> None:
     assert running.wait().events[-1].error is not None
     refused = submit(engine, ask("x"))
     assert refused.refusal is not None and refused.refusal.info.kind is ErrorKind.DRAINING
+
+
+def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started_engine(model) as engine:
+        running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
+        assert running.started.wait(30)
+        monkeypatch.setattr(engine.machine, "is_lost", lambda error: True)
+        monkeypatch.setattr(engine.machine, "launch", lambda rows: 1 / 0)
+        lost = running.wait().events[-1].error
+        assert lost is not None and lost.kind is ErrorKind.ENGINE_LOST
+        engine._thread.join(30)
+        assert not engine.is_alive
+        late = submit(engine, ask("x"))
+        assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
