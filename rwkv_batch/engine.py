@@ -115,8 +115,8 @@ class Engine:
         reply(value)
 
     def _admit(self, job: Job, sink: Sink) -> None:
-        if self._draining:
-            raise _draining_error()
+        if self._draining or self._dead is not None:
+            raise self._refusal()
         self.jobs.admit(job, sink)
 
     def _verb(self, verb: str, arguments: dict[str, Any]) -> Any:
