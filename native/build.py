@@ -153,7 +153,7 @@ def _build_locked(library: Library, target: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise BuildError(f"cannot build {library.name}:\n{done.stdout}{done.stderr}")
-    os.replace(work / "out.so", target)
+    (work / "out.so").replace(target)
     log.info("built %s in %.1f s", library.name, time.monotonic() - start)
 
 

@@ -1,0 +1,257 @@
+"""Every sampler that runs on a CPU, held to the definition: masks, draws, penalties, seeds, odd logits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from native import machine
+from sampling.params import Method, SamplingParams
+from sampling.registry import sampler_class
+from sampling.sampler import Sampler
+from test.sampling_oracle import OracleRow
+
+CPU = torch.device("cpu")
+VOCABS = (50, 1003, 65536)
+Make = Callable[..., Sampler]
+
+needs_cpp = pytest.mark.skipif(machine.why_no_cpp() is not None, reason=str(machine.why_no_cpp()))
+
+
+@pytest.fixture(params=["naive", pytest.param("cpu", marks=needs_cpp)])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes a sampler with one seat per given parameters."""
+
+    def make_sampler(vocab: int, rows: list[SamplingParams], countless: tuple[int, ...] = ()) -> Sampler:
+        sampler = sampler_class(request.param)(len(rows), vocab, CPU, list(countless))
+        for seat, params in enumerate(rows):
+            sampler.admit(seat, params)
+        return sampler
+
+    return make_sampler
+
+
+def kinds_of_logits(vocab: int) -> dict[str, Tensor]:
+    """Rows that go wrong in different ways."""
+    generator = torch.Generator().manual_seed(vocab)
+    random = torch.randn(vocab, generator=generator) * 3
+    holes = random.clone()
+    holes[torch.rand(vocab, generator=generator) < 0.7] = -math.inf
+    return {
+        "random": random,
+        "tied": (random / 2).round() * 2,
+        "holes": holes,
+        "flat": torch.full((vocab,), 1.5),
+        "peaked": torch.where(torch.arange(vocab) == vocab // 3, 60.0, random),
+    }
+
+
+def check_draws(sampler: Sampler, oracles: list[OracleRow], logits: Tensor, steps: int) -> int:
+    """Compare `steps` draws of every row with the oracle; returns how many were beyond doubt."""
+    sure = 0
+    for _ in range(steps):
+        tokens = sampler.sample(logits.clone(), list(range(len(oracles)))).token_ids.tolist()
+        for oracle, row, token in zip(oracles, logits.numpy(), tokens, strict=True):
+            expected = oracle.draw(row)
+            assert token == expected.token or expected.doubtful
+            sure += not expected.doubtful
+            oracle.count(token)
+    return sure
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_every_draw_is_the_definitions(make: Make, vocab: int) -> None:
+    """All mixes of top_k and top_p over all kinds of logits, in one batch."""
+    top_ks = (0, 2, 50, 600, vocab - 1, vocab, 10**9)
+    cuts = list(itertools.product(top_ks if vocab < 65536 else (0, 50, 20000), (1.0, 0.9, 0.6, 1e-6)))
+    kinds = list(kinds_of_logits(vocab).values())
+    rows = [SamplingParams(top_k=k, top_p=p, seed=i * 2**40 + 7) for i, (k, p) in enumerate(cuts)]
+    params = [p for p in rows for _ in kinds]
+    logits = torch.stack(kinds * len(rows))
+    sure = check_draws(make(vocab, params), [OracleRow(p) for p in params], logits, 1 if vocab == 65536 else 8)
+    assert sure > 0.9 * len(params)
+
+
+def test_kept_tokens_are_all_drawn_and_no_others(make: Make) -> None:
+    """At a temperature that evens the kept tokens out, every one of them turns up."""
+    logits = (torch.randn(64, generator=torch.Generator().manual_seed(1)) * 2).round()
+    for top_k, top_p in [(10, 1.0), (0, 0.5), (10, 0.1), (1, 1.0), (0, 0.0), (64, 1.0), (7, 0.9)]:
+        params = [SamplingParams(top_k=top_k, top_p=top_p, temperature=5.0, seed=s) for s in range(1200)]
+        drawn = make(64, params).sample(logits.repeat(len(params), 1), list(range(len(params)))).token_ids
+        kept = OracleRow(params[0]).draw(logits.numpy()).kept
+        assert sorted(set(drawn.tolist())) == np.flatnonzero(kept).tolist()
+
+
+def test_exactly_top_k_of_tied_tokens_stay(make: Make) -> None:
+    params = [SamplingParams(top_k=5, seed=s) for s in range(400)]
+    drawn = make(1003, params).sample(torch.zeros(400, 1003), list(range(400))).token_ids
+    assert set(drawn.tolist()) == set(range(5))
+
+
+def test_top_p_of_one_keeps_everything(make: Make) -> None:
+    """A cumulative sum that stays under 1.0 must not turn this greedy."""
+    params = [SamplingParams(top_p=1.0, seed=s) for s in range(300)]
+    drawn = make(1003, params).sample(torch.zeros(300, 1003), list(range(300))).token_ids
+    assert len(set(drawn.tolist())) > 200
+
+
+@pytest.mark.parametrize("vocab", [12, 1003])
+@pytest.mark.parametrize("cut", [(0, 1.0), (8, 1.0), (0, 0.8), (6, 0.9)])
+def test_distribution(make: Make, vocab: int, cut: tuple[int, float]) -> None:
+    """Chi-square of 6000 draws against the renormalised softmax; the bound is the 1e-6 quantile, roughly."""
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
+    rows, steps = 500, 12
+    params = [SamplingParams(top_k=cut[0], top_p=cut[1], temperature=0.8, seed=s) for s in range(rows)]
+    sampler = make(vocab, params)
+    counts = np.zeros(vocab)
+    for _ in range(steps):
+        tokens = sampler.sample(logits.repeat(rows, 1), list(range(rows))).token_ids
+        counts += np.bincount(tokens.numpy(), minlength=vocab)
+    kept = OracleRow(params[0]).draw(logits.numpy()).kept
+    expected = np.where(kept, np.exp(logits.double().numpy() / 0.8), 0)
+    expected *= rows * steps / expected.sum()
+    assert counts[~kept].sum() == 0
+    common = expected >= 5
+    cells = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
+    cells = tuple(cell[cells[1] > 0] for cell in cells)
+    degrees = len(cells[0]) - 1
+    assert ((cells[0] - cells[1]) ** 2 / cells[1]).sum() < degrees + 4.8 * math.sqrt(2 * degrees) + 15
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_step_by_step(make: Make, temperature: float) -> None:
+    """Counts decay, countless tokens pay presence only, bias and bans act first; 60 steps against a dict."""
+    vocab, countless = 200, (3, 4, 5)
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            top_k=0 if seat % 2 else 40,
+            alpha_presence=presence,
+            alpha_frequency=frequency,
+            alpha_decay=decay,
+            logit_bias={3: 4.0, 4: 3.0, seat: 2.0, 190: -math.inf} if seat % 3 else {},
+            seed=seat,
+        )
+        for seat, (presence, frequency, decay) in enumerate(
+            itertools.product((0.0, 2.0, -0.5), (0.0, 0.2, 1.0), (1.0, 0.9, 0.0))
+        )
+    ]
+    sampler = make(vocab, params, countless)
+    oracles = [OracleRow(p, frozenset(countless)) for p in params]
+    logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(5)) * 2
+    logits[:, 190] = 50
+    assert check_draws(sampler, oracles, logits, 60) > 50 * len(params)
+
+
+def test_a_row_that_moves_in_forgets_the_last_one(make: Make) -> None:
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(6))
+    params = SamplingParams(alpha_presence=1.0, alpha_frequency=0.5, logit_bias={7: 2.0}, seed=9)
+    sampler = make(100, [params])
+    first = [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(20)]
+    sampler.admit(0, SamplingParams(alpha_presence=5.0, seed=1))
+    assert [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(10)] != first[:10]
+    sampler.admit(0, params)
+    assert [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(20)] == first
+
+
+def mixed_params() -> list[SamplingParams]:
+    """One row of every sort."""
+    return [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=2**64 - 1),
+        SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996, seed=4),
+        SamplingParams(top_p=0.95, temperature=2.0, seed=5),
+        SamplingParams(method=Method.NOISE, noise=3.0, seed=6),
+        SamplingParams(top_k=3000, seed=7, logit_bias={1: -math.inf, 2: 3.0}),
+        SamplingParams(top_k=50, top_p=0.6, seed=8, top_logprobs=2),
+    ]
+
+
+def test_a_row_draws_the_same_alone_and_in_any_company(make: Make) -> None:
+    params = mixed_params()
+    vocab, order = 4099, list(reversed(range(len(params))))
+    logits = torch.randn(12, len(params), vocab, generator=torch.Generator().manual_seed(7)) * 3
+    together, shuffled = make(vocab, params), make(vocab, params)
+    alone = [make(vocab, params) for _ in params]
+    for step in logits:
+        tokens = together.sample(step.clone(), list(range(len(params)))).token_ids
+        assert torch.equal(tokens[order], shuffled.sample(step[order].clone(), order).token_ids)
+        for seat, sampler in enumerate(alone):
+            assert sampler.sample(step[seat : seat + 1].clone(), [seat]).token_ids.item() == tokens[seat].item()
+
+
+def test_steps_and_seeds_decide(make: Make) -> None:
+    logits = torch.zeros(2, 1003)
+    sampler = make(1003, [SamplingParams(seed=1), SamplingParams(seed=1)])
+    tokens = torch.stack([sampler.sample(logits.clone(), [0, 1]).token_ids for _ in range(20)])
+    assert torch.equal(tokens[:, 0], tokens[:, 1])
+    assert len(set(tokens[:, 0].tolist())) > 15
+    sampler.admit(0, SamplingParams(seed=1 + 2**32))
+    assert sampler.sample(logits.clone(), [0, 1]).token_ids[0] != tokens[0, 0]
+
+
+def test_nan_and_infinite_logits_harm_no_other_row(make: Make) -> None:
+    vocab, params = 1003, [p for p in mixed_params() for _ in range(5)]
+    clean = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(8))
+    odd = clean.clone()
+    odd[0::5] = math.nan
+    odd[1::5, 17] = math.nan
+    odd[2::5, 17] = math.inf
+    odd[3::5] = -math.inf
+    sampler, oracles = make(vocab, params), [OracleRow(p) for p in params]
+    expected = make(vocab, params).sample(clean, list(range(len(params)))).token_ids
+    tokens = sampler.sample(odd.clone(), list(range(len(params)))).token_ids
+    assert torch.equal(tokens[4::5], expected[4::5])
+    assert set(tokens[0::5].tolist()) | set(tokens[3::5].tolist()) == {0}
+    assert set(tokens[2::5].tolist()) == {17}
+    assert 17 not in tokens[1::5].tolist()
+    for row in range(1, len(params), 5):
+        assert tokens[row].item() == oracles[row].draw(odd[row].numpy()).token
+
+
+def test_noise(make: Make) -> None:
+    """argmax(logits / T + U(0, n)): exact, within reach of the largest, greedy without noise or temperature."""
+    params = [SamplingParams(method=Method.NOISE, noise=2.0, temperature=0.5, seed=s, top_k=1) for s in range(300)]
+    logits = torch.linspace(0, 3, 64).flip(0)
+    sampler, oracles = make(64, params), [OracleRow(p) for p in params]
+    assert check_draws(sampler, oracles, logits.repeat(300, 1), 2) > 500
+    drawn = make(64, params).sample(logits.repeat(300, 1), list(range(300))).token_ids
+    assert len(set(drawn.tolist())) > 5
+    assert (logits[drawn] / 0.5 >= 3 / 0.5 - 2).all()
+    greedy = [SamplingParams(method=Method.NOISE, noise=n, temperature=t) for n, t in ((0.0, 1.0), (5.0, 0.0))]
+    assert make(64, greedy).sample(logits.repeat(2, 1), [0, 1]).token_ids.tolist() == [0, 0]
+
+
+def test_logprobs_are_of_the_raw_distribution(make: Make) -> None:
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=3, temperature=0.1, alpha_presence=9.0, logit_bias={5: 30.0}, top_logprobs=4),
+        SamplingParams(seed=3, top_logprobs=0),
+    ]
+    logits = torch.randn(3, 1003, generator=torch.Generator().manual_seed(9))
+    sampled = make(1003, params).sample(logits.clone(), [0, 1, 2])
+    expected, tokens = logits.double().log_softmax(1), sampled.token_ids
+    assert sampled.logprobs is not None
+    assert tokens[1] == 5
+    torch.testing.assert_close(sampled.logprobs.chosen[1:].double(), expected[[1, 2], tokens[1:]], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sampled.logprobs.top[1].double(), expected[1].topk(4).values, atol=1e-5, rtol=1e-5)
+    assert sampled.logprobs.top_ids[1].tolist() == expected[1].topk(4).indices.tolist()
+    assert make(1003, params[:1]).sample(logits[:1], [0]).logprobs is None
+
+
+def test_bad_parameters_and_shapes_are_named(make: Make) -> None:
+    sampler = make(50, [SamplingParams()])
+    with pytest.raises(ValueError, match="token 50 is outside the vocabulary of 50"):
+        sampler.admit(0, SamplingParams(logit_bias={50: 1.0}))
+    with pytest.raises(ValueError, match="token 3 is NaN"):
+        sampler.admit(0, SamplingParams(logit_bias={3: math.nan}))
+    with pytest.raises(ValueError, match="logits"):
+        sampler.sample(torch.zeros(2, 50), [0])
+    with pytest.raises(IndexError):
+        sampler.admit(1, SamplingParams())

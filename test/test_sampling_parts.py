@@ -1,0 +1,89 @@
+"""The parts of sampling: Philox against its published vectors, the registry, the seats' tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sampling import philox, registry
+from sampling.naive import ranked_head
+from sampling.params import SamplingParams
+from sampling.seats import SeatTable
+from test.sampling_oracle import philox as numpy_philox
+from test.sampling_oracle import uniforms
+
+CPU = torch.device("cpu")
+ALL_ONES = 0xFFFFFFFF
+# Random123, kat_vectors: philox4x32 10.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ALL_ONES,) * 4, (ALL_ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], answer: tuple[int, ...]) -> None:
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
+    k0, k1 = (torch.tensor([word]) for word in key)
+    assert tuple(int(word) for word in philox.philox4x32((c0, c1, c2, c3), (k0, k1))) == answer
+    assert tuple(numpy_philox(np.array([counter], dtype=np.uint64), key)[0].tolist()) == answer
+
+
+def test_words_at_tokens_are_those_of_the_vocabulary() -> None:
+    seeds, steps = torch.tensor([5, philox.signed64(2**64 - 1)]), torch.tensor([0, 2**33 + 1])
+    whole = philox.words_of_vocab(seeds, steps, 1003, philox.DOMAIN_GUMBEL)
+    ids = torch.randperm(1003)[:100].repeat(2, 1)
+    assert torch.equal(philox.words_at(seeds, steps, ids, philox.DOMAIN_GUMBEL), whole.gather(1, ids))
+    expected = np.stack([uniforms(5, 0, 1003, 0), uniforms(2**64 - 1, 2**33 + 1, 1003, 0)])
+    assert np.array_equal(philox.to_uniform(whole).double().numpy(), expected)
+    assert not torch.equal(whole, philox.words_of_vocab(seeds, steps, 1003, philox.DOMAIN_NOISE))
+
+
+def test_uniform_stays_inside_and_gumbel_finite() -> None:
+    words = torch.tensor([0, 1, 2**31, 2**32 - 1])
+    u = philox.to_uniform(words)
+    assert ((u > 0) & (u < 1)).all()
+    assert philox.to_gumbel(words).isfinite().all()
+    assert philox.to_gumbel(words[:1]).item() == pytest.approx(22.8737, abs=1e-3)
+
+
+def test_ranked_head_orders_equal_values_by_id() -> None:
+    logits = torch.randint(0, 4, (6, 300), generator=torch.Generator().manual_seed(0)).float()
+    values, ids = ranked_head(logits, 300)
+    expected = torch.sort(logits, dim=1, descending=True, stable=True)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)
+
+
+def test_seen_tokens_outgrow_their_table() -> None:
+    table = SeatTable(2, 1000, CPU, countless_ids=[])
+    alphas = torch.tensor([[0.0, 0.0, 0.5]])
+    for token in [*range(150), 3]:
+        table.count([1], torch.tensor([1]), torch.tensor([token]), alphas)
+    assert table.num_seen.tolist() == [0, 150]
+    assert table.seen_ids[1, :150].tolist() == list(range(150))
+    assert table.seen_counts[1, 148:150].tolist() == [0.25, 0.5]
+    assert table.seen_counts[1, 3].item() == pytest.approx(1.0)
+
+
+def test_the_first_sampler_that_can_serve_is_chosen() -> None:
+    sampler, refusals = registry.choose_sampler(["rapid", "flashinfer", "naive"], CPU, 4, 100, [])
+    assert sampler.name == "naive"
+    assert set(refusals) == {"rapid", "flashinfer"}
+    assert "CUDA" in refusals["rapid"]
+    sampler.admit(0, SamplingParams(temperature=0.0))
+    assert sampler.sample(torch.arange(100.0).unsqueeze(0), [0]).token_ids.tolist() == [99]
+
+
+def test_unknown_samplers_and_none_left() -> None:
+    with pytest.raises(ValueError, match="unknown sampler 'fast'"):
+        registry.choose_sampler(["fast"], CPU, 4, 100, [])
+    with pytest.raises(RuntimeError, match="no sampler can serve: rapid: needs a CUDA device"):
+        registry.choose_sampler(["rapid"], CPU, 4, 100, [])
+    assert registry.order_from("flashinfer") == ["flashinfer", "rapid", "cpu", "naive"]
