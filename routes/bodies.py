@@ -5,6 +5,7 @@ Limits that a flag decides (number of contents, tokens) are judged in rows.py; t
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -21,19 +22,24 @@ StopToken = (
 )
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
 _SHOWN_CHARACTERS = 200
+_WORDING = re.compile(r"^(Input|List|String|Dictionary) should")
 
 
-class Body(BaseModel):
-    """What every request body has."""
+class Fields(BaseModel):
+    """Strict, forgiving only of what it does not know and of null."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    password: str = Field("", description="The service's password, where one is set and no Bearer token is sent.")
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, value: Any) -> Any:
         return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
+
+
+class Body(Fields):
+    """What every request body has."""
+
+    password: str = Field("", description="The service's password, where one is set and no Bearer token is sent.")
 
 
 class TextPart(BaseModel):
@@ -190,10 +196,11 @@ def validate(model: type[Body], data: Any) -> Any:
         first = error.errors(include_url=False)[0]
     location, given = _place(data, first["loc"])
     if location:
-        wording = first["msg"].replace("Input should be", "must be").replace("Field required", "must be given")
+        wording = _WORDING.sub("must", first["msg"]).replace("Field required", "must be given")
         message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {shown(given)}")
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
-    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=_first_form(data))
+    field = first.get("ctx", {}).get("field") or _first_form(data)
+    raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=shown(data.get(field)))
 
 
 def _first_form(data: dict[str, Any]) -> str:

@@ -19,7 +19,8 @@ from robyn import Headers, Request, Response, Robyn, StreamingResponse
 from routes.bodies import validate
 from routes.context import Context
 from routes.generate import BLANK, HEARTBEAT
-from routes.reply import Answer, Chunks, Reply, Stream, error_answer, native_error
+from routes.openai_errors import PREFIX, openai_error
+from routes.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
 from routes.route import Route
 from routes.rows import off_loop
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -221,18 +222,23 @@ def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
         methods = table.get(path)
         if methods is None:
             info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; /openapi.json lists them")
-            return _to_robyn(context, error_answer(info, native_error), None)
+            return _to_robyn(context, error_answer(info, _error_body(path)), None)
         allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
         if request.method == "OPTIONS":
             return _to_robyn(context, _preflight(allowed), None)
         info = ErrorInfo(
             kind=ErrorKind.METHOD_NOT_ALLOWED, message=f"{request.method} is not allowed on {path}, only {allowed}"
         )
-        answer = error_answer(info, native_error)
+        answer = error_answer(info, _error_body(path))
         answer.headers["Allow"] = allowed
         return _to_robyn(context, answer, None)
 
     return handler
+
+
+def _error_body(path: str) -> ErrorBody:
+    """How failures are written that belong to no route."""
+    return openai_error if path.startswith(PREFIX) else native_error
 
 
 def _preflight(allowed: str) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routes import big_batch, fim, multi_state, state, system, translate, v1, v2
+from routes import big_batch, fim, multi_state, openai_chat, openai_completions, state, system, translate, v1, v2
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -13,5 +13,7 @@ ROUTES: tuple[Route, ...] = (
     *translate.ROUTES,
     *state.ROUTES,
     *multi_state.ROUTES,
+    *openai_chat.ROUTES,
+    *openai_completions.ROUTES,
     *system.ROUTES,
 )

@@ -1,0 +1,138 @@
+"""What both OpenAI routes have in common: from a body to a job, and the frame of every answer and chunk."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from routes.batch import usage
+from routes.context import Context
+from routes.feed import ask, new_job_id
+from routes.generate import PlainDialect, RowResult
+from routes.openai_bodies import OpenAIBody
+from routes.openai_errors import openai_error
+from routes.reply import ErrorBody, sse
+from routes.rows import build_rows, invalid, off_loop
+from routes.text import RowNews
+from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
+
+FINGERPRINT = "fingerprint"
+"""Key of the model's fingerprint in `Context.shared`."""
+LOWEST_LOGPROB = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON does not have."""
+
+
+async def fingerprint(context: Context) -> str:
+    """`system_fingerprint`: which weights answer. Raises ServiceError while the engine is away."""
+    if FINGERPRINT not in context.shared:
+        status = await ask(context, "status")
+        assert isinstance(status, dict)
+        context.shared[FINGERPRINT] = f"fp_{str(status['fingerprint'])[:12]}"
+    return str(context.shared[FINGERPRINT])
+
+
+async def openai_rows(
+    context: Context,
+    body: OpenAIBody,
+    prompts: Sequence[str | list[int]],
+    stops: Sequence[int | str],
+    field: str,
+) -> list[GenerateRequest]:
+    """One row for each prompt, with `n` continuations. Raises ServiceError."""
+    if len(prompts) * body.n > context.config.max_contents:
+        limit = context.config.max_contents
+        raise invalid("n", f"{len(prompts)} prompts by {body.n} pass the limit of {limit} (--max-contents)", body.n)
+    size = sum(map(len, prompts))
+    rows = await off_loop(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field)
+    return [msgspec.structs.replace(row, n=body.n) for row in rows]
+
+
+def openai_job(body: OpenAIBody, rows: list[GenerateRequest], label: str) -> Job:
+    """The job of these rows."""
+    return Job(job_id=new_job_id(), rows=rows, sampler="rapid", timeout_s=body.timeout_s, label=label)
+
+
+def as_logprob(value: float) -> float:
+    """A log-probability with a JSON form."""
+    return max(value, LOWEST_LOGPROB)
+
+
+def token_text(token: bytes) -> str:
+    """A token as text; a part of a character is written as OpenAI does, `bytes:\\xe4`."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+class OpenAIDialect(PlainDialect):
+    """One object an answer, one choice a chunk: SDKs look at the first choice only."""
+
+    error_body: ErrorBody = staticmethod(openai_error)
+    id_prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(self, body: OpenAIBody, fingerprint: str, num_rows: int) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._n = body.n
+        self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._finishes: list[Finish | None] = [None] * num_rows
+
+    def piece(self, news: RowNews) -> dict[str, Any] | None:
+        """New text of a row as a choice; None if there is nothing to say."""
+        raise NotImplementedError
+
+    def end(self, row: int, reason: str) -> dict[str, Any]:
+        """The last choice of a row."""
+        raise NotImplementedError
+
+    def chunk(self, news: list[RowNews]) -> bytes:
+        """See Dialect."""
+        choices: list[dict[str, Any]] = []
+        for row in news:
+            piece = self.piece(row)
+            if piece is not None:
+                choices.append(piece)
+            if row.finish is not None:
+                self._finishes[row.row] = row.finish
+                choices.append(self.end(row.row, row.finish.reason))
+        return b"".join(map(self.frame, choices))
+
+    def frame(self, choice: dict[str, Any]) -> bytes:
+        """One chunk."""
+        body: dict[str, Any] = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        if self._tells_usage:
+            body["usage"] = None
+        return sse(body)
+
+    def closing(self) -> bytes:
+        """See Dialect."""
+        if not self._tells_usage:
+            return b""
+        counts = usage(self._finishes, self._n)
+        return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": counts})
+
+    def answer(self, choices: list[dict[str, Any]], rows: list[RowResult]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        counts = usage([row.finish for row in rows], self._n)
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": counts}
+
+
+def finish_reason(row: RowResult) -> str:
+    """Why a row ended."""
+    return "error" if row.finish is None else row.finish.reason
+
+
+def chosen(logprobs: Sequence[TokenLogprob]) -> list[float]:
+    """The tokens' own log-probabilities."""
+    return [as_logprob(token.logprob) for token in logprobs]

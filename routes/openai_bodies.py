@@ -1,0 +1,172 @@
+"""Request bodies of /openai, with the family's extras. What is not understood yet is refused, never ignored."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from routes import prompts
+from routes.bodies import Fields, Message, SamplingBody, SessionFields, StopToken
+from rwkv_batch.tokenizer import VOCAB_SIZE
+from sampling.params import SamplingParams
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+_BAN = -100.0
+"""OpenAI: a bias of -100 bans a token."""
+
+
+def _refused(value: Any) -> Any:
+    if value:
+        raise PydanticCustomError("unsupported", "is not supported by this service yet; leave it out")
+    return value
+
+
+def _no_call(value: Any) -> Any:
+    if value not in ("none", "auto"):
+        raise PydanticCustomError("unsupported", "must be 'none' or 'auto', since tools are not supported yet")
+    return value
+
+
+def _is_text(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type") != "text":
+        raise PydanticCustomError("unsupported", 'must be {"type": "text"}; other formats are not supported yet')
+    return value
+
+
+def _is_token(value: str) -> str:
+    if int(value) >= VOCAB_SIZE:
+        raise PydanticCustomError("token_id", "must be a token id of at most {highest}", {"highest": VOCAB_SIZE - 1})
+    return value
+
+
+Unsupported = Annotated[list[Any], AfterValidator(_refused)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,5}$"), AfterValidator(_is_token)]
+TokenId = Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]
+
+
+class StreamOptions(Fields):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
+
+
+class OpenAIBody(SessionFields, SamplingBody):
+    """What both OpenAI routes understand."""
+
+    n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt; they share its prefill.")
+    stop: StopText | list[StopText] = Field(
+        [], max_length=64, description="Texts that end an answer, beside `stop_tokens`."
+    )
+    presence_penalty: float | None = Field(None, ge=-100, le=100, description="OpenAI's name of alpha_presence.")
+    frequency_penalty: float | None = Field(None, ge=-100, le=100, description="OpenAI's name of alpha_frequency.")
+    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=1024, description="Token id -> what is added to its logit; -100 bans it."
+    )
+    stream_options: StreamOptions | None = None
+    user: str = Field("", max_length=1024, description="Accepted; nothing depends on it.")
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """How many rivals' log-probabilities are wanted with each token's own; None: not even that."""
+        return None
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """The family's own names win over OpenAI's where both are given."""
+        plain = super().sampling(seed)
+        renamed = {"alpha_presence": self.presence_penalty, "alpha_frequency": self.frequency_penalty}
+        given = {
+            name: value for name, value in renamed.items() if value is not None and name not in self.model_fields_set
+        }
+        bias = {int(token): -math.inf if value <= _BAN else value for token, value in self.logit_bias.items()}
+        return msgspec.structs.replace(plain, **given, logit_bias=bias, top_logprobs=self.asked_logprobs)
+
+
+class ChatBody(OpenAIBody):
+    """`/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1, description="The conversation.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="New name of max_tokens; it wins.")
+    logprobs: bool = Field(False, description="Tell the log-probability of each token, before truncation.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
+    enable_think: bool = Field(False, description="Let the model think; the thought comes as reasoning_content.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="How long it thinks; overrides enable_think."
+    )
+    tools: Unsupported = Field([], description="Not supported yet; refused.")
+    functions: Unsupported = Field([], description="Not supported; refused.")
+    tool_choice: Annotated[Any, AfterValidator(_no_call)] = "none"
+    response_format: Annotated[dict[str, Any], AfterValidator(_is_text)] = Field(
+        {"type": "text"}, description="Only text yet."
+    )
+
+    @property
+    def think(self) -> prompts.Think:
+        """How long the model thinks."""
+        if self.reasoning_effort is not None:
+            return prompts.EFFORTS[self.reasoning_effort]
+        return prompts.think_mode(self.enable_think)
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """See OpenAIBody."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+
+class CompletionBody(OpenAIBody):
+    """`/completions`: raw prompts."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+        description="A text, several, token ids, or several lists of token ids."
+    )
+    suffix: str | None = Field(None, description="Fill in what stands between each prompt and this text.")
+    max_tokens: int = Field(16, ge=1, description="Most tokens drawn per row.")
+    stop_tokens: list[StopToken] = Field([], max_length=64, description="Token ids and strings that end a row.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token and its n rivals.")
+    echo: bool = Field(False, description="Begin each answer with its prompt.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as n.")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """`prompt` as a list of prompts."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [token for token in self.prompt if isinstance(token, int)]
+        return [ids] if ids else self.prompt  # type: ignore[return-value]  # a list of integers is one prompt
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """See OpenAIBody."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.prompt:
+            raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "echo", "echo cannot be combined with logprobs: a prompt's are not computed", {"field": "echo"}
+            )
+        if self.best_of not in (None, self.n):
+            raise PydanticCustomError("best_of", "best_of must be left out or equal n", {"field": "best_of"})
+        if (self.suffix is not None or self.echo) and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise PydanticCustomError("suffix", "suffix and echo need prompts that are texts", {"field": "prompt"})
+        return self

@@ -1,0 +1,125 @@
+"""`POST /openai/v1/chat/completions`: conversations as OpenAI's SDKs speak them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from routes import prompts
+from routes.batch import given_stops
+from routes.context import Context
+from routes.generate import RowResult, run
+from routes.openai_answer import (
+    OpenAIDialect,
+    as_logprob,
+    fingerprint,
+    finish_reason,
+    openai_job,
+    openai_rows,
+    token_text,
+)
+from routes.openai_bodies import ChatBody
+from routes.openai_errors import openai_error
+from routes.reasoning import Parting
+from routes.reply import Reply
+from routes.route import SESSION_ERRORS, Route
+from routes.sessions import as_turn
+from routes.text import RowNews, Transcript
+from rwkv_batch.request import TokenLogprob
+
+PATH = "/openai/v1/chat/completions"
+
+
+class ChatDialect(OpenAIDialect):
+    """`chat.completion` and its chunks; thoughts apart from answers."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, fingerprint: str, num_rows: int) -> None:
+        super().__init__(body, fingerprint, num_rows)
+        self._tells_logprobs = body.logprobs
+        self._partings = [Parting(thinks=body.think is not prompts.Think.OFF) for _ in range(num_rows)]
+
+    def opening(self) -> bytes:
+        """See Dialect: the role of every choice."""
+        delta = {"role": "assistant", "content": ""}
+        choices = ({"index": row, "delta": delta, "finish_reason": None} for row in range(len(self._partings)))
+        return b"".join(map(self.frame, choices))
+
+    def piece(self, news: RowNews) -> dict[str, Any] | None:
+        """See OpenAIDialect."""
+        parted = self._partings[news.row].feed(news.text, news.finish is not None)
+        delta: dict[str, Any] = {}
+        if parted.reasoning:
+            delta["reasoning_content"] = parted.reasoning
+        if parted.content:
+            delta["content"] = parted.content
+        if not delta and not news.logprobs:
+            return None
+        choice: dict[str, Any] = {"index": news.row, "delta": delta, "finish_reason": None}
+        if self._tells_logprobs:
+            choice["logprobs"] = chat_logprobs(news.logprobs)
+        return choice
+
+    def end(self, row: int, reason: str) -> dict[str, Any]:
+        """See OpenAIDialect."""
+        return {"index": row, "delta": {}, "finish_reason": reason}
+
+    def whole(self, rows: list[RowResult]) -> Any:
+        """See Dialect."""
+        return self.answer([self._choice(index, row) for index, row in enumerate(rows)], rows)
+
+    def _choice(self, index: int, row: RowResult) -> dict[str, Any]:
+        parted = self._partings[index].feed(row.text, final=True)
+        message: dict[str, Any] = {"role": "assistant", "content": parted.content, "refusal": None}
+        if parted.reasoning:
+            message["reasoning_content"] = parted.reasoning
+        logprobs = chat_logprobs(row.logprobs) if self._tells_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(row)}
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs` of a chat's choice."""
+    content = [
+        {**_logprob(token.token, token.logprob), "top_logprobs": [_logprob(*rival) for rival in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": as_logprob(logprob), "bytes": list(token)}
+
+
+async def chat_completions(context: Context, body: ChatBody) -> Reply:
+    """Answer a conversation, `n` times from one prefill.
+
+    With `session_id` only what follows the last answer is read, once the session exists; its state holds the rest.
+    Thoughts come as `reasoning_content`.
+    """
+    own = given_stops(body)
+    stops = [*(prompts.THINK_FORMS[body.think].stops if own is None else own), *body.stop_texts]
+    rows = await openai_rows(context, body, [prompts.chat(body.messages, body.think)], stops, "messages")
+    if body.session_id is not None:
+        new = prompts.chat(prompts.new_messages(body.messages), body.think)
+        rows = as_turn(context, rows, body.session_id, new, "messages", wait=body.wait)
+    dialect = ChatDialect(body, await fingerprint(context), body.n)
+    return await run(context, openai_job(body, rows, PATH), dialect, Transcript(body.n), body.stream)
+
+
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        chat_completions,
+        ChatBody,
+        "Answer a conversation, as OpenAI's SDKs speak it.",
+        is_work=True,
+        streams=True,
+        error_body=openai_error,
+        errors=SESSION_ERRORS,
+        example={"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
+    ),
+)

@@ -1,0 +1,21 @@
+"""OpenAI's error object: what its SDKs turn into their exception classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+
+PREFIX = "/openai/"
+"""Every path under it answers in this form."""
+_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+_CODES = {ErrorKind.UNAUTHORIZED: "invalid_api_key", ErrorKind.OVERLOADED: "rate_limit_exceeded"}
+_SERVER_ERROR = 500
+
+
+def openai_error(info: ErrorInfo) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    status = info.kind.http_status
+    kind = "server_error" if status >= _SERVER_ERROR else _TYPES.get(status, "invalid_request_error")
+    code = _CODES.get(info.kind, info.kind.value)
+    return {"error": {"message": info.message, "type": kind, "param": info.field, "code": code}}

@@ -1,0 +1,85 @@
+"""Parts a thought from the answer after it, piece by piece, wherever the pieces cut the tags."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+OPEN = "<think>"
+CLOSE = "</think>"
+
+
+class _Place(enum.Enum):
+    START = enum.auto()
+    THOUGHT = enum.auto()
+    ANSWER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """New text of either kind."""
+
+    reasoning: str
+    content: str
+
+
+class Parting:
+    """One row's text. The white space around thought and answer is dropped; the pieces' borders do not matter."""
+
+    def __init__(self, thinks: bool) -> None:
+        """`thinks`: the prompt ended with `<think`, so the text begins with the end of that tag."""
+        self._place = _Place.THOUGHT if thinks else _Place.START
+        self._rest_of_tag = OPEN[-1] if thinks else ""
+        self._at_start = True
+        self._held = ""
+        """what may still turn out to be a tag, or white space before one"""
+
+    def feed(self, text: str, final: bool) -> Parted:
+        """What `text` makes certain; everything that is left with `final`."""
+        self._held += text
+        if self._place is _Place.START:
+            self._start(final)
+        reasoning = self._thought(final) if self._place is _Place.THOUGHT else ""
+        content = self._answer() if self._place is _Place.ANSWER else ""
+        return Parted(reasoning, content)
+
+    def _start(self, final: bool) -> None:
+        begun = self._held.lstrip()
+        if begun.startswith(OPEN):
+            self._place, self._held = _Place.THOUGHT, begun.removeprefix(OPEN)
+        elif final or not OPEN.startswith(begun):
+            self._place = _Place.ANSWER
+
+    def _thought(self, final: bool) -> str:
+        if self._at_start and not self._begin_thought():
+            return ""
+        end = self._held.find(CLOSE)
+        if end >= 0:
+            thought, self._held = self._held[:end].rstrip(), self._held[end + len(CLOSE) :]
+            self._place, self._at_start = _Place.ANSWER, True
+            return thought
+        sure = len(self._held) if final else _certain(self._held)
+        thought, self._held = self._held[:sure], self._held[sure:]
+        return thought
+
+    def _begin_thought(self) -> bool:
+        """Drop what stands before the thought; whether it has begun."""
+        if self._held:
+            self._held, self._rest_of_tag = self._held.removeprefix(self._rest_of_tag), ""
+        self._held = self._held.lstrip()
+        self._at_start = not self._held
+        return not self._at_start
+
+    def _answer(self) -> str:
+        answer, self._held = self._held, ""
+        if self._at_start:
+            answer = answer.lstrip()
+            self._at_start = not answer
+        return answer
+
+
+def _certain(text: str) -> int:
+    """How much of a thought cannot belong to the closing tag or to the white space before it."""
+    at = text.rfind(CLOSE[0], max(0, len(text) - len(CLOSE) + 1))
+    end = at if at >= 0 and CLOSE.startswith(text[at:]) else len(text)
+    return len(text[:end].rstrip())
