@@ -234,7 +234,7 @@ class StatePool:
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:
                 self._tiers.checkpoint(session)
-            if not (waiting or store.pending or self._tiers.busy or self._turns.pending):
+            if not (waiting or store.pending or self._tiers.busy or self._turns.unsaved):
                 return
             if store.degraded is None:
                 give_up = None

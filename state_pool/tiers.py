@@ -142,8 +142,12 @@ class Tiers:
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
             self.forget(session)
             return True
-        if not self.host_has_room():
-            return False
+        if not self.host_has_room() and not self._may_overflow():
+            if not session.reloadable:
+                self.checkpoint(session)
+                return False
+            self.forget(session)
+            return True
         reach("before_demotion")
         session.moving = True
 
@@ -314,11 +318,13 @@ class Tiers:
 
     def _trim_host(self) -> None:
         excess = len(self._index.l2) - self._config.l2_sessions
-        for session in list(self._index.l2)[:excess] if excess > 0 else ():
-            self._leave_host(session)
+        for session in list(self._index.l2) if excess > 0 else ():
+            if excess > 0 and not session.busy:  # those that somebody waits for are on their way up
+                self._leave_host(session)
+                excess -= 1
 
     def _leave_host(self, session: Session) -> None:
-        if session.busy or session.moving:
+        if session.moving:
             return
         if self._store is None:
             self.counters.lost += 1
@@ -345,6 +351,10 @@ class Tiers:
 
     def _store_trouble(self) -> str:
         return "" if self._store is None else self._store.degraded or "the disk failed"
+
+    def _may_overflow(self) -> bool:
+        """Without a disk, states that wait for slots in a full host memory must not block those that would leave."""
+        return self._store is None and self._leaving == 0
 
     def host_has_room(self) -> bool:
         """Whether another state may come to host memory; makes room if it can be had at once."""

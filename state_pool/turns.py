@@ -42,7 +42,12 @@ class Turns:
     @property
     def pending(self) -> bool:
         """Whether a turn or a lease waits for something that `poll` begins."""
-        return bool(self._unsaved) or self.supply.pending
+        return self.unsaved or self.supply.pending
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether checked-in turns still have to be handed to the writer."""
+        return bool(self._unsaved)
 
     # -- checkout --------------------------------------------------------------------------------------
 

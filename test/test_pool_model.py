@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.lease import Lease, LeaseState
 from state_pool.sessions import LINEAR
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 
 TOKENS = st.lists(st.integers(0, 65535), min_size=1, max_size=12)
 MAX_OPEN = 5

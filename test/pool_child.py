@@ -1,0 +1,109 @@
+"""A process to be killed: runs turns, forks and deletes on a pool and writes down each acknowledgement.
+
+`python -m test.pool_child FOLDER DURABILITY SEED`. Every line of FOLDER/journal is one JSON list:
+["try", session, parent, tokens] before a turn is recorded, ["ack", session, dialogue, parent, tokens] when it
+was told durable, ["deleting", session] and ["deleted", session] around a delete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from state_pool.config import PoolConfig
+from state_pool.lease import Lease, LeaseState
+from state_pool.sessions import LINEAR
+from test.pool_fakes import Driver, FakeArena, config_in
+
+SESSIONS = 10
+MAX_OPEN = 3
+
+
+def crash_config(folder: Path, durability: str) -> PoolConfig:
+    """Tiers so small that every kind of move happens within a second."""
+    return config_in(
+        folder,
+        durability=durability,
+        l1_sessions=2,
+        l2_sessions=2,
+        checkpoint_tokens=30,
+        checkpoint_idle_s=0.05,
+        transfer_states=2,
+    )
+
+
+class Worker:
+    """Runs until killed."""
+
+    def __init__(self, folder: Path, durability: str, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.driver = Driver(FakeArena(num_slots=12, delay=1), crash_config(folder, durability))
+        self.pool = self.driver.pool
+        self.open: list[tuple[Lease, str, int | None]] = []
+        self.dialogues: dict[str, list[int]] = {}
+        self.acks = 0
+
+    def note(self, *entry: Any) -> None:
+        """One line, in one write: a kill leaves it whole or absent."""
+        os.write(self.journal, (json.dumps(entry) + "\n").encode())
+
+    def run(self, turns: int) -> None:
+        """Random work, several turns at once."""
+        while self.acks < turns:
+            if len(self.open) < MAX_OPEN:
+                self.begin()
+            self.pool.poll()
+            for entry in list(self.open):
+                if entry[0].poll() is not LeaseState.WAITING:
+                    self.open.remove(entry)
+                    self.finish(*entry)
+            if self.draw.random() < 0.01:
+                self.delete(f"s{self.draw.randrange(SESSIONS)}")
+
+    def begin(self) -> None:
+        """Check out a session, or a fork of a dialogue that was acknowledged."""
+        name = f"s{self.draw.randrange(SESSIONS)}"
+        parent = None
+        if self.draw.random() < 0.3:
+            parent = self.draw.choice([0, *self.dialogues.get(name, [])])
+        self.open.append((self.pool.checkout(name, parent), name, parent))
+
+    def finish(self, lease: Lease, name: str, parent: int | None) -> None:
+        """One turn; its acknowledgement is written down when it arrives."""
+        if lease.state is LeaseState.FAILED:
+            self.pool.release(lease)
+            return
+        tokens = [self.draw.randrange(65536) for _ in range(self.draw.randrange(1, 16))]
+        slot = self.driver.compute(lease, tokens)
+        self.note("try", name, parent, tokens)
+
+        def durable(error: Exception | None) -> None:
+            if error is None:
+                self.acks += 1
+                dialogue = LINEAR if lease.dialogue_idx is None else lease.dialogue_idx
+                self.note("ack", name, dialogue, parent, tokens)
+                if parent is not None:
+                    self.dialogues.setdefault(name, []).append(dialogue)
+
+        self.pool.record(lease, tokens, durable)
+        self.pool.checkin(lease, slot)
+
+    def delete(self, name: str) -> None:
+        """A delete, waited for."""
+        self.driver.settle()
+        self.note("deleting", name)
+        self.driver.delete(name)
+        self.note("deleted", name)
+        self.dialogues.pop(name, None)
+
+
+if __name__ == "__main__":
+    worker = Worker(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    worker.note("started")
+    worker.run(turns=400)
+    worker.pool.close()
