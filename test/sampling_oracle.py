@@ -32,7 +32,8 @@ def uniforms(seed: int, step: int, vocab: int, domain: int) -> Floats:
     counter[:, 0], counter[:, 1:] = np.arange(blocks), (step & 0xFFFFFFFF, step >> 32, domain)
     words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)[:vocab]
     u = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    return np.minimum(u, np.float32(1 - 2.0**-24)).astype(np.float64)
+    below_one: Floats = np.minimum(u, np.float32(1 - 2.0**-24)).astype(np.float64)
+    return below_one
 
 
 @dataclass

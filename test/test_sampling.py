@@ -14,22 +14,43 @@ from torch import Tensor
 from native import machine
 from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
-from sampling.sampler import Sampler
+from sampling.sampler import Logprobs, Sampled, Sampler
 from test.sampling_oracle import OracleRow
 
 CPU = torch.device("cpu")
+ON_GPU = ("rapid",)
 VOCABS = (50, 1003, 65536)
 Make = Callable[..., Sampler]
 
 needs_cpp = pytest.mark.skipif(machine.why_no_cpp() is not None, reason=str(machine.why_no_cpp()))
 
 
-@pytest.fixture(params=["naive", pytest.param("cpu", marks=needs_cpp)])
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+class FromCpu:
+    """A sampler of another device behind tensors on the CPU."""
+
+    def __init__(self, inner: Sampler, device: torch.device) -> None:
+        self.name, self.admit, self._inner, self._device = inner.name, inner.admit, inner, device
+
+    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+        sampled = self._inner.sample(logits.to(self._device), seats)
+        given = sampled.logprobs
+        logprobs = Logprobs(given.chosen.cpu(), given.top_ids.cpu(), given.top.cpu()) if given else None
+        return Sampled(sampled.token_ids.cpu(), logprobs)
+
+
+@pytest.fixture(
+    params=["naive", pytest.param("cpu", marks=needs_cpp), *(pytest.param(n, marks=needs_gpu) for n in ON_GPU)]
+)
 def make(request: pytest.FixtureRequest) -> Make:
     """Makes a sampler with one seat per given parameters."""
 
     def make_sampler(vocab: int, rows: list[SamplingParams], countless: tuple[int, ...] = ()) -> Sampler:
-        sampler = sampler_class(request.param)(len(rows), vocab, CPU, list(countless))
+        device = torch.device("cuda") if request.param in ON_GPU else CPU
+        made = sampler_class(request.param)(len(rows), vocab, device, list(countless))
+        sampler: Sampler = FromCpu(made, device) if request.param in ON_GPU else made  # type: ignore[assignment]
         for seat, params in enumerate(rows):
             sampler.admit(seat, params)
         return sampler
@@ -119,9 +140,9 @@ def test_distribution(make: Make, vocab: int, cut: tuple[int, float]) -> None:
     assert counts[~kept].sum() == 0
     common = expected >= 5
     cells = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
-    cells = tuple(cell[cells[1] > 0] for cell in cells)
-    degrees = len(cells[0]) - 1
-    assert ((cells[0] - cells[1]) ** 2 / cells[1]).sum() < degrees + 4.8 * math.sqrt(2 * degrees) + 15
+    drawn, due = (cell[cells[1] > 0] for cell in cells)
+    degrees = len(due) - 1
+    assert ((drawn - due) ** 2 / due).sum() < degrees + 4.8 * math.sqrt(2 * degrees) + 15
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

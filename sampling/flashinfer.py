@@ -1,0 +1,129 @@
+"""FlashInfer's filters for v2, with this project's draw; optional package `flashinfer-python` (0.6.6 read).
+
+FlashInfer's top_k_top_p_sampling_from_probs takes one seed for a batch (`seed_arr[0]`, with the block's number as
+subsequence), so what a row draws would depend on its place among others, and it keeps all tokens that tie at the cut.
+Here its top_k and top_p renormalisation, both on the full distribution, say which tokens stay; ties are then cut by
+token id, and the draw is the Gumbel-max of the definition by (seed, step, token), in one launch of `rapid`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sampling.logprobs import raw_logprobs
+from sampling.naive import Plan, make_plan
+from sampling.params import Method, SamplingParams
+from sampling.rapid import RapidSampler
+from sampling.sampler import Sampled
+from sampling.seats import MAX_LOGIT, SeatTable, inverse_temperature, is_greedy
+
+
+@dataclass(slots=True)
+class Limits:
+    """What cuts the rows of a step; one entry per row, on the device."""
+
+    scale: Tensor
+    """1 / T fp32; 1 for greedy rows"""
+    top_k: Tensor
+    """int32, the vocabulary where off, 1 for greedy rows"""
+    top_p: Tensor
+    """fp32, 1 where off"""
+
+
+class FlashInferSampler:
+    """Sampler with FlashInfer's filters. One thread uses it."""
+
+    name = "flashinfer"
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Serves where `rapid` does and the package is installed."""
+        if device.type != "cuda":
+            return f"needs a CUDA device, this is {device}"
+        if importlib.util.find_spec("flashinfer") is None:
+            return "the package flashinfer-python is not installed"
+        return RapidSampler.why_not(device)
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+        reason = self.why_not(device)
+        if reason is not None:
+            raise RuntimeError(reason)
+        self._filters: ModuleType = importlib.import_module("flashinfer.sampling")
+        self.table = SeatTable(max_rows, vocab, device, countless_ids)
+        self._drawer = RapidSampler(max_rows, vocab, device, countless_ids=[])
+        self._steady: tuple[tuple[int, list[int]], Plan, Limits] | None = None
+
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias."""
+        self.table.admit(seat, params)
+        noisy = params.method is Method.NOISE and not is_greedy(params)
+        method = Method.NOISE if noisy else Method.STANDARD
+        self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed))
+
+    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+        """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it."""
+        logits = logits.float().contiguous()
+        plan, limits = self._plan_of(seats)
+        before = raw_logprobs(logits, plan.logprob_rows)
+        if plan.biased is not None:
+            self.table.add_bias(logits, *plan.biased)
+        if plan.penalised is not None:
+            rows, at, alphas, listed = plan.penalised
+            self.table.subtract_penalties(logits, rows, at, self.table.widest(listed), alphas)
+        infinity = float("inf")
+        logits.nan_to_num_(nan=-infinity, posinf=MAX_LOGIT, neginf=-infinity).clamp_(max=MAX_LOGIT)
+        scaled = self._cut(logits.mul_(limits.scale.unsqueeze(1)), limits)
+        tokens = torch.empty(len(seats), dtype=torch.int64, device=logits.device)
+        self._drawer.sample_on_device(scaled, plan.seats.int(), tokens)
+        if plan.penalised is not None:
+            self.table.count(listed, at, tokens[rows], alphas)
+        return Sampled(tokens, before.of(tokens, plan.num_logprobs) if before is not None else None)
+
+    def _plan_of(self, seats: list[int]) -> tuple[Plan, Limits]:
+        asked = (self.table.version, list(seats))
+        if self._steady is None or self._steady[0] != asked:
+            self._steady = (asked, make_plan(self.table, seats), make_limits(self.table, seats))
+        return self._steady[1:]
+
+    def _cut(self, scaled: Tensor, limits: Limits) -> Tensor:
+        """Scaled logits [R, V] with -inf for what is cut."""
+        probs = torch.softmax(scaled, dim=1)
+        kept = self._filters.top_k_renorm_probs(probs, limits.top_k) > 0
+        kept &= self._filters.top_p_renorm_probs(probs, limits.top_p) > 0
+        return scaled.masked_fill_(~cut_ties(scaled, probs, kept, limits), -float("inf"))
+
+
+def make_limits(table: SeatTable, seats: list[int]) -> Limits:
+    """The limits of these seats, as tensors."""
+    params = [table.params[seat] for seat in seats]
+    cut = [p.method is Method.STANDARD and not is_greedy(p) for p in params]
+    ranks = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
+    top_k = [1 if is_greedy(p) else k if c else table.vocab for p, k, c in zip(params, ranks, cut, strict=True)]
+    top_p = [min(p.top_p, 1.0) if c else 1.0 for p, c in zip(params, cut, strict=True)]
+    scale = [1.0 if is_greedy(p) else inverse_temperature(p) for p in params]
+    return Limits(
+        scale=torch.tensor(scale, device=table.device),
+        top_k=torch.tensor(top_k, dtype=torch.int32, device=table.device),
+        top_p=torch.tensor(top_p, device=table.device),
+    )
+
+
+def cut_ties(scaled: Tensor, probs: Tensor, kept: Tensor, limits: Limits) -> Tensor:
+    """Of the kept tokens that share the smallest kept value, only the first by id within the limits: [R, V] bool.
+
+    The j-th of them (from 0) stays if `above + j < top_k` and `mass above + j * its mass < top_p`.
+    """
+    smallest = scaled.masked_fill(~kept, float("inf")).amin(dim=1, keepdim=True)
+    above, ties = kept & (scaled > smallest), kept & (scaled == smallest)
+    mass_above = probs.masked_fill(~above, 0.0).sum(dim=1, dtype=torch.float64)
+    mass_each = probs.masked_fill(~ties, 0.0).amax(dim=1).double()
+    # One part in a million less: a quotient that is a whole number but for rounding counts as that number.
+    within_p = ((limits.top_p.double() - mass_above) / mass_each * (1 - 1e-6)).ceil()
+    within_p = torch.where(limits.top_p < 1, within_p, float("inf"))
+    count = torch.minimum(within_p, limits.top_k.double() - above.sum(dim=1)).clamp_(min=1)
+    return above | (ties & (ties.cumsum(dim=1) <= count.unsqueeze(1)))

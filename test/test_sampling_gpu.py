@@ -1,0 +1,132 @@
+"""What only a GPU shows: `rapid` in every launch shape, in a graph, on fp16; FlashInfer's filters. (-m gpu)"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import msgspec
+import pytest
+import torch
+
+from sampling.params import Method, SamplingParams
+from sampling.registry import sampler_class
+from sampling.sampler import Sampler
+from test.sampling_oracle import OracleRow
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+GPU = torch.device("cuda")
+VOCAB = 65536
+
+
+def mixed(rows: int) -> list[SamplingParams]:
+    """Rows of every sort, over and over, each with its own seed."""
+    sorts = [
+        SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996),
+        SamplingParams(temperature=0.0, alpha_presence=0.5),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_p=0.9, temperature=2.0),
+        SamplingParams(top_k=400, logit_bias={5: 3.0, 9: -math.inf}),
+        SamplingParams(top_p=0.3),
+        SamplingParams(method=Method.NOISE, noise=2.0),
+        SamplingParams(top_k=5000, top_p=0.99, temperature=3.0, alpha_frequency=1.0),
+        SamplingParams(top_k=1, logit_bias={7: 2.0}),
+    ]
+    return [msgspec.structs.replace(sorts[seat % len(sorts)], seed=seat * 2**35 + 3) for seat in range(rows)]
+
+
+def made(name: str, params: list[SamplingParams], vocab: int = VOCAB) -> Sampler:
+    sampler = sampler_class(name)(len(params), vocab, GPU, [11, 12])
+    for seat, row in enumerate(params):
+        sampler.admit(seat, row)
+    return sampler
+
+
+def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("rows", [1, 100, 200, 300])
+def test_rapid_equals_naive_in_every_launch_shape(rows: int) -> None:
+    params = mixed(rows)
+    rapid, naive = made("rapid", params), made("naive", params)
+    seats, different = list(range(rows)), 0
+    for step in range(6):
+        logits = random_logits(rows, step)
+        tokens = rapid.sample(logits, seats).token_ids
+        expected = naive.sample(logits.clone(), seats).token_ids
+        different += int((tokens != expected).sum())
+        assert different <= 1
+        if different:
+            return  # rounding decided once; from here on the rows' penalties differ
+
+
+@pytest.mark.parametrize("kind", ["flat", "tied", "holes", "outlier"])
+def test_rapid_on_rows_that_defeat_the_short_list(kind: str) -> None:
+    base = torch.randn(VOCAB, device=GPU, generator=torch.Generator(GPU).manual_seed(4)) * 3
+    row = {
+        "flat": torch.zeros_like(base),
+        "tied": (base / 4).round() * 4,
+        "holes": base.masked_fill(torch.arange(VOCAB, device=GPU) % 3000 != 7, -math.inf),
+        "outlier": torch.where(torch.arange(VOCAB, device=GPU) < 3, 1e25, base),
+    }[kind]
+    cuts = [(50, 1.0), (0, 0.6), (700, 0.9), (30000, 1.0), (0, 1e-4), (2, 0.5), (40000, 0.7)]
+    params = [SamplingParams(top_k=k, top_p=p, seed=s) for s in range(4) for k, p in cuts]
+    tokens = made("rapid", params).sample(row.repeat(len(params), 1), list(range(len(params)))).token_ids.tolist()
+    draws = [OracleRow(p).draw(row.cpu().numpy()) for p in params]
+    assert all(token == draw.token or draw.doubtful for token, draw in zip(tokens, draws, strict=True))
+
+
+def test_rapid_does_not_change_or_need_fresh_logits() -> None:
+    params = mixed(90)
+    logits = random_logits(90, 1)
+    kept = logits.clone()
+    made("rapid", params).sample(logits, list(range(90)))
+    assert torch.equal(logits, kept)
+
+
+def test_half_logits_draw_as_their_fp32_values() -> None:
+    params = mixed(90)
+    half, single = made("rapid", params), made("rapid", params)
+    for step in range(3):
+        logits = random_logits(90, step).half()
+        seats = list(range(90))
+        assert torch.equal(half.sample(logits, seats).token_ids, single.sample(logits.float(), seats).token_ids)
+
+
+def test_graph_replays_equal_eager_steps_with_padding() -> None:
+    params = mixed(60)
+    eager, graphed = made("rapid", params), made("rapid", params)
+    logits = torch.zeros(64, VOCAB, device=GPU)
+    seats = torch.tensor([*reversed(range(60)), 60, 60, 60, -1], dtype=torch.int32, device=GPU)
+    out = torch.full((64,), -7, dtype=torch.int64, device=GPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graphed.sample_on_device(logits, seats, out)  # type: ignore[attr-defined]
+    for step in range(5):
+        logits.copy_(random_logits(64, step))
+        graph.replay()
+        expected = eager.sample(logits[:60].clone(), list(reversed(range(60)))).token_ids
+        assert torch.equal(out[:60], expected)
+        assert out[60:].tolist() == [0, 0, 0, 0]
+
+
+def test_rapid_sample_checks_what_it_is_given() -> None:
+    rapid = made("rapid", mixed(4))
+    seats = torch.zeros(4, dtype=torch.int32, device=GPU)
+    with pytest.raises(TypeError, match=r"out: wants torch.int64"):
+        rapid.sample_on_device(random_logits(4, 0), seats, seats)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="logits: wants shape"):
+        rapid.sample(random_logits(4, 0, vocab=100), [0, 1, 2, 3])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
+def test_flashinfer_filters_as_the_definition_does() -> None:
+    """Same filters, same draws: equal to rapid but where the mass at a cut is rounded differently."""
+    params = mixed(90)
+    filtered, rapid = made("flashinfer", params), made("rapid", params)
+    logits = random_logits(90, 2)
+    logits[45:] = (logits[45:] * 2).round() / 2
+    seats = list(range(90))
+    tokens, expected = filtered.sample(logits.clone(), seats).token_ids, rapid.sample(logits.clone(), seats).token_ids
+    assert int((tokens != expected).sum()) <= 2
