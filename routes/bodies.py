@@ -70,13 +70,13 @@ class Message(BaseModel):
 class GenerationBody(Body):
     """Fields of every route that generates, however it draws."""
 
-    model: str = Field("rwkv7", max_length=256)
+    model: str = Field("rwkv7", max_length=256, description="Repeated in the answer.")
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
     stop_tokens: list[StopToken] = Field(
         list(DEFAULT_STOPS), max_length=64, description="Token ids and strings that end a row; they are not shown."
     )
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
-    stream: bool = False
+    stream: bool = Field(False, description="Answer with server-sent events.")
     chunk_size: int = Field(4, ge=1, le=65536, description="Tokens gathered per row before a delta is sent.")
     pad_zero: bool = Field(False, description="Put token 0 before the prompt.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Row i draws with seed + i.")
@@ -124,7 +124,9 @@ class PromptForms(Body):
     """What the native batch routes continue: raw prompts, a conversation, or text to fill in."""
 
     contents: list[str] = Field([], description="Raw prompts, one row each.")
-    messages: list[Message] = Field([], description="A conversation, instead of contents.")
+    messages: list[Message] = Field(
+        [], description='A conversation instead of contents: [{"role": "user", "content": "…"}].'
+    )
     prefix: str | list[str] = Field([], description="Fill in the middle: the text before, one per row.")
     suffix: str | list[str] = Field([], description="Fill in the middle: the text after, one per row.")
     enable_think: bool = Field(False, description="Let the model think before it answers (messages only).")

@@ -68,7 +68,7 @@ class OpenAIBody(SessionFields, SamplingBody):
     logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] = Field(
         {}, max_length=1024, description="Token id -> what is added to its logit; -100 bans it."
     )
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}: end with the usage.')
     user: str = Field("", max_length=1024, description="Accepted; nothing depends on it.")
 
     @property
@@ -95,7 +95,7 @@ class OpenAIBody(SessionFields, SamplingBody):
 class ChatBody(OpenAIBody):
     """`/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, description="The conversation.")
+    messages: list[Message] = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
     max_completion_tokens: int | None = Field(None, ge=1, description="New name of max_tokens; it wins.")
     logprobs: bool = Field(False, description="Tell the log-probability of each token, before truncation.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
@@ -105,7 +105,7 @@ class ChatBody(OpenAIBody):
     )
     tools: Unsupported = Field([], description="Not supported yet; refused.")
     functions: Unsupported = Field([], description="Not supported; refused.")
-    tool_choice: Annotated[Any, AfterValidator(_no_call)] = "none"
+    tool_choice: Annotated[Any, AfterValidator(_no_call)] = Field("none", description="Only none and auto yet.")
     response_format: Annotated[dict[str, Any], AfterValidator(_is_text)] = Field(
         {"type": "text"}, description="Only text yet."
     )

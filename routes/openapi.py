@@ -9,8 +9,9 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from routes.bodies import Body
-from routes.reply import JSON, SSE
+from routes.reply import JSON, SSE, native_error
 from routes.route import Route
+from rwkv_batch.errors import ErrorKind
 
 _ERROR = {
     "type": "object",
@@ -21,12 +22,37 @@ _ERROR = {
         "given": {"description": "The value that was refused."},
     },
 }
-_BODY_ERRORS = {
-    "400": "The body is not JSON, or not whole.",
-    "413": "The body is too large.",
-    "422": "A field is wrong.",
+_OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "Names the field, the limit, the value and the remedy."},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
 }
-_WORK_ERRORS = {"429": "Overloaded; see Retry-After.", "503": "Draining, or the engine is away.", "504": "Timed out."}
+_ERRORS = {
+    ErrorKind.NOT_JSON: "The body is not JSON, or not whole.",
+    ErrorKind.UNAUTHORIZED: "Wrong or missing password.",
+    ErrorKind.SESSION_NOT_FOUND: "No such session or dialogue, or it was deleted meanwhile.",
+    ErrorKind.SESSION_BUSY: "Another turn of the session runs and `wait` is false.",
+    ErrorKind.SESSION_UNUSABLE: "The session is of another model, or damaged.",
+    ErrorKind.BODY_TOO_LARGE: "The body is too large.",
+    ErrorKind.INVALID_FIELD: "A field is wrong.",
+    ErrorKind.OVERLOADED: "Overloaded; see Retry-After.",
+    ErrorKind.DRAINING: "The service is shutting down.",
+    ErrorKind.ENGINE_LOST: "The engine is away; try again in a moment.",
+    ErrorKind.TIMEOUT: "Timed out.",
+}
+_OF_BODIES = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
+_OF_WORK = (ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
 
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
@@ -44,19 +70,20 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
         "info": {"title": "RWKV-7 batch inference", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR, "OpenAIError": _OPENAI_ERROR},
             "securitySchemes": {"password": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    good: dict[str, Any] = {JSON: {}} if route.path != "/metrics" else {"text/plain": {}}
+    good: dict[str, Any] = {route.content_type: {}}
     if route.streams:
         good[SSE] = {"schema": {"type": "string", "description": 'With "stream": true; ends with data: [DONE].'}}
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
+    error = "Error" if route.error_body is native_error else "OpenAIError"
     for status, text in _errors(route).items():
-        schema = {"$ref": "#/components/schemas/Error"}
+        schema = {"$ref": f"#/components/schemas/{error}"}
         responses[status] = {"description": text, "content": {JSON: {"schema": schema}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
@@ -67,17 +94,19 @@ def _operation(route: Route) -> dict[str, Any]:
     if not route.is_public:
         operation["security"] = [{"password": []}, {}]
     if route.body is not None:
-        schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{route.body.__name__}"}}
+        if route.example is not None:
+            content["example"] = route.example
+        operation["requestBody"] = {"required": True, "content": {JSON: content}}
     return operation
 
 
 def _errors(route: Route) -> dict[str, str]:
-    errors = {} if route.is_public else {"401": "Wrong or missing password."}
-    if route.body is not None:
-        errors |= _BODY_ERRORS
-    if route.is_work:
-        errors |= _WORK_ERRORS
-    elif route.path in ("/readyz", "/status", "/metrics"):
-        errors["503"] = "The engine is away."
-    return errors
+    """Status -> what it means, in ascending order."""
+    kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED,))]
+    kinds += _OF_BODIES if route.body is not None else ()
+    kinds += _OF_WORK if route.is_work else ()
+    texts: dict[str, str] = {}
+    for kind in sorted(_ERRORS.keys() & set(kinds), key=lambda kind: kind.http_status):
+        texts[str(kind.http_status)] = " ".join(filter(None, (texts.get(str(kind.http_status)), _ERRORS[kind])))
+    return texts

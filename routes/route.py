@@ -8,7 +8,7 @@ from typing import Any
 
 from routes.bodies import Body
 from routes.context import Context
-from routes.reply import ErrorBody, Reply, native_error
+from routes.reply import JSON, ErrorBody, Reply, native_error
 from rwkv_batch.errors import ErrorKind
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
@@ -33,5 +33,7 @@ class Route:
     error_body: ErrorBody = native_error
     errors: tuple[ErrorKind, ...] = ()
     """What this route may answer beyond what its other fields imply."""
+    content_type: str = JSON
+    """Of a good answer that is no stream."""
     example: dict[str, Any] | None = None
     """A body that works, for the documentation."""

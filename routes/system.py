@@ -75,12 +75,13 @@ async def openapi(context: Context, query: dict[str, str]) -> Reply:
     return json_answer(document)
 
 
+AWAY = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Alive.", is_public=True),
-    Route("GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise."),
-    Route("GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes."),
-    Route("GET", "/metrics", metrics, None, "Figures for Prometheus."),
+    Route("GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise.", errors=AWAY),
+    Route("GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", errors=AWAY),
+    Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=AWAY),
     Route("GET", "/v1/models", models, None, "The models served."),
-    Route("POST", "/v1/tokens/count", count_tokens, CountBody, "Count tokens."),
+    Route("POST", "/v1/tokens/count", count_tokens, CountBody, "Count tokens.", example={"text": "Hello world!"}),
     Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routes import big_batch, fim, multi_state, openai_chat, openai_completions, state, system, translate, v1, v2
+from routes import big_batch, docs, fim, multi_state, openai_chat, openai_completions, state, system, translate, v1, v2
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -16,4 +16,5 @@ ROUTES: tuple[Route, ...] = (
     *openai_chat.ROUTES,
     *openai_completions.ROUTES,
     *system.ROUTES,
+    *docs.ROUTES,
 )

@@ -1,0 +1,174 @@
+"""The interface as a reader sees it: sections made from the OpenAPI document, printed as Markdown or as a web page.
+
+`python -m routes.reference` writes docs/api.md.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SERVER = "http://localhost:8000"
+API_PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+_SCHEMAS = "#/components/schemas/"
+_LIMITS = {
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
+    "minLength": "≥ {} characters",
+    "maxLength": "≤ {} characters",
+    "minItems": "≥ {} entries",
+    "maxItems": "≤ {} entries",
+    "maxProperties": "≤ {} entries",
+}
+TITLE = "The HTTP interface"
+INTRODUCTION = (
+    "Where a password is set, every route but the public ones wants it, as the header `Authorization: Bearer …` or as "
+    "the JSON field `password`. Unknown fields are ignored, null means the default. A stream is server-sent events, "
+    'ended by `data: [DONE]`; an error after it has begun is an event `data: {"error": …}`.'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLine:
+    """One field of a body."""
+
+    name: str
+    type: str
+    default: str
+    limits: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One method on one path."""
+
+    title: str
+    text: str
+    fields: list[FieldLine]
+    errors: list[tuple[str, str]]
+    curl: str
+
+
+def sections(document: dict[str, Any]) -> list[Section]:
+    """Every operation of an OpenAPI document, in its order."""
+    schemas = document["components"]["schemas"]
+    return [
+        _section(path, method.upper(), operation, schemas)
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+
+
+def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> Section:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    schema = schemas[body["schema"]["$ref"].removeprefix(_SCHEMAS)] if body else {}
+    wanted = schema.get("required", [])
+    fields = [_field(name, one, name in wanted) for name, one in schema.get("properties", {}).items()]
+    errors = [(status, one["description"]) for status, one in operation["responses"].items() if status != "200"]
+    text = operation["description"] if "security" in operation else f"{operation['description']} Public."
+    return Section(f"{method} {path}", text, fields, errors, curl(method, path, body.get("example")))
+
+
+def curl(method: str, path: str, example: dict[str, Any] | None) -> str:
+    """A command that works against a service at SERVER."""
+    if example is None:
+        return f"curl {'' if method == 'GET' else f'-X {method} '}{SERVER}{path}"
+    body = shlex.quote(json.dumps(example, ensure_ascii=False))
+    flag = " -N" if example.get("stream") else ""
+    return f"curl{flag} {SERVER}{path} -H 'Content-Type: application/json' -d {body}"
+
+
+def _field(name: str, schema: dict[str, Any], is_wanted: bool) -> FieldLine:
+    default = "required" if is_wanted else json.dumps(schema.get("default"), ensure_ascii=False)
+    limits = ", ".join(dict.fromkeys(_limits(schema)))
+    return FieldLine(name, " or ".join(dict.fromkeys(_types(schema))), default, limits, schema.get("description", ""))
+
+
+def _branches(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for branch in schema.get("anyOf", [schema]):
+        if branch.get("type") != "null":
+            yield branch
+
+
+def _types(schema: dict[str, Any]) -> Iterator[str]:
+    for branch in _branches(schema):
+        if "$ref" in branch:
+            yield str(branch["$ref"]).removeprefix(_SCHEMAS)
+        elif "enum" in branch:
+            yield ", ".join(f"`{value}`" for value in branch["enum"])
+        elif branch.get("type") == "array":
+            yield f"[{' or '.join(dict.fromkeys(_types(branch['items'])))}]"
+        else:
+            yield str(branch.get("type", "any"))
+
+
+def _limits(schema: dict[str, Any]) -> Iterator[str]:
+    for branch in _branches(schema):
+        yield from (text.format(branch[key]) for key, text in _LIMITS.items() if key in branch)
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The reference as Markdown."""
+    parts = [f"# {TITLE}\n\n{INTRODUCTION}\n\nMade by `python -m routes.reference` from the routes themselves.\n"]
+    for section in sections(document):
+        parts.append(f"## {section.title}\n\n{section.text}\n\n```sh\n{section.curl}\n```\n")
+        if section.fields:
+            rows = ["| field | type | default | limits | meaning |", "|---|---|---|---|---|"]
+            for one in section.fields:
+                cells = (f"`{one.name}`", one.type, f"`{one.default}`", one.limits, one.meaning)
+                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            parts.append("\n".join(rows) + "\n")
+        if section.errors:
+            parts.append("Errors: " + " ".join(f"**{status}** {text}" for status, text in section.errors) + "\n")
+    return "\n".join(parts)
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
+pre { background: #f2f2f2; padding: .6em; overflow-x: auto; }
+table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: .2em .5em; text-align: left; }
+summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } pre { background: #262626; } }
+"""
+
+
+def page(document: dict[str, Any]) -> str:
+    """The reference as a web page that needs nothing else, no network and no script."""
+    body = "".join(map(_html_section, sections(document)))
+    head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{_STYLE}</style>'
+    introduction = f'<p>{html.escape(INTRODUCTION)}</p><p><a href="/openapi.json">openapi.json</a></p>'
+    return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'
+
+
+def _html_section(section: Section) -> str:
+    escape = html.escape
+    cells = [(one.name, one.type, one.default, one.limits, one.meaning) for one in section.fields]
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    head = "<tr><th>field<th>type<th>default<th>limits<th>meaning</tr>"
+    table = f"<table>{head}{rows}</table>" if rows else ""
+    errors = "".join(f"<li><b>{status}</b> {escape(text)}</li>" for status, text in section.errors)
+    return (
+        f"<details><summary>{escape(section.title)}</summary><p>{escape(section.text)}</p>"
+        f"<pre>{escape(section.curl)}</pre>{table}<ul>{errors}</ul></details>"
+    )
+
+
+def main() -> None:
+    """Write docs/api.md."""
+    from routes.openapi import openapi_document
+    from routes.table import ROUTES
+
+    API_PAGE.parent.mkdir(exist_ok=True)
+    API_PAGE.write_text(markdown(openapi_document(ROUTES)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
