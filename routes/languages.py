@@ -57,9 +57,14 @@ def detect(text: str) -> str:
     return "zh-TW" if _letters_only_in(text, "big5", "gb2312") > _letters_only_in(text, "gb2312", "big5") else "zh-CN"
 
 
+def is_loaded() -> bool:
+    """Whether detection is quick by now."""
+    return bool(_identifier.cache_info().currsize)
+
+
 @functools.cache
 def _identifier() -> LanguageIdentifier:
-    """Loaded at first use, about a second."""
+    """Loaded at first use: about a second, 84 MB."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     identifier.set_languages(_DETECTED)
     return identifier

@@ -14,7 +14,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from routes import languages, system, translate
+from routes import system, translate
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.openapi import openapi_document
@@ -56,7 +56,6 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
     from routes.http import register
 
     def keep_house() -> None:
-        languages.detect("The first detection loads the model.")
         for turn in range(sys.maxsize):
             if turn < _WIDENINGS:
                 _widen(cpus)

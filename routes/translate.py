@@ -6,6 +6,7 @@ between paragraphs is kept as it is.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections import OrderedDict
@@ -148,7 +149,10 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
         raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
     cache: TranslationCache = context.shared[CACHE]
     characters = sum(map(len, body.text_list))
-    made = await off_loop(characters, plan, body, cache)
+    if body.source_lang.lower() == "auto" and not languages.is_loaded():
+        made = await asyncio.to_thread(plan, body, cache)
+    else:
+        made = await off_loop(characters, plan, body, cache)
     if not made.missing:
         return json_answer(made.assembled())
     rows = await off_loop(characters, _rows, context, made.missing)
@@ -169,4 +173,16 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     return await run_whole(context, job, Transcript(len(rows)), whole, native_error)
 
 
-ROUTES = (Route("POST", LABEL, batch_translate, TranslateBody, "Translate many texts, greedily.", is_work=True),)
+EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}
+ROUTES = (
+    Route(
+        "POST",
+        LABEL,
+        batch_translate,
+        TranslateBody,
+        "Translate many texts, greedily.",
+        is_work=True,
+        errors=(ErrorKind.TIMEOUT,),
+        example=EXAMPLE,
+    ),
+)
