@@ -195,7 +195,7 @@ def validate(model: type[Body], data: Any) -> Any:
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = _most_telling(data, error.errors(include_url=False))
     location, given = _place(data, first["loc"])
     if location:
         wording = _WORDING.sub("must", first["msg"]).replace("Field required", "must be given")
@@ -203,6 +203,12 @@ def validate(model: type[Body], data: Any) -> Any:
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
     field = first.get("ctx", {}).get("field") or _first_form(data)
     raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=shown(data.get(field)))
+
+
+def _most_telling(data: dict[str, Any], errors: list[Any]) -> Any:
+    """The first field's mistake; of the branches of a union that failed, the one that went deepest."""
+    same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    return max(same, key=lambda error: sum(map(_place(data, error["loc"])[0].count, ".[")))
 
 
 def _first_form(data: dict[str, Any]) -> str:

@@ -1,0 +1,231 @@
+"""OpenAI's dialect by itself, without a service: thoughts, bodies, chunks, errors.
+
+python test/test_openai_adapter.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TAGGED = [
+    (True, ">\nLet me see.\n\nYes.\n</think>\n\nHello <b>you</b>", "Let me see.\n\nYes.", "Hello <b>you</b>"),
+    (True, "></think>Hi", "", "Hi"),
+    (True, " no closing tag, 1 < 2 </thin", "no closing tag, 1 < 2 </thin", ""),
+    (True, ">a </think x </think> b", "a </think x", "b"),
+    (False, "\n Hello </think> there", "", "Hello </think> there"),
+    (False, " <think>\nhm\n</think>\nHi ", "hm", "Hi "),
+    (False, "<thin air", "", "<thin air"),
+    (False, "<thi", "", "<thi"),
+    (False, " \n", "", ""),
+    (True, "", "", ""),
+]
+
+
+def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
+    from routes.reasoning import Parting
+
+    parting = Parting(thinks)
+    news = [parting.feed(piece, final=False) for piece in pieces] + [parting.feed("", final=True)]
+    return "".join(one.reasoning for one in news), "".join(one.content for one in news)
+
+
+@pytest.mark.parametrize(("thinks", "text", "reasoning", "content"), TAGGED)
+def test_a_thought_is_parted_wherever_the_text_is_cut(thinks: bool, text: str, reasoning: str, content: str) -> None:
+    assert part(thinks, [text]) == (reasoning, content)
+    assert part(thinks, list(text)) == (reasoning, content)
+    for at in range(len(text)):
+        assert part(thinks, [text[:at], text[at:]]) == (reasoning, content)
+    dice = random.Random(7)
+    for _ in range(50):
+        cuts = sorted(dice.randrange(len(text) + 1) for _ in range(4))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert part(thinks, pieces) == (reasoning, content)
+
+
+def test_an_answer_is_not_held_back() -> None:
+    from routes.reasoning import Parting
+
+    parting = Parting(thinks=False)
+    assert [parting.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]
+
+
+def chat_body(**fields: Any) -> Any:
+    from routes.bodies import validate
+    from routes.openai_bodies import ChatBody
+
+    return validate(ChatBody, {"messages": [{"role": "user", "content": "a"}], **fields})
+
+
+def test_parameters_reach_the_sampler() -> None:
+    body = chat_body(
+        temperature=0.3, top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.25, top_k=7, alpha_decay=0.9,
+        logit_bias={"11": 5, "0": -100}, logprobs=True, top_logprobs=3,
+    )  # fmt: skip
+    params = body.sampling(41)
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.9, 7, 41)
+    assert (params.alpha_presence, params.alpha_frequency, params.alpha_decay) == (0.5, -0.25, 0.9)
+    assert params.logit_bias == {11: 5.0, 0: -math.inf}
+    assert params.top_logprobs == 3
+
+
+def test_the_familys_names_win_and_its_defaults_hold() -> None:
+    assert chat_body(presence_penalty=0.5, alpha_presence=1.5).sampling(0).alpha_presence == 1.5
+    plain = chat_body().sampling(0)
+    assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 50, 0.6)
+    assert (plain.alpha_presence, plain.alpha_frequency, plain.alpha_decay) == (2.0, 0.2, 0.996)
+    assert plain.top_logprobs is None
+    assert chat_body(logprobs=True).sampling(0).top_logprobs == 0
+
+
+def test_names_of_limits_and_of_thinking() -> None:
+    from routes.prompts import Think
+
+    assert chat_body(max_completion_tokens=5, max_tokens=9).max_tokens == 5
+    assert chat_body(stop="x").stop_texts == ["x"]
+    assert chat_body(stop=["x", "y"]).stop_texts == ["x", "y"]
+    assert chat_body(enable_think=True).think is Think.ON
+    assert chat_body(enable_think=True, reasoning_effort="none").think is Think.OFF
+    assert chat_body(reasoning_effort="high").think is Think.LONG
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{}]}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"65536": 1}}, "logit_bias.65536"),
+        ({"logit_bias": {"cat": 1}}, "logit_bias.cat"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    from routes.openai_errors import openai_error
+    from rwkv_batch.errors import ServiceError
+
+    with pytest.raises(ServiceError) as refusal:
+        chat_body(**fields)
+    error = openai_error(refusal.value.info)["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param.split("[", maxsplit=1)[0].split(".", maxsplit=1)[0] in error["message"]
+
+
+def test_harmless_forms_are_taken() -> None:
+    body = chat_body(
+        tools=[], tool_choice="auto", response_format={"type": "text"}, user="me", stream_options=None, n=None,
+        store=True, metadata={"a": "b"}, parallel_tool_calls=False, service_tier="auto",
+    )  # fmt: skip
+    assert body.n == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
+)
+def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
+    from routes.bodies import validate
+    from routes.openai_bodies import CompletionBody
+
+    assert validate(CompletionBody, {"prompt": prompt}).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": [5], "echo": True}, "prompt"),
+        ({"prompt": [5], "suffix": "b"}, "prompt"),
+    ],
+)
+def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> None:
+    from routes.bodies import validate
+    from routes.openai_bodies import CompletionBody
+    from rwkv_batch.errors import ServiceError
+
+    with pytest.raises(ServiceError) as refusal:
+        validate(CompletionBody, fields)
+    assert refusal.value.info.field == param
+
+
+def read_chunks(stream: bytes) -> list[dict[str, Any]]:
+    return [json.loads(event.removeprefix("data: ")) for event in stream.decode().split("\n\n") if event]
+
+
+def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
+    from routes.openai_chat import ChatDialect
+    from routes.text import RowNews
+    from rwkv_batch.request import Finish, FinishReason, TokenLogprob
+
+    body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)
+    dialect = ChatDialect(body, "fp_x", 2)
+    ends = [
+        Finish(reason=FinishReason.STOP, prompt_tokens=5, completion_tokens=row + 1, cached_tokens=4) for row in (0, 1)
+    ]
+    token = TokenLogprob(b"\xe4", -math.inf, [(b"a", -0.5)])
+    stream = dialect.opening()
+    stream += dialect.chunk([RowNews(0, ">hm</thi"), RowNews(1, ">x</think>y", logprobs=[token])])
+    stream += dialect.chunk([RowNews(0, "nk> Hi", finish=ends[0]), RowNews(1, "z", finish=ends[1])])
+    chunks = read_chunks(stream + dialect.closing())
+    *parts, last = chunks
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(chunk["object"] == "chat.completion.chunk" and chunk["system_fingerprint"] == "fp_x" for chunk in chunks)
+    assert all(len(chunk["choices"]) == 1 and chunk["usage"] is None for chunk in parts)
+    choices = [chunk["choices"][0] for chunk in parts]
+    assert [choice["delta"].get("role") for choice in choices[:2]] == ["assistant", "assistant"]
+    texts: dict[tuple[int, str], str] = {}
+    for choice in choices:
+        for kind in ("content", "reasoning_content"):
+            key = choice["index"], kind
+            texts[key] = texts.get(key, "") + choice["delta"].get(kind, "")
+    assert texts == {
+        (0, "content"): "Hi", (0, "reasoning_content"): "hm", (1, "content"): "yz", (1, "reasoning_content"): "x",
+    }  # fmt: skip
+    logprobs = [entry for choice in choices for entry in choice.get("logprobs", {}).get("content", [])]
+    assert logprobs == [
+        {
+            "token": "bytes:\\xe4", "logprob": -9999.0, "bytes": [0xE4],
+            "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
+        }
+    ]  # fmt: skip
+    assert [choice["index"] for choice in choices if choice["finish_reason"] == "stop"] == [0, 1]
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4},
+    }  # fmt: skip
+
+
+def test_every_kind_of_failure_has_a_form() -> None:
+    from routes.openai_errors import openai_error
+    from rwkv_batch.errors import ErrorInfo, ErrorKind
+
+    types = {kind: openai_error(ErrorInfo(kind=kind, message="m"))["error"] for kind in ErrorKind}
+    assert all(set(error) == {"message", "type", "param", "code"} for error in types.values())
+    assert types[ErrorKind.UNAUTHORIZED]["code"] == "invalid_api_key"
+    assert types[ErrorKind.OVERLOADED]["type"] == "rate_limit_error"
+    assert types[ErrorKind.ENGINE_LOST]["type"] == "server_error"
+
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parent.parent
+    sys.exit(pytest.main([__file__, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *sys.argv[1:]]))

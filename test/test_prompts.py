@@ -1,0 +1,95 @@
+"""The prompt forms, letter by letter."""
+
+from __future__ import annotations
+
+import pytest
+
+from routes import languages, prompts
+from routes.bodies import Message
+from routes.prompts import Think
+
+
+def talk(*turns: tuple[str, str]) -> list[Message]:
+    return [Message.model_validate({"role": role, "content": text}) for role, text in turns]
+
+
+TALK = talk(("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye"))
+SNAPSHOTS = {
+    Think.OFF: "System: Be kind.\n\nUser: Hi\n\nAssistant: Hello!\n\nUser: Bye\n\nAssistant: <think>\n</think>",
+    Think.ON: "System: Be kind.\n\nUser: Hi\n\nAssistant: Hello!\n\nUser: Bye\n\nAssistant: <think",
+    Think.SHORT: "System: Be kind.\n\nUser: Hi\n\nAssistant: Hello!\n\nUser: Bye (think a bit)\n\nAssistant: <think",
+    Think.MEDIUM: "System: Be kind.\n\nUser: Hi\n\nAssistant: Hello!\n\nUser: Bye (think)\n\nAssistant: <think",
+    Think.LONG: "System: Be kind.\n\nUser: Hi\n\nAssistant: Hello!\n\nUser: Bye (think a lot)\n\nAssistant: <think",
+}
+
+
+@pytest.mark.parametrize("think", list(Think))
+def test_every_think_mode(think: Think) -> None:
+    assert prompts.chat(TALK, think) == SNAPSHOTS[think]
+
+
+def test_a_thought_may_hold_blank_lines_and_the_word_user() -> None:
+    assert prompts.THINK_FORMS[Think.OFF].stops == (0, 261, 24281)
+    for think in (Think.ON, Think.SHORT, Think.MEDIUM, Think.LONG):
+        stops = prompts.THINK_FORMS[think].stops
+        thought = "First.\n\nUser wants a cat.\n\nSo: a cat."
+        assert not any(isinstance(stop, str) and stop in thought for stop in stops)
+        assert not {261, 24281} & set(stops)
+        assert "\n\nUser:" in stops
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\n\n\nb", "a\nb"),
+        ("a\r\n\r\nb\rc", "a\nb\nc"),
+        ("  indented\n    more  ", "  indented\n    more"),
+        ("\n\nends\n\n", "ends"),
+        ("", ""),
+    ],
+)
+def test_turns_lose_blank_lines_and_nothing_else(text: str, shown: str) -> None:
+    assert prompts.chat(talk(("user", text)), Think.ON) == f"User: {shown}".rstrip(" ") + "\n\nAssistant: <think"
+
+
+def test_roles() -> None:
+    turns = talk(("developer", "d"), ("user", "u"), ("tool", '{"a": 1}'), ("function", "2"))
+    expected = (
+        'System: d\n\nUser: u\n\nUser: Function output:\n{"a": 1}\n\nUser: Function output:\n2\n\nAssistant: <think'
+    )
+    assert prompts.chat(turns, Think.ON) == expected
+
+
+def test_a_hint_needs_a_user() -> None:
+    assert prompts.chat(talk(("system", "s")), Think.LONG) == "System: s\n\nAssistant: <think"
+
+
+def test_what_a_session_has_not_read() -> None:
+    assert prompts.new_messages(TALK) == TALK[3:]
+    assert prompts.new_messages(TALK[:2]) == TALK[1:2]
+    assert prompts.new_messages(TALK[:1]) == TALK[:1]
+    assert prompts.new_messages(TALK[:3]) == []
+    assert prompts.chat([], Think.OFF) == "Assistant: <think>\n</think>"
+
+
+def test_a_resumed_prompt_begins_with_one_blank_line() -> None:
+    assert prompts.resumed("User: a") == "\n\nUser: a"
+    assert prompts.resumed("\n\nUser: a") == "\n\nUser: a"
+    assert prompts.resumed("\nUser: a") == "\n\n\nUser: a"
+
+
+def test_fill_in_the_middle_and_translation() -> None:
+    assert prompts.fill_in_the_middle("def f(", "):") == "✿prefix✿✿suffix✿):✿middle✿def f("
+    assert prompts.translation("English", "Chinese", "a\n\nb") == "English: a\nb\n\nChinese:"
+
+
+def test_languages_by_code() -> None:
+    assert len(languages.NAMES) >= 100
+    assert len(set(languages.NAMES.values())) == len(languages.NAMES)
+    named = {
+        "en": "English", "zh": "Chinese", "zh-CN": "Chinese", "zh-TW": "Traditional Chinese",
+        "zh_Hant": "Traditional Chinese",
+        "ja": "Japanese", "ko": "Korean", "fr": "French", "de": "German", "es": "Spanish", "ru": "Russian",
+        "pt-BR": "Portuguese", "EN-us": "English", "iw": "Hebrew", "tlh": "tlh",
+    }  # fmt: skip
+    assert {code: languages.name_of(code) for code in named} == named
