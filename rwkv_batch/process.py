@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -57,6 +58,7 @@ def set_up_logging(process: str, style: LogStyle) -> None:
 
 def become_child(process: str, style: LogStyle) -> None:
     """Start of a supervised process: signals for the whole group are the supervisor's business."""
+    faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
