@@ -63,6 +63,8 @@ class Supply:
         for lease in waiting + list(session.queue):
             self.withdraw(lease)
             lease.state, lease.error = LeaseState.FAILED, error
+            if lease.session.active is lease:
+                lease.session.active = None
         session.queue.clear()
 
     def _try(self, lease: Lease) -> bool:

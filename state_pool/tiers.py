@@ -121,7 +121,10 @@ class Tiers:
         self._index.l2.pop(session, None)
 
     def _make_room(self) -> None:
-        session = next((s for s in self._index.l1 if self._may_leave(s) and s.slot != ZERO_SLOT), None)
+        parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._may_leave(s)]
+        unwanted = (s for s in parked if not s.readers)
+        # A state that somebody waits for goes too when he could not pin it: else it would block who could go on.
+        session = next(unwanted, None if self.can_pin or not parked else parked[-1])
         other = self.other.oldest() if self.other is not None else None
         if self.other is not None and other is not None and (session is None or other <= session.updated):
             self.other.evict()
@@ -129,7 +132,7 @@ class Tiers:
             self.demote(session)
 
     def _may_leave(self, session: Session) -> bool:
-        if session.slot is None or session.moving or session.readers or session.pending is not None:
+        if session.slot is None or session.moving or session.pending is not None:
             return False
         return self.slots.holders(session.slot) <= 1
 
@@ -153,7 +156,7 @@ class Tiers:
 
         def arrived(host: HostState) -> None:
             session.moving = False
-            if session.slot != slot or session.busy or session.deleted:
+            if session.slot != slot or not self._may_leave(session):
                 return
             self.slots.drop(slot)
             session.slot = None
@@ -310,7 +313,7 @@ class Tiers:
         index = self._index
         excess = len(index.l1) - self._leaving - self._config.l1_sessions
         for session in list(index.l1) if excess > 0 else ():
-            if excess > 0 and self._may_leave(session):
+            if excess > 0 and self._may_leave(session) and not session.readers:
                 if not self.demote(session):
                     break
                 excess -= 1

@@ -1,0 +1,378 @@
+"""What is wrong with a disk, a file or a row, and what the pool then says and keeps doing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.database import ProcessLock
+from state_pool.errors import DatabaseUnusable, PoolFull, SessionUnusable, TurnNotStored
+from state_pool.migrations import SCHEMA_VERSION
+from state_pool.store import Store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+
+WORDS = 4096
+MODES = pytest.mark.parametrize("durability", ["log", "turn"])
+
+
+def write_three(folder: Path, **changes: object) -> None:
+    """Sessions a, b and c with two turns each, stored and closed."""
+    driver = Driver(FakeArena(words=WORDS), config_in(folder, **changes))
+    for name in "abc":
+        driver.turn(name, [ord(name), 1])
+        driver.turn(name, [2, 3])
+    driver.pool.close()
+
+
+def holds(driver: Driver, name: str) -> bool:
+    """Whether the session is what `write_three` made it."""
+    return bool(np.array_equal(driver.state(name), state_of([ord(name), 1, 2, 3], WORDS)))
+
+
+def reopen(folder: Path, **changes: object) -> Driver:
+    """A new process's pool over the same file."""
+    return Driver(FakeArena(words=WORDS), config_in(folder, **changes))
+
+
+@contextlib.contextmanager
+def raw(folder: Path):
+    """The file behind the pool's back."""
+    with contextlib.closing(sqlite3.connect(folder / "sessions.db", isolation_level=None)) as connection:
+        yield connection
+
+
+def store_of(driver: Driver) -> Store:
+    """The pool's third tier."""
+    assert driver.pool._store is not None
+    return driver.pool._store
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (
+            "UPDATE state_chunks SET data = zeroblob(length(data)) WHERE id = (SELECT min(id) FROM state_chunks)",
+            "chunk",
+        ),
+        ("DELETE FROM state_chunks WHERE id = (SELECT min(id) + 1 FROM state_chunks)", "incomplete|damaged"),
+        ("UPDATE states SET num_tokens = 99 WHERE session = 1", "description"),
+    ],
+)
+def test_a_damaged_row_is_quarantined_and_the_rest_works(tmp_path: Path, damage: str, what: str) -> None:
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        connection.execute(damage)
+    driver = reopen(tmp_path)
+    with pytest.raises(SessionUnusable, match=what):
+        driver.state("a")
+    with pytest.raises(SessionUnusable, match=r"delete it|delete the session"):
+        driver.turn("a", [5])
+    assert holds(driver, "b")
+    assert holds(driver, "c")
+    driver.settle()
+    assert [entry["session_id"] for entry in driver.pool.stats()["quarantined"]] == ["a"]
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert driver.pool.stats()["quarantined_count"] == 1, "the quarantine outlives the process"
+    assert driver.delete("a") == 1
+    driver.turn("a", [7])
+    assert np.array_equal(driver.state("a"), state_of([7], WORDS))
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("damage", ["UPDATE turns SET tokens = zeroblob(8)", "DELETE FROM turns WHERE turn = 1"])
+def test_a_damaged_log_is_quarantined(tmp_path: Path, damage: str) -> None:
+    driver = reopen(tmp_path)
+    driver.turn("a", [1, 2])
+    driver.turn("a", [3, 4])
+    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        connection.execute(damage)
+    driver = reopen(tmp_path)
+    with pytest.raises(SessionUnusable, match="turn 1"):
+        driver.state("a")
+    driver.pool.close()
+
+
+def test_a_whole_history_rebuilds_a_damaged_state(tmp_path: Path) -> None:
+    write_three(tmp_path, retain_tokens=-1)
+    with raw(tmp_path) as connection:
+        connection.execute("UPDATE state_chunks SET data = zeroblob(length(data))")
+    driver = reopen(tmp_path, retain_tokens=-1)
+    for name in "abc":
+        assert holds(driver, name)
+    driver.pool.close()
+
+
+def test_another_model_is_refused_and_its_sessions_stay(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match=r"another model \(fingerprint model-a, this one is model-b\)"):
+        other.state("a")
+    other.turn("new", [1])
+    assert other.pool.stats()["quarantined_count"] == 0
+    other.pool.close()
+    driver = reopen(tmp_path)
+    assert holds(driver, "a")
+    driver.pool.close()
+
+
+def test_another_model_is_fed_the_whole_history_if_there_is_one(tmp_path: Path) -> None:
+    write_three(tmp_path, retain_tokens=-1)
+    other = Driver(FakeArena(words=WORDS, fingerprint="model-b"), config_in(tmp_path))
+    lease = other.ready(other.pool.checkout("a"))
+    assert lease.replay == [ord("a"), 1, 2, 3]
+    assert lease.num_tokens == 4
+    assert lease.exists
+    other.pool.release(lease)
+    other.pool.close()
+
+
+def test_another_state_layout_is_refused(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    layout = {"a.wkv": ("float16", (2 * (WORDS - 4),)), "a.shift": ("float32", (4,))}
+    other = Driver(FakeArena(words=WORDS, layout=layout), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match="layout"):
+        other.state("a")
+    other.pool.close()
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        connection.execute("INSERT INTO schema_migrations VALUES (?, 'from the future', 0)", (SCHEMA_VERSION + 1,))
+    with pytest.raises(DatabaseUnusable, match=f"has schema {SCHEMA_VERSION + 1}, this version knows"):
+        reopen(tmp_path)
+
+
+def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_three(tmp_path)
+    from state_pool import migrations
+
+    broken = ("adds a column, then fails", ("ALTER TABLE sessions ADD COLUMN extra", "NONSENSE"))
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
+    monkeypatch.setattr(migrations, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    with pytest.raises(DatabaseUnusable):
+        reopen(tmp_path)
+    monkeypatch.undo()
+    driver = reopen(tmp_path)
+    assert holds(driver, "a")
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        assert "extra" not in [row[1] for row in connection.execute("PRAGMA table_info(sessions)")]
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.9])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
+    write_three(tmp_path)
+    file = tmp_path / "sessions.db"
+    os.truncate(file, int(file.stat().st_size * keep))
+    with pytest.raises(DatabaseUnusable, match=r"truncated|malformed"):
+        reopen(tmp_path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db").write_text("this is a diary, not a database\n" * 100)
+    with pytest.raises(DatabaseUnusable, match="not an SQLite file"):
+        reopen(tmp_path)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseUnusable, match="there is no folder"):
+        reopen(tmp_path / "nowhere")
+
+
+def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("state_pool.database.BUSY_TIMEOUT_S", 0.1)
+    lock = ProcessLock(str(tmp_path / "sessions.db"))
+    with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
+        reopen(tmp_path)
+    lock.release()
+    reopen(tmp_path).pool.close()
+
+
+def test_sqlites_own_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("state_pool.database.BUSY_TIMEOUT_S", 0.1)
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(DatabaseUnusable, match="locked"):
+            reopen(tmp_path)
+
+
+_OPEN = """
+import os, sys
+if os.getuid() == 0:
+    os.setuid(65534)
+from pathlib import Path
+from test.pool_fakes import Driver, FakeArena, config_in
+Driver(FakeArena(words=4096), config_in(Path(sys.argv[1])))
+"""
+
+
+def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
+    """In a process that is not root, since nothing is read-only for root."""
+    write_three(tmp_path)
+    for path in [*tmp_path.iterdir(), tmp_path, *list(tmp_path.parents)[:3]]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    tmp_path.chmod(0o755)
+    assert done.returncode == 1
+    if "state_pool" in done.stderr:  # else not even the interpreter's own files can be read without rights
+        assert "is not writable" in done.stderr or "read" in done.stderr
+
+
+def break_disk(driver: Driver, how: str) -> None:
+    """Make every write fail, without needing rights: too few pages, or a connection that may not write."""
+    connection = store_of(driver).writer._connection
+    if how == "full":
+        connection.execute("PRAGMA max_page_count = 1")
+    else:
+        connection.execute("PRAGMA query_only = ON")
+
+
+def mend_disk(driver: Driver) -> None:
+    """Space and rights return."""
+    connection = store_of(driver).writer._connection
+    connection.execute("PRAGMA max_page_count = 1000000")
+    connection.execute("PRAGMA query_only = OFF")
+
+
+@MODES
+@pytest.mark.parametrize(("how", "words"), [("full", "no space is left"), ("read-only", "is read-only")])
+def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
+    tmp_path: Path, durability: str, how: str, words: str
+) -> None:
+    driver = reopen(tmp_path, durability=durability)
+    for name in "ab":
+        driver.turn(name, [ord(name), 1])
+    driver.settle()
+    break_disk(driver, how)
+    big = list(range(20_000))  # more than the free part of a page
+    for _ in range(3):
+        with pytest.raises(TurnNotStored, match=words):
+            driver.turn("a", big)
+    with pytest.raises(TurnNotStored, match=words):
+        driver.turn("unborn", big)
+    assert words in driver.pool.stats()["degraded"]
+    assert np.array_equal(driver.state("a"), state_of([ord("a"), 1], WORDS)), "the session is what it was"
+    assert driver.pool.status()["total_sessions"] == 2
+    mend_disk(driver)
+    driver.turn("a", [2, 3])
+    assert driver.pool.stats()["degraded"] is None
+    assert holds(driver, "a")
+    driver.turn("b", [2, 3])
+    driver.turn("c", [ord("c"), 1])
+    driver.turn("c", [2, 3])
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert all(holds(driver, name) for name in "abc")
+    driver.pool.close()
+
+
+@MODES
+def test_full_tiers_over_a_full_disk_go_on_serving(tmp_path: Path, durability: str) -> None:
+    """States cannot be checkpointed: with a log they are replayed, and no slot is ever stuck."""
+    driver = reopen(tmp_path, durability=durability, l1_sessions=2, l2_sessions=2, transfer_states=1)
+    names = [f"s{i}" for i in range(20)]
+    for name in names:
+        driver.turn(name, [1, 2, 3])
+    break_disk(driver, "full")
+    for name in names * 2:
+        assert np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS))
+    mend_disk(driver)
+    driver.pool.close()
+
+
+def test_a_full_real_disk(tmp_path: Path) -> None:
+    """The same on a file system of 2 MB, where this machine lets us mount one."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("needs the right to mount; the page limit test covers the rest")
+    try:
+        driver = reopen(mount)
+        driver.turn("a", [1, 2])
+        filler = mount / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+        with pytest.raises(TurnNotStored):
+            for _ in range(100):
+                driver.turn("b", list(range(2000)))
+        assert driver.pool.stats()["degraded"]
+        assert np.array_equal(driver.state("a"), state_of([1, 2], WORDS))
+        filler.unlink()
+        driver.turn("a", [3])
+        driver.pool.close()
+        driver = reopen(mount)
+        assert np.array_equal(driver.state("a"), state_of([1, 2, 3], WORDS))
+        driver.pool.close()
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_failed_delete_is_told_and_tried_again(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    driver.turn("a", [1])
+    driver.settle()
+    break_disk(driver, "read-only")
+    outcome = Outcome()
+    assert driver.pool.delete("a", on_durable=outcome) == 1
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], TurnNotStored)
+    assert driver.pool.status()["total_sessions"] == 0
+    mend_disk(driver)
+    driver.until(lambda: driver.pool.stats()["degraded"] is None)
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert driver.pool.status()["total_sessions"] == 0
+    driver.pool.close()
+
+
+def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
+    driver = reopen(tmp_path, state_db_max_gb=0.0005, l1_sessions=1, l2_sessions=1)
+    for i in range(60):
+        driver.turn(f"s{i}", [i])
+    driver.until(lambda: not store_of(driver).over_limit and driver.pool.status()["total_sessions"] < 60)
+    names = [entry["session_id"] for entry in driver.pool.status()["sessions"]]
+    assert names == [f"s{i}" for i in range(59, 59 - len(names), -1)], "the newest are left"
+    driver.pool.close()
+
+
+def test_the_disk_cap_refuses_new_sessions(tmp_path: Path) -> None:
+    driver = reopen(tmp_path, state_db_max_gb=0.0001, state_db_full="refuse", l1_sessions=1, l2_sessions=1)
+    with pytest.raises(PoolFull, match=r"limit of 0\.0001 GB"):
+        for i in range(60):
+            driver.turn(f"s{i}", [i])
+            driver.settle()
+    driver.turn("s0", [0])
+    driver.pool.close()
+
+
+def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> None:
+    driver = reopen(tmp_path, durability="lazy", l1_sessions=1, l2_sessions=1, transfer_states=1)
+    driver.turn("a", [1])
+    driver.settle()
+    break_disk(driver, "read-only")
+    driver.turn("a", [2])
+    for i in range(20):
+        driver.turn(f"s{i}", [i])
+    with pytest.raises(SessionUnusable, match="last turns were lost"):
+        driver.state("a")
+    mend_disk(driver)
+    driver.pool.close()

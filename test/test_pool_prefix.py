@@ -1,0 +1,192 @@
+"""The prefix cache: exact, bounded, and free for prompts that share nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from state_pool.arena import ZERO_SLOT
+from state_pool.recent import RecentPrompts, common_bytes
+from state_pool.records import pack_tokens
+from test.pool_fakes import Driver, FakeArena, config_in, state_of
+
+SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]
+
+
+class Prompts:
+    """Plays the engine's part: prefill by way of the cache."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        self.driver = Driver(FakeArena(num_slots=24), config_in(folder, state_db="", **changes))
+        self.pool = self.driver.pool
+        self.computed = 0
+
+    def prefill(self, tokens: list[int]) -> np.ndarray:
+        """The state after a prompt; counts the tokens that had to be computed."""
+        hit = self.pool.match_prefix(tokens)
+        read, at = (ZERO_SLOT, 0) if hit is None else (hit.slot, hit.num_tokens)
+        slot = self.driver.slot()
+        for border in [b for b in self.pool.prefix_borders(tokens) if b > at]:
+            self.driver.arena.run(read, slot, tokens[at:border])
+            self.computed += border - at
+            if hit is not None:
+                self.pool.unpin(hit)
+            fresh = self.driver.slot()
+            hit = self.pool.offer_prefix(tokens[:border], slot)
+            assert hit is not None
+            read, slot, at = hit.slot, fresh, border
+        self.driver.arena.run(read, slot, tokens[at:])
+        self.computed += len(tokens) - at
+        if hit is not None:
+            self.pool.unpin(hit)
+        state = self.driver.arena.memory[slot].copy()
+        self.pool.free(slot)
+        self.pool.poll()
+        return state
+
+    def close(self) -> None:
+        """Everything is given back."""
+        self.driver.settle()
+        assert self.pool.check_integrity() == []
+        self.pool.close()
+
+
+def test_a_shared_system_prompt_is_computed_once_more_and_then_never(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    for i in range(64):
+        tail = [60_000 + i, i, 7]
+        assert np.array_equal(prompts.prefill(SYSTEM + tail), state_of(SYSTEM + tail))
+    assert prompts.computed == 2 * len(SYSTEM) + 64 * 3
+    counters = prompts.pool.stats()["prefix_cache"]
+    assert (counters["hits"], counters["saved_tokens"], counters["stored"]) == (62, 62 * 2000, 1)
+    prompts.close()
+
+
+def test_prompts_that_wait_together_are_computed_once(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    waiting = [[*SYSTEM, 60000 + i, i] for i in range(64)]
+    for tokens in waiting:
+        prompts.pool.observe_prompt(tokens)
+    first = waiting[0]
+    assert not prompts.pool.awaits_prefix(first)
+    assert prompts.pool.prefix_borders(first, observed=True) == [2000]
+    assert all(prompts.pool.awaits_prefix(tokens) for tokens in waiting[1:])
+    slot = prompts.driver.slot()
+    prompts.driver.arena.run(ZERO_SLOT, slot, SYSTEM)
+    hit = prompts.pool.offer_prefix(SYSTEM, slot)
+    assert hit is not None
+    assert not any(prompts.pool.awaits_prefix(tokens) for tokens in waiting[1:])
+    for tokens in waiting[1:]:
+        found = prompts.pool.match_prefix(tokens)
+        assert found is not None
+        assert found.num_tokens == 2000
+        prompts.pool.unpin(found)
+    prompts.pool.unpin(hit)
+    prompts.close()
+
+
+def test_an_abandoned_border_is_not_waited_for(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    prompts.pool.observe_prompt([*SYSTEM, 1])
+    assert prompts.pool.prefix_borders([*SYSTEM, 2]) == [2000]
+    assert prompts.pool.awaits_prefix([*SYSTEM, 3])
+    prompts.pool.abandon_border(SYSTEM)
+    assert not prompts.pool.awaits_prefix([*SYSTEM, 3])
+    prompts.close()
+
+
+def test_prompts_that_share_nothing_cost_no_state(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    draw = random.Random(2)
+    for _ in range(50):
+        tokens = [draw.randrange(65536) for _ in range(500)]
+        assert prompts.pool.prefix_borders(tokens) == []
+        assert prompts.pool.match_prefix(tokens) is None
+    assert prompts.pool.stats()["prefix_cache"]["stored"] == 0
+    prompts.close()
+
+
+def test_a_growing_conversation_is_read_from_its_last_turn(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    draw = random.Random(3)
+    history = SYSTEM[:200]
+    for _ in range(12):
+        history = history + [draw.randrange(65536) for _ in range(100)]
+        assert np.array_equal(prompts.prefill(history), state_of(history))
+    assert prompts.computed < 12 * 250
+    prompts.close()
+
+
+def test_off_means_off(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path, prefix_cache_slots=0)
+    for i in range(5):
+        prompts.prefill([*SYSTEM, i])
+    assert prompts.computed == 5 * 2001
+    assert prompts.pool.stats()["prefix_cache"]["enabled"] is False
+    prompts.close()
+
+
+@pytest.mark.parametrize("l2", [0, 5])
+def test_the_cache_is_bounded_on_both_tiers(tmp_path: Path, l2: int) -> None:
+    prompts = Prompts(tmp_path, prefix_cache_slots=3, prefix_cache_l2=l2)
+    draw = random.Random(4)
+    heads = [[draw.randrange(65536) for _ in range(64)] for _ in range(20)]
+    for round_ in range(4):
+        for head in heads:
+            tokens = [*head, 1000 + round_, 5]
+            assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
+    prompts.driver.settle()
+    for _ in range(20):
+        prompts.pool._keep_house(0.0)
+        prompts.driver.settle()
+    cache = prompts.pool.stats()["prefix_cache"]
+    assert cache["l1"] <= 3
+    assert cache["l2"] <= l2
+    prompts.close()
+
+
+def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path, prefix_cache_slots=1)
+    draw = random.Random(5)
+    heads = [[draw.randrange(65536) for _ in range(64)] for _ in range(3)]
+    for _ in range(3):
+        for i, head in enumerate(heads):
+            tokens = [*head, i, 5]
+            assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
+            prompts.pool._keep_house(0.0)
+            prompts.driver.settle()
+    assert prompts.driver.arena.loads > 0
+    prompts.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=90), min_size=1, max_size=12), st.integers(0, 40))
+def test_output_equals_an_uncached_run(
+    tmp_path_factory: pytest.TempPathFactory, tails: list[list[int]], head: int
+) -> None:
+    """Few different tokens and long common beginnings: whatever hits, the state is that of the prompt."""
+    prompts = Prompts(tmp_path_factory.mktemp("prefix"), prefix_cache_slots=2, prefix_cache_l2=2)
+    for tail in tails:
+        tokens = [9] * head + tail
+        assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
+    prompts.close()
+
+
+@given(st.lists(st.integers(0, 2), max_size=20), st.lists(st.integers(0, 2), max_size=20))
+def test_common_beginnings(one: list[int], other: list[int]) -> None:
+    expected = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert common_bytes(pack_tokens(one), pack_tokens(other)) == 4 * expected
+
+
+def test_recent_prompts_are_bounded() -> None:
+    recent = RecentPrompts(max_bytes=100_000)
+    for i in range(1000):
+        recent.add(pack_tokens([i] * 200))
+        recent.add(pack_tokens([7] * 200))
+    assert recent.num_bytes <= 100_000
+    assert recent.shared_bytes(pack_tokens([7] * 201), observed=False) == [800] * 8

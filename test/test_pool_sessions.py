@@ -1,0 +1,272 @@
+"""Order within a session, forks, deletes, time limits, status: what a caller of the pool sees."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.config import PoolConfig
+from state_pool.errors import SessionBusy, SessionNotFound
+from state_pool.lease import LeaseState
+from state_pool.slots import Slots
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+
+
+@pytest.fixture(params=["log", "turn", "lazy", "memory"])
+def driver(request: pytest.FixtureRequest, tmp_path: Path):
+    """A pool of each durability, and one without a disk."""
+    changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
+    made = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
+    yield made
+    made.settle()
+    assert made.pool.check_integrity() == []
+    made.pool.close()
+
+
+def test_a_new_session_begins_from_zero_and_is_resumed_without_a_copy(driver: Driver) -> None:
+    lease = driver.turn("s", [1, 2])
+    assert not lease.exists
+    saves, loads = driver.arena.saves, driver.arena.loads
+    lease = driver.ready(driver.pool.checkout("s"))
+    assert (lease.exists, lease.replay, lease.num_tokens, lease.tier) == (True, [], 2, "L1 (VRAM)")
+    assert (driver.arena.saves, driver.arena.loads) == (saves, loads)
+    driver.pool.release(lease)
+
+
+def test_turns_of_one_session_come_in_order(driver: Driver) -> None:
+    leases = [driver.pool.checkout("s") for _ in range(4)]
+    assert [lease.poll() for lease in leases] == [LeaseState.READY, *[LeaseState.WAITING] * 3]
+    for i, lease in enumerate(leases):
+        driver.ready(lease)
+        assert lease.num_tokens == i
+        assert all(later.poll() is LeaseState.WAITING for later in leases[i + 1 :])
+        slot = driver.compute(lease, [i])
+        driver.pool.record(lease, [i], Outcome())
+        driver.pool.checkin(lease, slot)
+    driver.settle()
+    assert np.array_equal(driver.state("s"), state_of([0, 1, 2, 3]))
+
+
+def test_busy_is_told_at_once_if_wanted(driver: Driver) -> None:
+    lease = driver.pool.checkout("s")
+    with pytest.raises(SessionBusy, match="'s' is busy"):
+        driver.pool.checkout("s", wait=False)
+    driver.pool.release(lease)
+    driver.pool.release(driver.pool.checkout("s", wait=False))
+
+
+def test_a_dropped_turn_leaves_no_trace(driver: Driver) -> None:
+    driver.pool.release(driver.ready(driver.pool.checkout("never")))
+    assert driver.pool.status()["total_sessions"] == 0
+    driver.turn("s", [1])
+    lease = driver.ready(driver.pool.checkout("s"))
+    slot = driver.compute(lease, [9, 9])
+    driver.pool.free(slot)
+    driver.pool.release(lease)
+    assert np.array_equal(driver.state("s"), state_of([1]))
+
+
+def test_forks_never_change_their_parent(driver: Driver) -> None:
+    first = driver.turn("s", [1], branch_from=0)
+    second = driver.turn("s", [2], branch_from=1)
+    third = driver.turn("s", [3], branch_from=1)
+    fourth = driver.turn("s", [4], branch_from=0)
+    assert [lease.dialogue_idx for lease in (first, second, third, fourth)] == [1, 2, 3, 4]
+    for number, history in {1: [1], 2: [1, 2], 3: [1, 3], 4: [4]}.items():
+        assert np.array_equal(driver.state("s", number), state_of(history))
+    driver.turn("s", [5])
+    assert np.array_equal(driver.state("s"), state_of([5])), "the plain session stands beside its dialogues"
+    with pytest.raises(SessionNotFound, match="no dialogue 9"):
+        driver.pool.checkout("s", 9)
+
+
+def test_forks_of_one_parent_run_at_once(driver: Driver) -> None:
+    driver.turn("s", [1], branch_from=0)
+    leases = [driver.ready(driver.pool.checkout("s", 1)) for _ in range(3)]
+    assert len({lease.read_slot for lease in leases}) == 1
+    for i, lease in enumerate(leases):
+        slot = driver.compute(lease, [10 + i])
+        driver.pool.record(lease, [10 + i], Outcome())
+        driver.pool.checkin(lease, slot)
+    driver.settle()
+    for i, lease in enumerate(leases):
+        assert np.array_equal(driver.state("s", lease.dialogue_idx), state_of([1, 10 + i]))
+
+
+def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
+    driver.turn("s", [1])
+    running = driver.ready(driver.pool.checkout("s"))
+    waiting = driver.pool.checkout("s")
+    branch = driver.ready(driver.pool.checkout("s", 0))
+    assert driver.delete("s") == 1
+    for lease in (running, waiting, branch):
+        assert lease.deleted or lease is waiting
+        assert lease.poll() is LeaseState.FAILED
+        assert isinstance(lease.error, SessionNotFound)
+    slot = driver.compute(running, [2])
+    outcome = Outcome()
+    driver.pool.record(running, [2], outcome)
+    driver.pool.checkin(running, slot)
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], SessionNotFound)
+    driver.pool.release(waiting)
+    driver.pool.release(branch)
+    assert driver.pool.status()["total_sessions"] == 0
+    assert not driver.turn("s", [3]).exists
+    assert np.array_equal(driver.state("s"), state_of([3]))
+
+
+def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:
+    lease = driver.ready(driver.pool.checkout("s"))
+    slot = driver.compute(lease, [1])
+    outcome = Outcome()
+    driver.pool.record(lease, [1], outcome)
+    driver.pool.checkin(lease, slot)
+    driver.delete("s")
+    driver.settle()
+    assert outcome.known
+    assert driver.pool.status()["total_sessions"] == 0
+
+
+def test_what_a_delete_means(driver: Driver) -> None:
+    driver.turn("a", [1])
+    driver.turn("a", [1], branch_from=0)
+    driver.turn("a", [2], branch_from=1)
+    driver.turn("ab", [1])
+    driver.turn("a:1", [1])
+    assert driver.delete("nobody") == 0
+    assert driver.delete("a:1") == 1, "a session of that very name comes first"
+    assert driver.delete("a:1") == 1, "then the dialogue that is shown so"
+    assert np.array_equal(driver.state("a", 2), state_of([1, 2])), "its child needs it no more"
+    assert driver.delete("a") == 2
+    assert [entry["session_id"] for entry in driver.pool.status()["sessions"]] == ["ab"]
+    assert driver.delete("a", prefix=True) == 1
+
+
+def test_ids_are_opaque(driver: Driver) -> None:
+    names = ["../../etc/passwd", "'; DROP TABLE sessions; --", "s\x00t", "s", "S", "%", "_", "🙂" * 64, "s:1", " "]
+    for i, name in enumerate(names):
+        driver.turn(name, [i])
+    for i, name in enumerate(names):
+        assert np.array_equal(driver.state(name), state_of([i]))
+    assert driver.delete("%", prefix=True) == 1
+    with pytest.raises(SessionNotFound, match="not valid Unicode"):
+        driver.pool.checkout("\ud800")
+
+
+def test_status_lists_newest_first_in_pages(driver: Driver) -> None:
+    for i in range(6):
+        driver.turn(f"s{i}", [i])
+    driver.turn("s0", [1])
+    status = driver.pool.status(limit=2, offset=1)
+    assert [entry["session_id"] for entry in status["sessions"]] == ["s5", "s4"]
+    assert status["total_sessions"] == 6
+    assert status["sessions"][0]["cache_level"] == "L1 (VRAM)"
+    assert status["sessions"][0]["timestamp"] == pytest.approx(time.time(), abs=60)
+    assert driver.pool.stats()["sessions"] == 6
+
+
+def test_sessions_expire(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path, session_ttl_s=60.0))
+    driver.turn("old", [1])
+    next(iter(driver.pool._index)).updated -= 100
+    driver.turn("new", [1])
+    driver.until(lambda: driver.pool.status()["total_sessions"] == 1)
+    driver.settle()
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    assert [entry["session_id"] for entry in driver.pool.status()["sessions"]] == ["new"]
+    driver.pool.close()
+
+
+def test_memory_only_forgets_the_oldest() -> None:
+    driver = Driver(FakeArena(num_slots=8), PoolConfig(state_db="", l1_sessions=2, l2_sessions=3))
+    for i in range(30):
+        driver.turn(f"s{i}", [i])
+    driver.settle()
+    time.sleep(0.3)
+    driver.pool.poll()
+    driver.settle()
+    status = driver.pool.status()
+    assert status["total_sessions"] <= 2 + 3 + 4
+    assert status["sessions"][0]["session_id"] == "s29"
+    assert driver.pool.stats()["counters"]["lost"] == 30 - status["total_sessions"]
+    assert np.array_equal(driver.state("s29"), state_of([29]))
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_a_turn_given_up_after_it_was_recorded(tmp_path: Path, durability: str) -> None:
+    """With a log the turn stays, and is replayed; without, it is dropped and said to be."""
+    driver = Driver(FakeArena(), config_in(tmp_path, durability=durability))
+    driver.turn("s", [1])
+    lease = driver.ready(driver.pool.checkout("s"))
+    outcome = Outcome()
+    driver.pool.record(lease, [2], outcome)
+    driver.pool.release(lease)
+    driver.until(lambda: outcome.known)
+    assert outcome.ok == (durability != "turn")
+    assert np.array_equal(driver.state("s"), state_of([1] if durability == "turn" else [1, 2]))
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_pressure_never_deadlocks(tmp_path: Path, durability: str) -> None:
+    """More turns at once than slots: each gets its slots in the end."""
+    driver = Driver(
+        FakeArena(num_slots=6, delay=2),
+        config_in(tmp_path, durability=durability, l1_sessions=2, l2_sessions=1, transfer_states=1),
+    )
+    for i in range(12):
+        driver.turn(f"s{i}", [i])
+    leases = [driver.pool.checkout(f"s{i}") for i in range(12)]
+    done: list[Outcome] = []
+    deadline = time.monotonic() + 20
+    while len(done) < 12 or not all(outcome.known for outcome in done):
+        assert time.monotonic() < deadline, "stuck"
+        driver.pool.poll()
+        for i, lease in enumerate(leases):
+            if lease.poll() is LeaseState.READY and (slot := driver.pool.allocate()) is not None:
+                driver.arena.run(lease.read_slot, slot, [*lease.replay, 100 + i])
+                done.append(Outcome())
+                driver.pool.record(lease, [100 + i], done[-1])
+                driver.pool.checkin(lease, slot)
+    for i in range(12):
+        assert np.array_equal(driver.state(f"s{i}"), state_of([i, 100 + i]))
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+
+
+def test_a_release_while_waiting_keeps_the_order(driver: Driver) -> None:
+    first, second, third = (driver.pool.checkout("s") for _ in range(3))
+    driver.pool.release(second)
+    slot = driver.compute(first, [1])
+    driver.pool.record(first, [1], Outcome())
+    driver.pool.checkin(first, slot)
+    driver.ready(third)
+    assert np.array_equal(fold(driver.arena.memory[third.read_slot], third.replay), state_of([1]))
+    driver.pool.release(third)
+
+
+def test_slots_are_counted() -> None:
+    slots = Slots(5)
+    one, two, three = slots.take(), slots.take(), slots.take()
+    assert {one, two, three} == {2, 3, 4}
+    assert slots.take() is None
+    assert one is not None
+    slots.hold(one)
+    slots.drop(one)
+    assert slots.num_free == 0
+    slots.drop(one)
+    assert slots.num_free == 1
+    with pytest.raises(ValueError, match="more often"):
+        slots.drop(one)
+    with pytest.raises(ValueError, match="free"):
+        slots.hold(one)
+    with pytest.raises(ValueError, match="none to lend"):
+        Slots(2)
