@@ -224,8 +224,6 @@ def _place(data: Any, path: tuple[int | str, ...]) -> tuple[str, Any]:
             location, given = f"{location}[{step}]", given[step]
         elif isinstance(given, dict) and isinstance(step, str):
             location, given = f"{location}.{step}".lstrip("."), given.get(step)
-        else:
-            break
     return location, given
 
 
