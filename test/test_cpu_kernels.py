@@ -157,6 +157,32 @@ def test_a_state_strided_within_a_slot_is_refused() -> None:
         CpuOps().time_mix(one_layer(0), random_projections(1, False), None, arena[:, 0], random_inputs(BATCHES[0]))
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("lengths", "read", "write"),
+    [([1, 1], [0, 2], [2, SLOTS]), ([1, 1], [-1, 2], [2, 3]), ([1, 2], [0, 0], [2, 3]), ([2, 0], [0, 0], [2, 3])],
+)
+def test_rows_that_do_not_fit_are_refused(lengths: list[int], read: list[int], write: list[int]) -> None:
+    inputs, ops, layer = random_inputs((lengths, read, write)), CpuOps(), one_layer(0)
+    shifts, wkv, x = state(WIDTH, seed=5), state(WIDTH // 64, 64, 64, seed=6), normal(2, WIDTH, seed=1)
+    before = shifts.clone(), wkv.clone()
+    with pytest.raises(IndexError, match="do not fit"):
+        ops.shift_mix(x, None, layer.ln1, layer.att_mix, shifts[:, 0], inputs)
+    with pytest.raises(IndexError, match="do not fit"):
+        ops.time_mix(layer, random_projections(2, False), None, wkv[:, 0], inputs)
+    assert torch.equal(shifts, before[0]) and torch.equal(wkv, before[1])
+
+
+@needs_compiler
+def test_as_many_slots_as_rows() -> None:
+    inputs = random_inputs(([1, 1], [0, 2], [2, 3]))
+    inputs.write_slots = inputs.write_slots[:1]
+    with pytest.raises(ValueError, match="2 rows, but 2 slots to read and 1 to write"):
+        CpuOps().shift_mix(
+            normal(2, WIDTH, seed=1), None, one_layer(0).ln1, torch.rand(1, WIDTH), state(WIDTH, seed=5)[:, 0], inputs
+        )
+
+
 def test_without_a_compiler_the_reason_is_given_and_naive_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(library: object) -> None:
         raise BuildError("cannot build rwkv_cpu: no C++ compiler (g++ is not on the PATH)")

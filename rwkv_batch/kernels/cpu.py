@@ -102,10 +102,10 @@ class CpuOps(NaiveOps):
         call = ShiftMixCall(
             x.data_ptr(), _pointer(delta), total.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr(),
             mix.data_ptr(), shift.data_ptr(), shift.stride(0), *_rows(inputs),
-            inputs.read_slots.numel(), tokens, width, mix.shape[0],
+            inputs.read_slots.numel(), tokens, len(shift), width, mix.shape[0],
             scratch.data_ptr(), mixed.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        library().rwkv_shift_mix(ctypes.byref(call))
+        _raise_on(library().rwkv_shift_mix(ctypes.byref(call)), inputs, shift)
         return total, mixed
 
     def project(self, layer: Layer, mixed: Tensor) -> Projections:
@@ -148,9 +148,9 @@ class CpuOps(NaiveOps):
             layer.k_k.data_ptr(), layer.k_a.data_ptr(), layer.r_k.data_ptr(),
             layer.ln_x.weight.data_ptr(), layer.ln_x.bias.data_ptr(),
             y.data_ptr(), wkv.data_ptr(), wkv.stride(0), *_rows(inputs),
-            inputs.read_slots.numel(), wkv.shape[1], torch.get_num_threads(),
+            inputs.read_slots.numel(), len(y), len(wkv), wkv.shape[1], torch.get_num_threads(),
         )  # fmt: skip
-        library().rwkv_time_mix(ctypes.byref(call))
+        _raise_on(library().rwkv_time_mix(ctypes.byref(call)), inputs, wkv)
         return y, first
 
     def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
@@ -188,10 +188,20 @@ def _pointer(x: Tensor | None) -> int | None:
 
 def _rows(inputs: StepInputs) -> tuple[int, int, int]:
     """Pointers to where rows end and which slots they use."""
-    tensors = (inputs.cu_seqlens, inputs.read_slots, inputs.write_slots)
-    if any(t.dtype != torch.int64 or not t.is_contiguous() or t.device.type != "cpu" for t in tensors):
+    ends, read, write = inputs.cu_seqlens, inputs.read_slots, inputs.write_slots
+    if any(t.dtype != torch.int64 or not t.is_contiguous() or t.device.type != "cpu" for t in (ends, read, write)):
         raise ValueError("cu_seqlens, read_slots and write_slots are contiguous int64 on the CPU")
-    return tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()
+    if not ends.numel() - 1 == read.numel() == write.numel():
+        raise ValueError(f"{ends.numel() - 1} rows, but {read.numel()} slots to read and {write.numel()} to write")
+    return ends.data_ptr(), read.data_ptr(), write.data_ptr()
+
+
+def _raise_on(code: int, inputs: StepInputs, state: Tensor) -> None:
+    if code:
+        raise IndexError(
+            f"rows that end at {inputs.cu_seqlens.tolist()} with slots {inputs.read_slots.tolist()} -> "
+            f"{inputs.write_slots.tolist()} do not fit {len(state)} slots and the tokens given"
+        )
 
 
 def _check_slots(state: Tensor, inner: int) -> None:

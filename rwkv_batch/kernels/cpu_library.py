@@ -49,7 +49,7 @@ class ShiftMixCall(ctypes.Structure):
         *_pointers("x", "delta", "sum", "weight", "bias", "mix", "shift"),
         *_integers("shift_stride"),
         *_pointers("ends", "read", "write"),
-        *_integers("rows", "tokens", "width", "mixes"),
+        *_integers("rows", "tokens", "slots", "width", "mixes"),
         *_pointers("h", "mixed"),
         *_integers("threads"),
     ]
@@ -63,7 +63,7 @@ class TimeMixCall(ctypes.Structure):
         *_pointers("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias", "y", "wkv"),
         *_integers("slot_stride"),
         *_pointers("ends", "read", "write"),
-        *_integers("rows", "heads", "threads"),
+        *_integers("rows", "tokens", "slots", "heads", "threads"),
     ]
 
 
@@ -73,8 +73,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rwkv_pack_fp32": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_bf16": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_linear": (ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]),
-    "rwkv_shift_mix": (None, [ctypes.c_void_p]),
-    "rwkv_time_mix": (None, [ctypes.c_void_p]),
+    "rwkv_shift_mix": (ctypes.c_int64, [ctypes.c_void_p]),
+    "rwkv_time_mix": (ctypes.c_int64, [ctypes.c_void_p]),
 }
 
 

@@ -35,17 +35,24 @@ inline const Machine& this_machine() {
 // Launch on a stream so that, where the GPU can, the kernel's blocks come up while the kernel before still runs. Such
 // a kernel calls wait_for_inputs() before it reads what earlier kernels of the step wrote, or writes anything.
 template <typename... Params, typename... Args>
-inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
+inline void launch_with_shared(
+    void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, void* stream, const Args&... args) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &early;
     config.numAttrs = this_machine().early_launch ? 1 : 0;
     cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+template <typename... Params, typename... Args>
+inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
+    launch_with_shared(kernel, grid, threads, 0, stream, args...);
 }
 
 // Everything that earlier kernels wrote is visible after this.
@@ -62,10 +69,17 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-__device__ __forceinline__ float sigmoidf(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// Fast reciprocals (2 ulp of fp32) where an exact division would cost a dozen instructions; +inf gives 0.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
-// tanh through exp: exact to a few fp32 ulps where fp16 will be stored; saturates without NaN.
-__device__ __forceinline__ float tanh_exp(float x) { return 1.0f - 2.0f / (1.0f + __expf(2.0f * x)); }
+__device__ __forceinline__ float sigmoidf(float x) { return reciprocal(1.0f + __expf(-x)); }
+
+// tanh through exp: saturates without NaN.
+__device__ __forceinline__ float tanh_exp(float x) { return 1.0f - 2.0f * reciprocal(1.0f + __expf(2.0f * x)); }
 
 // Eight fp16 in one 16-byte register quad <-> eight fp32.
 __device__ __forceinline__ void unpack8(const uint4& packed, float (&out)[8]) {

@@ -10,10 +10,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <utility>
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #define WITH_AMX 1
 #include <immintrin.h>
 #include <sys/syscall.h>

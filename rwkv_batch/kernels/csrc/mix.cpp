@@ -30,7 +30,7 @@ struct ShiftMix {
   float* shift;        // [num_slots, C], rows `shift_stride` apart
   int64_t shift_stride;
   const int64_t *ends, *read, *write;  // cu_seqlens [B+1], slots [B]
-  int64_t rows, tokens, width, mixes;
+  int64_t rows, tokens, slots, width, mixes;
   float* h;            // [T, C] scratch: the norm's output
   float* mixed;        // [M, T, C]
   int64_t threads;
@@ -44,11 +44,22 @@ struct TimeMix {
   float* wkv;          // [num_slots, H, 64, 64], slots `slot_stride` apart
   int64_t slot_stride;
   const int64_t *ends, *read, *write;
-  int64_t rows, heads;
+  int64_t rows, tokens, slots, heads;
   int64_t threads;
 };
 
 namespace {
+
+// Whether every row has tokens and its slots exist: what would otherwise be a write anywhere.
+template <typename Call>
+bool rows_fit(const Call& c) {
+  if (c.ends[0] != 0 || c.ends[c.rows] != c.tokens) return false;
+  for (int64_t b = 0; b < c.rows; ++b) {
+    if (c.ends[b] >= c.ends[b + 1]) return false;
+    if (c.read[b] < 0 || c.read[b] >= c.slots || c.write[b] < 0 || c.write[b] >= c.slots) return false;
+  }
+  return true;
+}
 
 void layer_norm(const ShiftMix& c, int64_t t) {
   const int64_t n = c.width;
@@ -180,8 +191,10 @@ void head_of_row(const TimeMix& c, int64_t row, int64_t head) {
 }  // namespace
 
 // The norm of every token, then the mixes (which read the slots), then the slots' new values.
-EXPORT void rwkv_shift_mix(const ShiftMix* call) {
+// Returns 0, or 1 with nothing done when rows or slots do not fit.
+EXPORT int64_t rwkv_shift_mix(const ShiftMix* call) {
   const ShiftMix& c = *call;
+  if (!rows_fit(c)) return 1;
 #pragma omp parallel num_threads(int(c.threads)) if (c.tokens * c.width >= PARALLEL_FROM)
   {
 #pragma omp for schedule(static)
@@ -193,10 +206,14 @@ EXPORT void rwkv_shift_mix(const ShiftMix* call) {
       std::memcpy(c.shift + c.write[b] * c.shift_stride, c.h + (c.ends[b + 1] - 1) * c.width, c.width * sizeof(float));
     }
   }
+  return 0;
 }
 
-EXPORT void rwkv_time_mix(const TimeMix* call) {
+// Returns 0, or 1 with nothing done when rows or slots do not fit.
+EXPORT int64_t rwkv_time_mix(const TimeMix* call) {
   const TimeMix& c = *call;
+  if (!rows_fit(c)) return 1;
 #pragma omp parallel for num_threads(int(c.threads)) schedule(dynamic, 1)
   for (int64_t task = 0; task < c.rows * c.heads; ++task) head_of_row(c, task / c.heads, task % c.heads);
+  return 0;
 }

@@ -70,7 +70,7 @@ __device__ __forceinline__ StepVectors step_vectors(
 }
 
 // n^-2 of max(|kk|, 1e-12), from the sum of squares.
-__device__ __forceinline__ float inverse_square(float squares) { return 1.0f / fmaxf(squares, 1e-24f); }
+__device__ __forceinline__ float inverse_square(float squares) { return reciprocal(fmaxf(squares, 1e-24f)); }
 
 // Which 16 of the 64 keys thread q of a quad holds: pieces of 16 bytes, so that a quad reads 64 contiguous bytes.
 template <typename State>

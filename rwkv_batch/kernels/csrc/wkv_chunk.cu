@@ -142,7 +142,7 @@ __device__ __forceinline__ void prologue(
         log_w[i] = there ? make_float2(DECAY_SCALE * sigmoidf(h.w0.x + w.x), DECAY_SCALE * sigmoidf(h.w0.y + w.y))
                          : make_float2(0.0f, 0.0f);
         sum.x += log_w[i].x, sum.y += log_w[i].y;
-        inverse_norm[i] = sqrtf(inverse_square(warp_sum(x[i].kk * x[i].kk + z[i].kk * z[i].kk)));
+        inverse_norm[i] = rsqrtf(fmaxf(warp_sum(x[i].kk * x[i].kk + z[i].kk * z[i].kk), 1e-24f));
         kept.bonus[i] = warp_sum(x[i].bonus + z[i].bonus);
         kept.v[i] = make_float2(x[i].v, z[i].v);
         kept.g[i] = __half22float2(in.g[i]);
@@ -205,71 +205,98 @@ __device__ __forceinline__ void products(Shared& sh, int warp, int lane) {
     }
 }
 
-// T = (I - ba)^-1 - I, strictly lower: lane s solves column s from the top down.
+// T = (I - ba)^-1 - I, strictly lower: lane s solves column s from the top down. Rows of ba are read ahead, and nothing
+// is stored before all is solved, so that the chain is one of multiply-adds alone.
 __device__ __forceinline__ void substitute(Shared& sh, int warp, int lane) {
     const int s = lane & 15;
-    float column[CHUNK];
+    float column[CHUNK], own[CHUNK];
+#pragma unroll
+    for (int t = 0; t < CHUNK; ++t) own[t] = sh.ba[t][s];
 #pragma unroll
     for (int t = 0; t < CHUNK; ++t) {
-        float sum[2] = {sh.ba[t][s], 0.0f};
+        float sums[4] = {own[t], 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int m = 0; m < t; ++m) sum[m & 1] = fmaf(sh.ba[t][m], column[m], sum[m & 1]);
-        column[t] = sum[0] + sum[1];
-        if (lane < 16) sh.inverse[warp][t][s] = __float2half_rn(column[t]);
+        for (int m = 0; m < t; m += 4) {
+            const float4 row = *reinterpret_cast<const float4*>(&sh.ba[t][m]);
+            sums[0] = fmaf(row.x, column[m], sums[0]);
+            if (m + 1 < t) sums[1] = fmaf(row.y, column[m + 1], sums[1]);
+            if (m + 2 < t) sums[2] = fmaf(row.z, column[m + 2], sums[2]);
+            if (m + 3 < t) sums[3] = fmaf(row.w, column[m + 3], sums[3]);
+        }
+        column[t] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+    if (lane < 16) {
+#pragma unroll
+        for (int t = 0; t < CHUNK; ++t) sh.inverse[warp][t][s] = __float2half_rn(column[t]);
     }
     __syncwarp();
 }
 
-// Step 3 for this warp's 16 values: y of the chunk into shared memory, s to the chunk's end.
-__device__ __forceinline__ void advance(Shared& sh, float (&s)[8][4], int warp, int lane) {
-    const int g = lane >> 2, q = lane & 3, values = warp * 16;
-    float u[2][4] = {}, y[2][4] = {};
+// This warp's 16 values against 16 tokens: u and y of a chunk, [value][token].
+struct Outcome {
+    float u[2][4], y[2][4];
+};
+
+__device__ __forceinline__ void scale_state(float (&s)[8][4], const float* scales, int q) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-        const float2 scale = *reinterpret_cast<const float2*>(&sh.middle[n * 8 + 2 * q]);
+        const float2 scale = *reinterpret_cast<const float2*>(scales + n * 8 + 2 * q);
         s[n][0] *= scale.x, s[n][1] *= scale.y, s[n][2] *= scale.x, s[n][3] *= scale.y;
     }
+}
+
+// Step 3, what needs the operands only: the state's part of u and y.
+__device__ __forceinline__ Outcome from_state(const Shared& sh, float (&s)[8][4], int lane) {
+    Outcome o = {};
+    scale_state(s, sh.middle, lane & 3);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const Fragment state = as_operand(s[2 * j], s[2 * j + 1]);
         const Fragment a = right_operand(&sh.a[0][0], LD, j * 16, lane), r = right_operand(&sh.r[0][0], LD, j * 16, lane);
-        mma(u[0], state, a.x[0], a.x[1]);
-        mma(u[1], state, a.x[2], a.x[3]);
-        mma(y[0], state, r.x[0], r.x[1]);
-        mma(y[1], state, r.x[2], r.x[3]);
+        mma(o.u[0], state, a.x[0], a.x[1]);
+        mma(o.u[1], state, a.x[2], a.x[3]);
+        mma(o.y[0], state, r.x[0], r.x[1]);
+        mma(o.y[1], state, r.x[2], r.x[3]);
     }
+    return o;
+}
+
+// Step 3, the rest: y of the chunk into shared memory, s to the chunk's end.
+__device__ __forceinline__ void advance(Shared& sh, Outcome& o, float (&s)[8][4], int warp, int lane) {
+    const int g = lane >> 2, q = lane & 3, values = warp * 16;
     const Fragment v = left_operand_transposed(&sh.v[0][0], LD, values, lane);
     const Fragment ka = right_operand(&sh.ka[0][0], LD_SMALL, 0, lane), kr = right_operand(&sh.kr[0][0], LD_SMALL, 0, lane);
-    mma(u[0], v, ka.x[0], ka.x[1]);
-    mma(u[1], v, ka.x[2], ka.x[3]);
-    mma(y[0], v, kr.x[0], kr.x[1]);
-    mma(y[1], v, kr.x[2], kr.x[3]);
-    const Fragment t = right_operand(&sh.inverse[warp][0][0], LD_SMALL, 0, lane);
-    const Fragment right_hand = as_operand(u[0], u[1]);
-    mma(u[0], right_hand, t.x[0], t.x[1]);
-    mma(u[1], right_hand, t.x[2], t.x[3]);
-    const Fragment solved = as_operand(u[0], u[1]);
-    const Fragment br = right_operand(&sh.br[0][0], LD_SMALL, 0, lane);
-    mma(y[0], solved, br.x[0], br.x[1]);
-    mma(y[1], solved, br.x[2], br.x[3]);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sh.y[n * 8 + 2 * q + (i & 1)][values + g + (i >> 1) * 8] = y[n][i];
-    }
+    mma(o.u[0], v, ka.x[0], ka.x[1]);
+    mma(o.u[1], v, ka.x[2], ka.x[3]);
+    mma(o.y[0], v, kr.x[0], kr.x[1]);
+    mma(o.y[1], v, kr.x[2], kr.x[3]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        const Fragment b = right_operand_kn(&sh.b[0][0], LD, j * 16, lane), k = right_operand_kn(&sh.k[0][0], LD, j * 16, lane);
-        mma(s[2 * j], solved, b.x[0], b.x[1]);
-        mma(s[2 * j + 1], solved, b.x[2], b.x[3]);
+        const Fragment k = right_operand_kn(&sh.k[0][0], LD, j * 16, lane);
         mma(s[2 * j], v, k.x[0], k.x[1]);
         mma(s[2 * j + 1], v, k.x[2], k.x[3]);
     }
+    substitute(sh, warp, lane);
+    const Fragment t = right_operand(&sh.inverse[warp][0][0], LD_SMALL, 0, lane);
+    const Fragment right_hand = as_operand(o.u[0], o.u[1]);
+    mma(o.u[0], right_hand, t.x[0], t.x[1]);
+    mma(o.u[1], right_hand, t.x[2], t.x[3]);
+    const Fragment solved = as_operand(o.u[0], o.u[1]);
+    const Fragment br = right_operand(&sh.br[0][0], LD_SMALL, 0, lane);
+    mma(o.y[0], solved, br.x[0], br.x[1]);
+    mma(o.y[1], solved, br.x[2], br.x[3]);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        const float2 scale = *reinterpret_cast<const float2*>(&sh.last[n * 8 + 2 * q]);
-        s[n][0] *= scale.x, s[n][1] *= scale.y, s[n][2] *= scale.x, s[n][3] *= scale.y;
+    for (int j = 0; j < 4; ++j) {
+        const Fragment b = right_operand_kn(&sh.b[0][0], LD, j * 16, lane);
+        mma(s[2 * j], solved, b.x[0], b.x[1]);
+        mma(s[2 * j + 1], solved, b.x[2], b.x[3]);
     }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sh.y[n * 8 + 2 * q + (i & 1)][values + g + (i >> 1) * 8] = o.y[n][i];
+    }
+    scale_state(s, sh.last, q);
 }
 
 template <typename State>
@@ -331,9 +358,9 @@ __global__ void __launch_bounds__(THREADS, 3) wkv_chunk_kernel(const WkvArgs p) 
         __syncthreads();
         if (token + CHUNK < end) in.load(p, token + CHUNK, count_at(token + CHUNK), warp, channel);
         products(sh, warp, lane);
+        Outcome outcome = from_state(sh, s, lane);
         __syncthreads();
-        substitute(sh, warp, lane);
-        advance(sh, s, warp, lane);
+        advance(sh, outcome, s, warp, lane);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < PER_WARP; ++i) {

@@ -1,17 +1,26 @@
-// WKV with its prologue and epilogue for rows of one token: a block of 128 threads takes one head of several rows.
+// WKV with its prologue and epilogue for rows of one token. A group of 128 threads takes (head, row) pairs in turn.
 //
-// Memory bound: per (head, row) it reads and writes 64x64 of state (8 KiB each in fp16, 16 in fp32) and touches
-// 9 x 128 bytes of activations. So the state of the next row is on its way (in registers) while a row is computed;
-// warp 0 prepares the vectors of a row, warp 1 finishes the row before, all four warps do the recurrence in between:
-// one barrier per row. Shared memory: vectors [3][6][64] fp32, y [2][64] fp32.
+// Memory bound: per pair it reads and writes 64x64 of state (8 KiB each in fp16, 16 in fp32) and touches 9 x 128 bytes
+// of activations. So the states of the next STAGES pairs are on their way into a ring in shared memory (each thread
+// copies and reads its own pieces, no barrier) while a pair is computed; warp 0 prepares the vectors of a pair, warp 1
+// finishes the pair before, all four warps do the recurrence in between: one barrier of the group per pair.
+// A block holds as many groups as fill a processor.
+//
+// Shared memory per group: ring [3][4][128] x 16 bytes (fp16; fp32: [2][8][128]), vectors [3][6][64] fp32, y [2][64].
+#include <cuda_pipeline.h>
+
 #include "wkv.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 128;  // of a group
 template <typename State>
-constexpr int BLOCKS_PER_PROCESSOR = sizeof(State) == 2 ? 5 : 4;
+constexpr int STAGES = sizeof(State) == 2 ? 3 : 2;
+template <typename State>
+constexpr int GROUPS = sizeof(State) == 2 ? 5 : 4;
 enum Vec { VR, VDECAY, VKK, VKKA, VK, VV, VECS };
 
+template <typename State>
 struct Shared {
+    uint4 ring[STAGES<State>][2 * Keys<State>::PIECES][THREADS];
     float vectors[3][VECS][HEAD];
     float y[2][HEAD];
     float inv_square[3], bonus[3];
@@ -30,7 +39,8 @@ struct Inputs {
 };
 
 // The constants come out of L1 for every row: there are no registers to spare for them.
-__device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Shared& sh, int slot, int pair, int channel) {
+template <typename State>
+__device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Shared<State>& sh, int slot, int pair, int channel) {
     const HeadParams h(p, channel);
     const bool residual = p.v_first != nullptr;
     const float2 r = __half22float2(in.r), w = __half22float2(in.w), k = __half22float2(in.k), v = __half22float2(in.v);
@@ -48,56 +58,85 @@ __device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Sha
     if (pair == 0) sh.inv_square[slot] = inverse_square(squares), sh.bonus[slot] = bonus;
 }
 
+// A (head, row) pair: pairs are numbered head by head, so that a group mostly stays with one head's constants.
+struct Pair {
+    int number, head, row;
+
+    __device__ __forceinline__ Pair(int n, int rows) : number(n), head(n / rows), row(n % rows) {}
+    __device__ __forceinline__ void next(int rows) {
+        ++number;
+        if (++row == rows) row = 0, ++head;
+    }
+};
+
 template <typename State>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR<State>) wkv_decode_kernel(const WkvArgs p, int rows_per_block) {
-    __shared__ __align__(16) Shared sh;
-    const int head = blockIdx.x, tid = threadIdx.x, warp = tid >> 5, pair = (tid & 31) * 2;
-    const int q = tid & 3, first_row = tid >> 2, channel = head * HEAD + pair;
-    const int begin = blockIdx.y * rows_per_block, end = min(begin + rows_per_block, p.rows);
-    State* const states = static_cast<State*>(p.state) + static_cast<int64_t>(head) * HEAD * HEAD + first_row * HEAD;
-    const int64_t stride = static_cast<int64_t>(p.heads) * HEAD;
-    RawKeys<State> low, high;
-    // The slot's number of one row further ahead: a load that waits for it would hold up the warp.
-    int64_t next_slot = p.read_slots[begin];
-    const auto fetch_state = [&](int row) {
-        const State* in = states + next_slot * p.slot_stride;
-        if (row + 1 < end) next_slot = p.read_slots[row + 1];
-        low.load(in, q);
-        high.load(in + 32 * HEAD, q);
+__global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(const WkvArgs p, int pairs_per_group) {
+    extern __shared__ __align__(16) unsigned char dynamic[];
+    const int group = threadIdx.x / THREADS, tid = threadIdx.x % THREADS, warp = tid >> 5, lane2 = (tid & 31) * 2;
+    Shared<State>& sh = reinterpret_cast<Shared<State>*>(dynamic)[group];
+    const int q = tid & 3, first_row = tid >> 2, groups = blockDim.x / THREADS;
+    const int begin = (blockIdx.x * groups + group) * pairs_per_group, end = min(begin + pairs_per_group, p.rows * p.heads);
+    if (begin >= end) return;
+    State* const states = static_cast<State*>(p.state) + first_row * HEAD;
+    const int64_t width = static_cast<int64_t>(p.heads) * HEAD;
+    using K = Keys<State>;
+
+    Pair ahead(begin, p.rows);
+    int64_t ahead_slot = p.read_slots[ahead.row];  // known one pair early: a load that waits for it would hold up the warp
+    const auto fetch = [&](int stage) {
+        if (ahead.number < end) {
+            const State* in = states + ahead_slot * p.slot_stride + ahead.head * (HEAD * HEAD);
+#pragma unroll
+            for (int i = 0; i < 2 * K::PIECES; ++i) {
+                const State* at = in + (i / K::PIECES) * 32 * HEAD + K::at(q, i % K::PIECES);
+                __pipeline_memcpy_async(&sh.ring[stage][i][tid], at, 16);
+            }
+            ahead.next(p.rows);
+            if (ahead.number < end) ahead_slot = p.read_slots[ahead.row];
+        }
+        __pipeline_commit();
     };
-    fetch_state(begin);
+    for (int stage = 0; stage < STAGES<State>; ++stage) fetch(stage);
     let_next_start();
     wait_for_inputs();
+    Pair now(begin, p.rows), coming = now, before = now;
     Inputs in;
     __half2 gate;
-    const auto fetch_inputs = [&](int row) {
-        if (warp == 0) in.load(p, row * stride + channel);
-    };
-    const auto finish = [&](int row, int slot, int turn) {
+    const auto channel_of = [&](const Pair& pair) { return pair.head * HEAD + lane2; };
+    if (warp == 0) in.load(p, now.row * width + channel_of(now));
+    const auto finish = [&](const Pair& pair, int slot, int turn) {
+        const int channel = channel_of(pair);
         const float2 weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
         const float2 bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
         const float2 out = wkv_epilogue(
-            *reinterpret_cast<const float2*>(&sh.y[turn][pair]), sh.bonus[slot],
-            *reinterpret_cast<const float2*>(&sh.vectors[slot][VV][pair]), __half22float2(gate), weight, bias);
-        *reinterpret_cast<__half2*>(p.y + row * stride + channel) = __floats2half2_rn(out.x, out.y);
+            *reinterpret_cast<const float2*>(&sh.y[turn][lane2]), sh.bonus[slot],
+            *reinterpret_cast<const float2*>(&sh.vectors[slot][VV][lane2]), __half22float2(gate), weight, bias);
+        *reinterpret_cast<__half2*>(p.y + pair.row * width + channel) = __floats2half2_rn(out.x, out.y);
     };
-    fetch_inputs(begin);
-    int slot = 0;
-    for (int row = begin; row < end; ++row) {
-        const int turn = (row - begin) & 1;
+    const auto barrier = [&] { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
+    int slot = 0, turn = 0, stage = 0;
+    for (; now.number < end; before = now, now = coming) {
+        __pipeline_wait_prior(STAGES<State> - 1);
         float s[2][16];
-        low.unpack(s[0]);
-        high.unpack(s[1]);
-        State* const out = states + p.write_slots[row] * p.slot_stride;
-        if (warp == 0) prologue(p, in, sh, slot, pair, channel);
-        if (row + 1 < end) {
-            fetch_state(row + 1);
-            fetch_inputs(row + 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            RawKeys<State> raw;
+#pragma unroll
+            for (int i = 0; i < K::PIECES; ++i) raw.pieces[i] = sh.ring[stage][half * K::PIECES + i][tid];
+            raw.unpack(s[half]);
         }
-        __syncthreads();
+        fetch(stage);
+        stage = stage + 1 == STAGES<State> ? 0 : stage + 1;
+        State* const out = states + p.write_slots[now.row] * p.slot_stride + now.head * (HEAD * HEAD);
+        coming.next(p.rows);
+        if (warp == 0) {
+            prologue(p, in, sh, slot, lane2, channel_of(now));
+            if (coming.number < end) in.load(p, coming.row * width + channel_of(coming));
+        }
+        barrier();
         if (warp == 1) {
-            if (row > begin) finish(row - 1, slot == 0 ? 2 : slot - 1, turn ^ 1);
-            gate = *reinterpret_cast<const __half2*>(p.g + row * stride + channel);
+            if (now.number > begin) finish(before, slot == 0 ? 2 : slot - 1, turn ^ 1);
+            gate = *reinterpret_cast<const __half2*>(p.g + now.row * width + channel_of(now));
         }
         const float(&v)[VECS][HEAD] = sh.vectors[slot];
         const TokenVectors t{v[VR], v[VDECAY], v[VKK], v[VKKA], v[VK], v[VV]};
@@ -105,25 +144,35 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR<State>) wkv_deco
         store_keys(out, q, s[0]);
         store_keys(out + 32 * HEAD, q, s[1]);
         slot = slot == 2 ? 0 : slot + 1;
+        turn ^= 1;
     }
-    __syncthreads();
-    if (warp == 1) finish(end - 1, slot == 0 ? 2 : slot - 1, (end - 1 - begin) & 1);
+    barrier();
+    if (warp == 1) finish(before, slot == 0 ? 2 : slot - 1, turn ^ 1);
 }
 
-// As many blocks as fit at once, each with its share of the rows.
+// One block per processor (`processors` of them at most, 0: all), as many groups in each as there is work for.
 template <typename State>
-void run(const WkvArgs& p, void* stream) {
-    const int places = max(1, this_machine().processors * BLOCKS_PER_PROCESSOR<State> / p.heads);
-    const int rows_per_block = (p.rows + places - 1) / places;
-    const dim3 grid(p.heads, (p.rows + rows_per_block - 1) / rows_per_block);
-    launch(wkv_decode_kernel<State>, grid, THREADS, stream, p, rows_per_block);
+int run(const WkvArgs& p, int processors, void* stream) {
+    static const int fitting = [] {
+        int device = 0, bytes = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        const int groups = bytes / static_cast<int>(sizeof(Shared<State>));
+        const int used = groups < GROUPS<State> ? groups : GROUPS<State>;
+        cudaFuncSetAttribute(wkv_decode_kernel<State>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             used * static_cast<int>(sizeof(Shared<State>)));
+        return used;
+    }();
+    const int places = processors > 0 ? processors : this_machine().processors;
+    const int pairs = p.rows * p.heads, wanted = (pairs + places - 1) / places;
+    const int groups = wanted < fitting ? wanted : fitting;
+    const int pairs_per_group = (pairs + places * groups - 1) / (places * groups);
+    const int blocks = (pairs + pairs_per_group * groups - 1) / (pairs_per_group * groups);
+    launch_with_shared(wkv_decode_kernel<State>, dim3(blocks), groups * THREADS, groups * sizeof(Shared<State>), stream, p,
+                       pairs_per_group);
+    return launch_result();
 }
 
-RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, void* stream) {
-    if (state_bytes == 2) {
-        run<__half>(*p, stream);
-    } else {
-        run<float>(*p, stream);
-    }
-    return launch_result();
+RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, int processors, void* stream) {
+    return state_bytes == 2 ? run<__half>(*p, processors, stream) : run<float>(*p, processors, stream);
 }
