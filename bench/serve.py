@@ -4,7 +4,8 @@ Measured: `--concurrency` clients at once, each with `--rounds` requests of `--r
 every row drawing exactly `--max-tokens` tokens where the route allows it. Tokens are counted by the service
 (/metrics), times by the client on a thread-free selector loop in a process of its own. The engine alone gets the
 same prompts as one job per client, in a process of its own, with the same settings; the two take turns, and
-the ratio is that of the medians.
+the ratio is that of the medians. `cpu_ratio` compares CPU seconds per token of the engine's process alone and of
+the service's processes together: it holds on a machine that others use at the same time, where wall time does not.
 
 Bounds: on few cores the client, the HTTP workers and the engine share them, so the ratio shows what HTTP costs in
 CPU time; on a GPU, where the engine's step hardly needs a core, it shows what it costs in time.
@@ -43,7 +44,7 @@ START_S = 600.0
 
 
 def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> None:
-    """The same prompts through an engine in this process; sends tokens and seconds."""
+    """The same prompts through an engine in this process; sends tokens, seconds and CPU seconds."""
     from app import with_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
@@ -68,7 +69,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
         ]
         return Job(job_id=f"{client}.{turn}", rows=rows, sampler="rapid", label="bench")
 
-    def run(clients: int, rounds: int) -> tuple[int, float]:
+    def run(clients: int, rounds: int) -> tuple[int, float, float]:
         tokens = 0
         finished = threading.Semaphore(0)
 
@@ -82,12 +83,12 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
                 else:
                     finished.release()
 
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for client in range(clients):
             engine.submit(job(client, 0), sink, lambda refusal: None)
         for _ in range(clients):
             finished.acquire()
-        return tokens, time.perf_counter() - started
+        return tokens, time.perf_counter() - started, time.process_time() - used
 
     run(2, 1)
     while reply.recv():
@@ -97,7 +98,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
 
 @contextmanager
 def alone(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
-    """A process with an engine; send True for a run, receive (tokens, seconds)."""
+    """A process with an engine; send True for a run, receive (tokens, seconds, CPU seconds)."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     folder = tempfile.mkdtemp(prefix="rwkv-bench-")
@@ -146,6 +147,16 @@ def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None)
         except OSError:
             time.sleep(0.2)
     raise SystemExit(f"{url} was not ready within {START_S:.0f} s")
+
+
+def service_cpu_s(url: str) -> float:
+    """CPU seconds that the processes of a service on this machine have used."""
+    processes = json.loads(fetch(url, "/status", ""))["processes"]
+    used = 0
+    for process in (processes["engine"], *processes["http_workers"]):
+        fields = Path(f"/proc/{process['pid']}/stat").read_text().rsplit(")", 1)[1].split()
+        used += int(fields[11]) + int(fields[12])
+    return used / os.sysconf("SC_CLK_TCK")
 
 
 def percentile(values: Sequence[float], part: float) -> float | None:
@@ -201,6 +212,36 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
+def beside_the_engine_alone(
+    load: Load, options: argparse.Namespace, flags: Sequence[str], report: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The load over HTTP and the engine alone in turns; adds the comparison to `report`."""
+    http, speeds, costs, served_costs = [], [], [], []
+    with service(flags) as url, alone(flags, load) as process:
+        over_http(Load(**{**vars(load), "concurrency": 2, "rounds": 1}), url, 1)
+        for _ in range(options.repeats):
+            process.send(True)
+            tokens, seconds, cpu_s = process.recv()
+            speeds.append(round(tokens / seconds, 1))
+            costs.append(cpu_s / tokens * 1e6)
+            before = service_cpu_s(url)
+            run = over_http(load, url, options.client_processes)
+            served_costs.append((service_cpu_s(url) - before) / run["tokens"] * 1e6)
+            http.append(summary(load, run))
+            print(
+                f"engine alone {speeds[-1]} tokens/s ({costs[-1]:.0f} us CPU per token), "
+                f"over HTTP {http[-1]['tokens_per_s']} tokens/s ({served_costs[-1]:.0f} us)",
+                flush=True,
+            )
+        report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
+    report["engine_tokens_per_s"] = speeds
+    report["ratio"] = round(statistics.median(one["tokens_per_s"] for one in http) / statistics.median(speeds), 3)
+    report["cpu_us_per_token_engine"] = round(statistics.median(costs), 1)
+    report["cpu_us_per_token_served"] = round(statistics.median(served_costs), 1)
+    report["cpu_ratio"] = round(statistics.median(costs) / statistics.median(served_costs), 3)
+    return http
+
+
 def main() -> None:
     """Measure and print; the last line is JSON."""
     options, rest = parse()
@@ -220,19 +261,7 @@ def main() -> None:
         runs = [over_http(load, options.url, options.client_processes) for _ in range(options.repeats)]
         http = [summary(load, run) for run in runs]
     else:
-        http, engine = [], []
-        with service(rest) as url, alone(rest, load) as process:
-            warm = Load(**{**vars(load), "concurrency": 2, "rounds": 1})
-            over_http(warm, url, 1)
-            for _ in range(options.repeats):
-                process.send(True)
-                tokens, seconds = process.recv()
-                engine.append(round(tokens / seconds, 1))
-                http.append(summary(load, over_http(load, url, options.client_processes)))
-                print(f"engine alone {engine[-1]} tokens/s, over HTTP {http[-1]['tokens_per_s']} tokens/s", flush=True)
-            report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
-        report["engine_tokens_per_s"] = engine
-        report["ratio"] = round(statistics.median(run["tokens_per_s"] for run in http) / statistics.median(engine), 3)
+        http = beside_the_engine_alone(load, options, rest, report)
     report["http"] = sorted(http, key=lambda run: run["tokens_per_s"])[len(http) // 2]
     report["http_tokens_per_s"] = [run["tokens_per_s"] for run in http]
     print(json.dumps(report))
