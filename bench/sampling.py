@@ -1,0 +1,190 @@
+"""Milliseconds of a sampling step, by sampler, rows and parameters, beside the time it takes to read the logits once.
+
+    python -m bench.sampling [--device cuda|cpu] [--samplers rapid,flashinfer] [--rows 1,320] [--out FILE]
+
+One JSON line a measurement, the last line holds them all. On CUDA, steps run over several sets of logits, larger
+together than the cache; `rapid` is timed in graph replays, as the engine runs it, the others as they are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sampling.params import Method, SamplingParams
+from sampling.registry import SAMPLERS, sampler_class
+from sampling.sampler import Sampler
+
+VOCAB = 65536
+PENALTIES = SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996)
+CASES = {
+    "greedy": [SamplingParams(temperature=0.0)],
+    "open": [SamplingParams()],
+    "noise": [SamplingParams(method=Method.NOISE, noise=2.0)],
+    "top_k50_top_p0.6": [SamplingParams(top_k=50, top_p=0.6)],
+    "all_parameters": [msgspec.structs.replace(PENALTIES, logit_bias={5: 1.0, 77: -2.0})],
+    "top_k500": [SamplingParams(top_k=500)],
+    "top_p0.9": [SamplingParams(top_p=0.9)],
+    "top_p0.9_flat": [SamplingParams(top_p=0.9, temperature=5.0)],
+    "mixed": [PENALTIES, SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams()],
+}
+HISTORY = 300
+"""Steps before the measurement, so that penalties have tokens to act on."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all measurements of a run."""
+
+    device: torch.device
+    bandwidth: float
+    """Bytes a second of a large copy, read and written"""
+
+
+def event_seconds(run: Callable[[], object], repeats: int) -> float:
+    """Median device time of `run`."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / 1e3)
+    return statistics.median(times)
+
+
+def host_seconds(run: Callable[[], object], repeats: int) -> float:
+    """Median wall time of `run`."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, of a copy much larger than the cache."""
+    source = torch.ones(2**29 if device.type == "cuda" else 2**26, device=device)
+    target = torch.empty_like(source)
+    seconds = event_seconds if device.type == "cuda" else host_seconds
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source), 5)
+
+
+def logits_sets(rows: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Several [rows, V], together at least 256 MB on CUDA; a peaked distribution, as models give."""
+    count = min(64, max(2, 2**28 // (rows * VOCAB * 4))) if device.type == "cuda" else 2
+    generator = torch.Generator(device).manual_seed(rows)
+    return [(torch.randn(rows, VOCAB, generator=generator, device=device) * 3).to(dtype) for _ in range(count)]
+
+
+def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], object]:
+    """One replay: a step over each set of logits."""
+    seats = torch.arange(rows, dtype=torch.int32, device=sets[0].device)
+    out = torch.empty(rows, dtype=torch.int64, device=sets[0].device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for logits in sets:
+            sampler.sample_on_device(logits, seats, out)  # type: ignore[attr-defined]
+    return graph.replay
+
+
+def measure(setting: Setting, name: str, rows: int, case: str, dtype: torch.dtype) -> dict[str, object]:
+    """One measurement."""
+    device, choice = setting.device, CASES[case]
+    sampler = sampler_class(name)(rows, VOCAB, device, [])
+    for seat in range(rows):
+        sampler.admit(seat, msgspec.structs.replace(choice[seat % len(choice)], seed=seat))
+    sets, seats = logits_sets(rows, device, dtype), list(range(rows))
+    history = HISTORY if any(params.has_penalties for params in choice) and device.type == "cuda" else 2
+    for step in range(history):
+        sampler.sample(sets[step % len(sets)].clone(), seats)
+    if name == "rapid":
+        seconds = event_seconds(graphed(sampler, sets, rows), 20) / len(sets)
+    else:
+        clock = event_seconds if device.type == "cuda" else host_seconds
+        # They overwrite the logits; what is greedy or penalised stays so, and a copy would be timed too.
+        seconds = clock(lambda: [sampler.sample(logits, seats) for logits in sets[:2]], 5) / len(sets[:2])
+    moved = sets[0].nbytes
+    floor = moved / setting.bandwidth
+    return {
+        "kind": "sampling",
+        "sampler": name,
+        "B": rows,
+        "params": case,
+        "dtype": str(dtype).removeprefix("torch."),
+        "ms": round(seconds * 1e3, 4),
+        "read_once_ms": round(floor * 1e3, 4),
+        "share_of_read_once": round(floor / seconds, 3),
+    }
+
+
+def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[str, object]]:
+    """All that were asked for; a sampler that cannot serve is reported with its reason."""
+    for name in args.samplers.split(","):
+        reason = refusal(name, setting.device)
+        if reason is not None:
+            yield {"kind": "refused", "sampler": name, "why": reason}
+            continue
+        for rows in (int(number) for number in args.rows.split(",")):
+            for case in args.cases.split(","):
+                yield measure(setting, name, rows, case, getattr(torch, args.dtype))
+
+
+def refusal(name: str, device: torch.device) -> str | None:
+    """Why a sampler cannot be measured."""
+    try:
+        return sampler_class(name).why_not(device)
+    except ImportError as error:
+        return str(error)
+
+
+def machine_and_commit(device: torch.device) -> dict[str, object]:
+    """Where and what was measured."""
+    names = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
+    return {"device": names, "torch": torch.__version__, "commit": commit.stdout.strip()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--samplers", default=",".join(SAMPLERS))
+    parser.add_argument("--rows", default="1,32,320")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
+    parser.add_argument("--commit", help="what to call the measured commit, where git does not know")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    setting = Setting(device, copy_bandwidth(device))
+    results = []
+    for result in measurements(setting, args):
+        print(json.dumps(result), flush=True)
+        results.append(result)
+    report = machine_and_commit(device) | {"copy_gb_s": round(setting.bandwidth / 1e9), "results": results}
+    if args.commit:
+        report["commit"] = args.commit
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
