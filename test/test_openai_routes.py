@@ -1,0 +1,359 @@
+"""The OpenAI routes as OpenAI's own package speaks to them.
+
+Against a service that runs: `python test/test_openai_routes.py [--url http://localhost:8000] [--password P]`.
+Under pytest a service of its own is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+URL, PASSWORD = "RWKV_TEST_URL", "RWKV_TEST_PASSWORD"
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "rwkv7"
+ASK: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a river?"}]
+EXACT: dict[str, Any] = {"ignore_eos": True, "stop_tokens": []}
+"""Answers of exactly `max_tokens` tokens."""
+FREE: dict[str, Any] = {**EXACT, "alpha_presence": 0, "alpha_frequency": 0, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def base(request: pytest.FixtureRequest) -> str:
+    url = os.environ.get(URL) or request.getfixturevalue("service").url
+    return f"{url}/openai/v1"
+
+
+@pytest.fixture(scope="module")
+def client(base: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=base, api_key=os.environ.get(PASSWORD) or "none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    extra = {**EXACT, **fields.pop("extra_body", {})}
+    return client.chat.completions.create(
+        **{"model": MODEL, "messages": ASK, "max_tokens": 12, **fields}, extra_body=extra
+    )
+
+
+def test_models(client: OpenAI) -> None:
+    models = client.models.list().data
+    assert [model.object for model in models] == ["model"]
+    assert all(isinstance(model.created, int) and model.owned_by for model in models)
+
+
+def test_a_whole_answer(client: OpenAI) -> None:
+    answer = chat(client)
+    assert answer.id.startswith("chatcmpl-")
+    assert (answer.object, answer.model) == ("chat.completion", MODEL)
+    assert answer.system_fingerprint.startswith("fp_")
+    choice = answer.choices[0]
+    assert (choice.index, choice.finish_reason, choice.message.role) == (0, "length", "assistant")
+    assert choice.message.content
+    assert choice.message.content == choice.message.content.lstrip()
+    usage = answer.usage
+    assert usage.completion_tokens == 12
+    assert usage.total_tokens == usage.prompt_tokens + 12
+    assert 0 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+def test_a_stream_says_the_same(client: OpenAI) -> None:
+    whole = chat(client, seed=5, n=2, max_tokens=20)
+    chunks = list(chat(client, seed=5, n=2, max_tokens=20, stream=True, stream_options={"include_usage": True}))
+    texts, ends = {0: "", 1: ""}, {}
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends[choice.index] = choice.finish_reason
+    assert [chunks[n].choices[0].delta.role for n in (0, 1)] == ["assistant", "assistant"]
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert ends == {0: "length", 1: "length"}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 40
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_no_usage_unless_asked(client: OpenAI) -> None:
+    chunks = list(chat(client, stream=True))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+def test_n_answers_are_those_of_n_seeds_for_one_prefill(client: OpenAI) -> None:
+    several = chat(client, n=3, seed=100, temperature=1.5, extra_body=FREE)
+    single = [chat(client, seed=100 + i, temperature=1.5, extra_body=FREE) for i in range(3)]
+    texts = [choice.message.content for choice in several.choices]
+    assert texts == [answer.choices[0].message.content for answer in single]
+    assert several.usage.prompt_tokens == single[0].usage.prompt_tokens
+    assert several.usage.completion_tokens == 36
+
+
+def test_stops_as_text_and_as_list(client: OpenAI) -> None:
+    text = chat(client, seed=3, max_tokens=24).choices[0].message.content
+    cut = text[len(text) // 2 : len(text) // 2 + 2]
+    for stop in (cut, ["never to be seen", cut]):
+        choice = chat(client, seed=3, max_tokens=24, stop=stop).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (text[: text.index(cut)], "stop")
+
+
+def test_log_probabilities_are_of_the_distribution_before_truncation(client: OpenAI) -> None:
+    narrow = chat(client, seed=1, logprobs=True, top_logprobs=5, extra_body={**FREE, "top_k": 1}).choices[0]
+    greedy = chat(client, temperature=0, logprobs=True, top_logprobs=5, extra_body=FREE).choices[0]
+    assert narrow.message.content == greedy.message.content
+    entries = narrow.logprobs.content
+    assert len(entries) == 12
+    for entry, same in zip(entries, greedy.logprobs.content, strict=True):
+        assert entry.logprob == pytest.approx(same.logprob, abs=1e-4)
+        assert entry.logprob == entry.top_logprobs[0].logprob
+        values = [rival.logprob for rival in entry.top_logprobs]
+        assert len(values) == 5
+        assert values == sorted(values, reverse=True)
+        assert sum(map(math.exp, values)) <= 1 + 1e-4
+    text = b"".join(bytes(entry.bytes) for entry in entries).decode("utf-8", "replace")
+    assert text.strip().startswith(narrow.message.content.strip()[:5])
+
+
+def test_streamed_log_probabilities_are_the_same(client: OpenAI) -> None:
+    whole = chat(client, seed=9, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    streamed = [
+        entry
+        for chunk in chat(client, seed=9, logprobs=True, top_logprobs=2, stream=True)
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole]
+    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in whole], abs=1e-4)
+
+
+def test_logit_bias_forces_and_bans(client: OpenAI) -> None:
+    forced = client.completions.create(
+        model=MODEL, prompt="a", max_tokens=3, temperature=0, logit_bias={"11": 100}, extra_body=FREE
+    )
+    assert forced.choices[0].text == "\n\n\n"
+    banned = client.completions.create(
+        model=MODEL, prompt="a", max_tokens=3, temperature=0, logit_bias={"11": -100}, extra_body=FREE
+    )
+    assert "\n" not in banned.choices[0].text
+
+
+def test_a_high_presence_penalty_never_repeats_a_token(client: OpenAI) -> None:
+    fields = {"temperature": 0, "logprobs": True, "max_tokens": 30, "logit_bias": {str(n): 30 for n in range(60, 90)}}
+    plain = {**EXACT, "top_k": 0}
+
+    def tokens(penalty: float) -> list[str]:
+        answer = chat(client, presence_penalty=penalty, frequency_penalty=0, extra_body=plain, **fields)
+        return [entry.token for entry in answer.choices[0].logprobs.content]
+
+    assert len(set(tokens(100))) == 30
+    assert len(set(tokens(0))) < 30
+
+
+def test_thoughts_come_apart(client: OpenAI) -> None:
+    for extra in ({"enable_think": True}, {"reasoning_effort": "high"}):
+        fields = {"seed": 2, "max_tokens": 24, "extra_body": extra}
+        message = chat(client, **fields).choices[0].message
+        assert "<think" not in (message.content or "")
+        assert message.reasoning_content
+        deltas = [chunk.choices[0].delta for chunk in chat(client, **fields, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+        assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    assert not hasattr(chat(client, extra_body={"enable_think": False}).choices[0].message, "reasoning_content")
+
+
+def test_a_session_reads_only_what_is_new(client: OpenAI) -> None:
+    session = f"openai-{uuid.uuid4().hex}"
+    first = chat(client, extra_body={"session_id": session})
+    told = [*ASK, {"role": "assistant", "content": first.choices[0].message.content}]
+    second = chat(client, messages=[*told, {"role": "user", "content": "Why?"}], extra_body={"session_id": session})
+    details = second.usage.prompt_tokens_details
+    assert details.cached_tokens == first.usage.total_tokens
+    alone = chat(client, messages=[{"role": "user", "content": "Why?"}])
+    assert second.usage.prompt_tokens - details.cached_tokens == alone.usage.prompt_tokens + 1
+
+
+def test_raw_prompts_in_every_form(client: OpenAI) -> None:
+    create = client.completions.create
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "seed": 4, "extra_body": EXACT}
+    one = create(prompt="Once upon", **fields)
+    assert one.id.startswith("cmpl-")
+    assert (one.object, one.choices[0].finish_reason, one.usage.completion_tokens) == ("text_completion", "length", 6)
+    two = create(prompt=["Once upon", "The"], **fields)
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert two.choices[0].text == one.choices[0].text
+    ids = create(prompt=[[33, 59], [33, 59]], n=2, **fields)
+    assert len(ids.choices) == 4
+    assert ids.usage.prompt_tokens == 4
+    assert create(prompt=[33, 59], **fields).choices[0].text == ids.choices[0].text
+    echoed = create(prompt="Once upon", echo=True, **fields)
+    assert echoed.choices[0].text == "Once upon" + one.choices[0].text
+    streamed = list(create(prompt="Once upon", echo=True, stream=True, **fields))
+    assert "".join(choice.text for chunk in streamed for choice in chunk.choices) == echoed.choices[0].text
+    filled = create(prompt="def f(", suffix="): pass", **fields)
+    assert filled.choices[0].finish_reason in ("length", "stop")
+
+
+def test_sixteen_tokens_are_the_default_of_raw_prompts(client: OpenAI) -> None:
+    assert client.completions.create(model=MODEL, prompt="a", extra_body=EXACT).usage.completion_tokens == 16
+
+
+def test_log_probabilities_of_raw_prompts(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="The", max_tokens=8, logprobs=3, seed=1, extra_body=EXACT)
+    logprobs = answer.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 8
+    assert all(value <= 0 for value in logprobs.token_logprobs)
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    assert logprobs.text_offset[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"n": 2, "extra_body": {"session_id": "s"}}, "session_id"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+    ],
+)
+def test_a_bad_field_is_an_unprocessable_entity(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+        chat(client, **fields)
+    assert refusal.value.param == param
+    assert refusal.value.type == "invalid_request_error"
+    assert refusal.value.body["message"] in str(refusal.value)
+
+
+def test_not_json_and_unknown_paths(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.post("/chat/completions", cast_to=object, content=b"{")
+    assert refusal.value.code == "not_json"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model=MODEL, input="a")
+
+
+def test_a_busy_session_is_a_conflict(client: OpenAI) -> None:
+    session = f"busy-{uuid.uuid4().hex}"
+    running = chat(client, max_tokens=100_000, stream=True, extra_body={"session_id": session})
+    next(iter(running))
+    try:
+        with pytest.raises(openai.ConflictError) as refusal:
+            chat(client, extra_body={"session_id": session, "wait": False})
+        assert refusal.value.code == "session_busy"
+    finally:
+        running.close()
+
+
+def test_a_session_deleted_under_its_stream_is_an_api_error(client: OpenAI) -> None:
+    session = f"gone-{uuid.uuid4().hex}"
+    running = chat(client, max_tokens=100_000, stream=True, extra_body={"session_id": session})
+    chunks = iter(running)
+    next(chunks)
+    root = str(client.base_url).removesuffix("/openai/v1/")
+    answer = client.post(f"{root}/state/delete", cast_to=object, body={"session_id": session})
+    assert answer["status"] == "success"  # type: ignore[index]
+    with pytest.raises(openai.APIError, match="deleted"):
+        for _ in chunks:
+            pass
+
+
+def test_a_timeout_ends_with_what_there_is(client: OpenAI) -> None:
+    choice = chat(client, max_tokens=100_000, extra_body={"timeout_s": 0.5}).choices[0]
+    assert choice.finish_reason == "timeout"
+    assert choice.message.content
+
+
+def test_closing_a_stream_ends_its_rows(client: OpenAI) -> None:
+    root = str(client.base_url).removesuffix("/openai/v1/")
+
+    def running_rows() -> int:
+        return client.get(f"{root}/status", cast_to=dict[str, Any])["running_rows"]
+
+    before = running_rows()
+    stream = chat(client, max_tokens=1_000_000, n=4, stream=True)
+    for _ in itertools.islice(stream, 8):
+        pass
+    stream.close()
+    deadline = time.monotonic() + 20
+    while running_rows() > before:
+        assert time.monotonic() < deadline, "the rows run on"
+        time.sleep(0.05)
+
+
+def test_fifty_at_once(client: OpenAI) -> None:
+    alone = {seed: chat(client, seed=seed, temperature=1.5).choices[0].message.content for seed in (0, 1, 2)}
+
+    async def one(remote: AsyncOpenAI, number: int) -> str:
+        fields: dict[str, Any] = {
+            "model": MODEL,
+            "messages": ASK,
+            "max_tokens": 12,
+            "temperature": 1.5,
+            "seed": number % 3,
+        }
+        if number % 2:
+            answer = await remote.chat.completions.create(**fields, extra_body=EXACT)
+            return answer.choices[0].message.content or ""
+        stream = await remote.chat.completions.create(**fields, extra_body=EXACT, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0, timeout=120) as remote:
+            return await asyncio.gather(*(one(remote, number) for number in range(50)))
+
+    assert asyncio.run(all_of_them()) == [alone[number % 3] for number in range(50)]
+
+
+@pytest.mark.skipif(URL in os.environ, reason="needs a service of its own")
+def test_the_password_and_the_queue(tiny_model: Path, tmp_path: Path) -> None:
+    from test.serving import Service
+
+    flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--max-waiting-rows", "8")
+    running = Service(tmp_path, *flags, RWKV_PASSWORD="s3cret")
+    running.headers = {"Authorization": "Bearer s3cret"}
+    try:
+        running.wait_ready()
+        base = f"{running.url}/openai/v1"
+        with OpenAI(base_url=base, api_key="wrong", max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                chat(stranger)
+            assert refusal.value.code == "invalid_api_key"
+            with pytest.raises(openai.AuthenticationError):
+                stranger.models.list()
+        with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as friend:
+            assert chat(friend).choices
+            with pytest.raises(openai.RateLimitError) as full:
+                chat(friend, n=64)
+            assert int(full.value.response.headers["retry-after"]) >= 1
+    finally:
+        running.close()
+
+
+def main() -> int:
+    """Run these tests against a service that runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default=os.environ.get("RWKV_URL", "http://localhost:8000"))
+    parser.add_argument("--password", default=os.environ.get("RWKV_PASSWORD", "rwkv7_7.2b"))
+    options, rest = parser.parse_known_args()
+    os.environ |= {URL: options.url, PASSWORD: options.password}
+    return pytest.main([__file__, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
