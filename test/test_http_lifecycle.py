@@ -167,13 +167,21 @@ def test_a_killed_http_worker_comes_back_and_the_others_go_on(mortal: Service) -
 
 
 def test_malformed_chunked_framing_costs_one_worker_at_most(mortal: Service) -> None:
+    mortal.wait_ready()
+    readers = [Reader(mortal) for _ in range(12)]
+    wait_for(lambda: mortal.status()["running_rows"] == 12, 30, "12 streams run")
+    jobs = [worker["jobs"] for worker in mortal.status()["processes"]["http_workers"]]
     head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with mortal.connect() as connection:
         connection.sendall(head + b"zz\r\nnonsense\r\n\r\n")
         read_all(connection)
-    wait_for(lambda: mortal.get("/readyz").status_code == 200, 30, "ready")
     wait_for(lambda: len(mortal.status()["processes"]["http_workers"]) == 2, 30, "both workers")
+    left = wait_for(lambda: mortal.status()["running_rows"], 30, "streams that go on")
+    assert left in {12, *jobs}, "the other worker's streams go on"
     assert mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200
+    for reader in readers:
+        reader.connection.close()
+    mortal.wait_idle()
 
 
 def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path, tmp_path: Path) -> None:
