@@ -26,7 +26,10 @@ class HostState(Protocol):
 class Copy(Protocol):
     """A copy under way on a stream of its own."""
 
-    host: HostState
+    @property
+    def host(self) -> HostState:
+        """Where the bytes go, or come from."""
+        ...
 
     def is_done(self) -> bool:
         """Whether the bytes have arrived; never blocks."""

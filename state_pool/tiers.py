@@ -27,7 +27,7 @@ class Evictable(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Transfer:
     copy: Copy
     finish: Callable[[HostState], None]

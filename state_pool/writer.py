@@ -42,7 +42,7 @@ class WriterStats:
     """Why the last write failed; None since one succeeded."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Staging:
     """A state being written: chunks first, then the row that points to them."""
 
