@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.state import StateArena
+from state_pool.arena import HostState
 
 
 class HostTensors:
@@ -17,7 +18,7 @@ class HostTensors:
 
     def parts(self) -> dict[str, memoryview]:
         """Name -> raw bytes; valid when the copy that fills them is done."""
-        return {name: memoryview(t.reshape(-1).view(torch.uint8).numpy()) for name, t in self.tensors.items()}
+        return {name: t.reshape(-1).view(torch.uint8).numpy().data for name, t in self.tensors.items()}
 
 
 class StateCopy:
@@ -71,8 +72,10 @@ class PipelineArena:
                 tensors[name].copy_(part[slot], non_blocking=True)
         return StateCopy(HostTensors(tensors), self._events())
 
-    def load(self, slot: int, host: HostTensors) -> StateCopy:
+    def load(self, slot: int, host: HostState) -> StateCopy:
         """See `Arena.load`. Steps launched from now on see the state."""
+        if not isinstance(host, HostTensors):
+            raise TypeError(f"a state to load comes from save or host_state, not from {type(host).__name__}")
         for name, part in self._parts():
             with self._beside(part):
                 part[slot].copy_(host.tensors[name], non_blocking=True)
@@ -84,7 +87,7 @@ class PipelineArena:
     def _beside(self, part: Tensor) -> torch.cuda.StreamContext:
         """The copying stream of the part's device, made to wait for the steps launched so far."""
         if not part.is_cuda:
-            return torch.cuda.stream(None)  # type: ignore[arg-type]
+            return torch.cuda.stream(None)
         stream = self._streams[part.device]
         stream.wait_stream(torch.cuda.current_stream(part.device))
         return torch.cuda.stream(stream)

@@ -179,7 +179,7 @@ class Engine:
             self._inbox.popleft()()
 
     def step(self) -> bool:
-        """The plain loop, which is the definition: one step from schedule to delivery. Returns whether there was work."""
+        """The plain loop, which is the definition: schedule to delivery. Returns whether there was work."""
         rows = self._schedule()
         step = self._launch(rows)
         self._conclude(step)

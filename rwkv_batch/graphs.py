@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,8 +34,12 @@ ZERO_SLOT = 0
 DUMMY_SLOT = 1
 STAGING_BUFFERS = 4
 WARM_UP_RUNS = 2
+SPLIT_FROM = 1 << 30
+"""Rows from which a step runs as two halves."""
 
 
+@runtime_checkable
+@runtime_checkable
 class DeviceSampler(Protocol):
     """A sampler whose whole work runs on the device and may be captured in a graph."""
 
@@ -62,15 +66,7 @@ class HostTokens:
     def read(self) -> list[int]:
         """The token ids; waits for the copy, not for later steps."""
         self.event.synchronize()
-        return self.pinned.tolist()  # type: ignore[no-any-return]
-
-
-@dataclass(slots=True)
-class Captured:
-    """One graph and what it leaves behind."""
-
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
+        return self.pinned.tolist()
 
 
 class StepBuffers:
@@ -126,16 +122,21 @@ class DecodeGraphs:
         self._identity = torch.arange(self._padded_rows + 1, device=self._device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self._device)
         self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
+        self._second = torch.cuda.Stream(self._device)
+        self.split_from = SPLIT_FROM
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[tuple[int, bool], Captured] = {}
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None
 
     @staticmethod
-    def why_not(stages: Sequence[Stage]) -> str | None:
-        """Why these stages cannot decode by graphs; None if they can."""
+    def why_not(stages: Sequence[Stage], sampler: object) -> str | None:
+        """Why these stages cannot decode by graphs, drawing with `sampler`; None if they can."""
         if len(stages) != 1:
             return "decode graphs serve one device, not several pipeline stages"
         if stages[0].ops.name != "cuda":
             return f"decode graphs need the cuda kernels, not {stages[0].ops.name}"
+        if not isinstance(sampler, DeviceSampler):
+            return f"decode graphs need a sampler whose work can be captured, not {type(sampler).__name__}"
         return None
 
     def warm_up(self) -> None:
@@ -160,7 +161,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run_logits(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
         """As `run` without the draw: fp32 logits [B, V], overwritten by the next run. `remember` what is drawn."""
-        return self._replay(seats, read_slots, write_slots, sampled=False).logits[: len(seats)]
+        self._replay(seats, read_slots, write_slots, sampled=False)
+        return self._kept_logits()[: len(seats)]
 
     def to_host(self, drawn: Tensor) -> HostTokens:
         """Start copying drawn tokens to the host."""
@@ -170,24 +172,33 @@ class DecodeGraphs:
         event.record()
         return HostTokens(pinned, event)
 
+    def _kept_logits(self) -> Tensor:
+        """[rows, V] fp32: where graphs without a draw leave their logits; made when first needed."""
+        if self._logits is None:
+            assert self.stage.head is not None
+            vocab = self.stage.head.linear.weight.shape[0]
+            self._logits = torch.empty(self._padded_rows, vocab, dtype=torch.float32, device=self._device)
+        return self._logits
+
     def _replay(
         self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], sampled: bool
-    ) -> Captured:
+    ) -> None:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
-        captured = self._graph(next(size for size in self.sizes if size >= len(seats)), sampled)
+        graph = self._graph(next(size for size in self.sizes if size >= len(seats)), sampled)
         self._buffers.fill(seats, read_slots, write_slots, self.dummy_seat)
-        captured.graph.replay()
-        return captured
+        graph.replay()
 
-    def _graph(self, size: int, sampled: bool) -> Captured:
+    def _graph(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
         if (size, sampled) not in self._captured:
             self._captured[size, sampled] = self._capture(size, sampled)
         return self._captured[size, sampled]
 
     @torch.inference_mode()
-    def _capture(self, size: int, sampled: bool) -> Captured:
+    def _capture(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
         self._buffers.fill([], [], [], self.dummy_seat)
+        if not sampled:
+            self._kept_logits()
         torch.cuda.synchronize(self._device)
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
@@ -196,11 +207,11 @@ class DecodeGraphs:
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits = self._step(size, sampled)
-        return Captured(graph, logits)
+            self._step(size, sampled)
+        return graph
 
-    def _step(self, size: int, sampled: bool) -> Tensor:
-        """What a graph holds."""
+    def _step(self, size: int, sampled: bool) -> None:
+        """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
         buffers, rows = self._buffers, self._identity[:size]
         seats = buffers.seats[:size]
         inputs = StepInputs(
@@ -211,13 +222,27 @@ class DecodeGraphs:
             logit_tokens=rows,
             max_seqlen=1,
         )
-        x, _ = self.stage.forward(self.stage.embed(inputs.tokens), None, inputs)
-        logits = self.stage.logits(x, inputs)
+        logits = self.stage.logits(self._layers(inputs), inputs)
         if sampled:
             drawn = self._drawn[:size]
             self._sampler.sample_on_device(logits, buffers.seats32[:size], drawn)
             self.last_tokens[seats] = drawn
-        return logits
+        else:
+            self._kept_logits()[:size].copy_(logits)
+
+    def _layers(self, inputs: StepInputs) -> Tensor:
+        """All layers; a large batch in two halves on two streams, so that the states of one (memory) move while the
+        other multiplies matrices (tensor cores)."""
+        x, rows = self.stage.embed(inputs.tokens), len(inputs.tokens)
+        if rows < self.split_from:
+            return self.stage.forward(x, None, inputs)[0]
+        main, half = torch.cuda.current_stream(), (rows + 1) // 2
+        self._second.wait_stream(main)
+        with torch.cuda.stream(self._second):
+            upper, _ = self.stage.forward(x[half:], None, inputs.decode_rows(half, rows))
+        lower, _ = self.stage.forward(x[:half], None, inputs.decode_rows(0, half))
+        main.wait_stream(self._second)
+        return torch.cat((lower, upper))
 
 
 def padded_sizes(max_rows: int) -> list[int]:

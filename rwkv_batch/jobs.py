@@ -13,11 +13,10 @@ import msgspec
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.face import Sink
-from rwkv_batch.job import RunningJob
 from rwkv_batch.output import RowOutput, StopRules
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.sequence import PENDING, Phase, Sequence
+from rwkv_batch.sequence import PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.slot_keeper import SlotKeeper
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 

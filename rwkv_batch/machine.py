@@ -17,7 +17,7 @@ from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fetch import Fetch
-from rwkv_batch.graphs import DecodeGraphs
+from rwkv_batch.graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.scheduler import Limits, ScheduledRow
@@ -76,11 +76,8 @@ class Machine:
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
         self._samplers: dict[str, Sampler] = {}
         self.sampler_refusals: dict[str, str] = {}
-        first = self.sampler("")
-        self.graph_refusal = self._why_no_graphs(first)
-        self._graphs = (
-            None if self.graph_refusal else DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, first)
-        )
+        self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
+        self._graphs = None if self.graph_refusal else self._make_graphs()
         if self._graphs is not None and config.warmup:
             self._graphs.warm_up()
         self._last_tokens = (
@@ -122,8 +119,9 @@ class Machine:
         fitting = budget // self.pipeline.slot_bytes - self._parked_slots()
         if fitting < 1:
             raise StartupError(
-                f"too little memory: {budget >> 20} MiB are left for states, one takes {self.pipeline.slot_bytes >> 20} MiB "
-                f"and {self._parked_slots()} are set aside; lower --l1-sessions and --prefix-cache-slots, or use a smaller model"
+                f"too little memory: {budget >> 20} MiB are left for states, one takes "
+                f"{self.pipeline.slot_bytes >> 20} MiB and {self._parked_slots()} are set aside; "
+                "lower --l1-sessions and --prefix-cache-slots, or use a smaller model"
             )
         return min(wanted, fitting * 8 // 9 or 1)
 
@@ -142,13 +140,14 @@ class Machine:
             self.pipeline.allocate_slots(slots)
         except (RuntimeError, MemoryError) as error:
             raise StartupError(
-                f"too little memory for {slots} slots of {self.pipeline.slot_bytes >> 10} KiB ({error}); lower --max-running"
+                f"too little memory for {slots} slots of {self.pipeline.slot_bytes >> 10} KiB ({error}); "
+                "lower --max-running"
             ) from error
 
-    def _why_no_graphs(self, sampler: Sampler) -> str | None:
-        if not hasattr(sampler, "sample_on_device"):
-            return f"the sampler {sampler.name} cannot draw inside a graph"
-        return DecodeGraphs.why_not(self.pipeline.stages)
+    def _make_graphs(self) -> DecodeGraphs:
+        sampler = self.sampler("")
+        assert isinstance(sampler, DeviceSampler)
+        return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler)
 
     # Steps ---------------------------------------------------------------------------------------------------
 

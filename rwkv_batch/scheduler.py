@@ -12,8 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from rwkv_batch.job import RunningJob
-from rwkv_batch.sequence import NO_SEAT, Phase, Sequence
+from rwkv_batch.sequence import NO_SEAT, Phase, RunningJob, Sequence
 from rwkv_batch.slots import SlotSource
 
 

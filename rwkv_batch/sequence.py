@@ -1,19 +1,21 @@
-"""One row on its way through the engine: what it still has to read, and where its state lies."""
+"""What runs inside the engine: a job's rows, what each still has to read, and where its state lies.
+
+Plain data of the engine's thread; `jobs.py`, `scheduler.py` and `slot_keeper.py` act on it.
+"""
 
 from __future__ import annotations
 
 import enum
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from rwkv_batch.face import Sink
 from rwkv_batch.output import RowOutput
-from rwkv_batch.request import GenerateRequest
+from rwkv_batch.request import Delta, GenerateRequest, Job
 from state_pool.arena import ZERO_SLOT
-
-if TYPE_CHECKING:
-    from rwkv_batch.job import RunningJob
-    from state_pool.lease import Lease
+from state_pool.lease import Lease
 
 
 class Phase(enum.Enum):
@@ -55,6 +57,30 @@ class Mark:
 
     slot: int
     count: int
+
+
+@dataclass(slots=True, eq=False)
+class RunningJob:
+    """A job that was admitted. Owned by the engine thread."""
+
+    job: Job
+    sink: Sink
+    unfinished: int
+    """rows that have not sent their finish"""
+    submitted_at: float = field(default_factory=time.monotonic)
+    waiting: deque[Sequence] = field(default_factory=deque)
+    """rows without a slot, in order"""
+    live: dict[Sequence, None] = field(default_factory=dict)
+    """rows that have not sent their finish, waiting ones among them (an ordered set)"""
+    seated: int = 0
+    """rows that hold a seat"""
+    deltas: list[Delta] = field(default_factory=list)
+    """news gathered in this step"""
+
+    @property
+    def deadline(self) -> float | None:
+        """Monotonic time at which it times out."""
+        return None if self.job.timeout_s is None else self.submitted_at + self.job.timeout_s
 
 
 @dataclass(slots=True, eq=False)

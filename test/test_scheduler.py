@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rwkv_batch.job import RunningJob
 from rwkv_batch.output import RowOutput, StopRules
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.scheduler import Limits, ScheduledRow, Scheduler
-from rwkv_batch.sequence import Phase, Sequence
+from rwkv_batch.sequence import Phase, RunningJob, Sequence
 from sampling.params import SamplingParams
 
 TABLE = [b""] * 300
