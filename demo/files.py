@@ -75,7 +75,9 @@ def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
         at += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, [np.ascontiguousarray(t, dtype="<u2").tobytes() for t in tensors.values()]
+    return struct.pack("<Q", len(text)) + text, [
+        np.ascontiguousarray(t, dtype="<u2").tobytes() for t in tensors.values()
+    ]
 
 
 def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:

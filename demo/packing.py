@@ -103,10 +103,10 @@ class Batches(IterableDataset[Rows]):
 
 
 def used_ids(seed: int, documents: int) -> NDArray[np.int64]:
-    """Ids that occur more than now and then in a sample of the mixture, and the base vocabulary."""
+    """Ids that occur more than now and then in a sample of the mixture, and the stops."""
     rng = Random(f"vocabulary/{seed}")
     seen: Counter[int] = Counter()
     for _ in range(documents):
         seen.update(set(sample(rng)[0]))
-    known = vocabulary.base_ids() | {token for token, count in seen.items() if count > documents // 50_000}
+    known = vocabulary.STOPS | {token for token, count in seen.items() if count > documents // 30_000}
     return np.array(sorted(known), dtype=np.int64)

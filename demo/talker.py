@@ -59,7 +59,9 @@ class TorchTalker:
         return logits
 
     def _turn(self, prompts: list[str], state: State, max_tokens: int) -> list[str]:
-        queues = [self.compact.of_id[np.array(vocabulary.encode(p), dtype=np.int64)].tolist() if p else [] for p in prompts]
+        queues = [
+            self.compact.of_id[np.array(vocabulary.encode(p), dtype=np.int64)].tolist() if p else [] for p in prompts
+        ]
         written: list[list[int]] = [[] for _ in prompts]
         done = [not queue for queue in queues]
         at = [0] * len(prompts)

@@ -72,7 +72,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="for the compact file, the curve and the figures")
     parser.add_argument("--checkpoint", type=Path, help="default: OUT/checkpoint.pt")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--minutes", type=float, default=28.0, help="end after so long; the learning rate falls with the steps or the time, whichever is ahead")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=28.0,
+        help="end after so long; the learning rate falls with the steps or the time, whichever is ahead",
+    )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--time", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
@@ -105,13 +110,22 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first, losses = saved["step"], saved["losses"]
-    print(f"{compact.rows} rows, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {device}", flush=True)
+    print(
+        f"{compact.rows} rows, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {device}",
+        flush=True,
+    )
     stream = Batches(args.seed, first, compact, args.rows, args.time)
     loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
     compute = torch.compile(loss_of) if args.compile else loss_of
 
     def save(step: int) -> None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "losses": losses, "ids": ids.tolist()}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": step,
+            "losses": losses,
+            "ids": ids.tolist(),
+        }
         part = checkpoint.with_suffix(".part")
         torch.save(state, part)
         part.replace(checkpoint)

@@ -60,10 +60,4 @@ class Compact:
         return SIZE - len(self.ids)
 
 
-def base_ids() -> set[int]:
-    """Ids that belong to every vocabulary: the end, single bytes, ASCII of up to two characters, the stops."""
-    known = {0, 261}
-    for number, value in enumerate(token_bytes()):
-        if len(value) == 1 or (value and len(value) == 2 and value.isascii()):
-            known.add(number)
-    return known
+STOPS = frozenset((0, 11, 261, 24281))  # ids that belong to every compact vocabulary

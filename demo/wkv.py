@@ -8,7 +8,9 @@ from torch import Tensor
 CHUNK = 16
 
 
-def wkv_loop(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def wkv_loop(
+    r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """The recurrence as it is written: S <- S*w + (S a) b^T + v k^T, y = S r.
 
     Inputs are [batch, time, heads, 64], `decay` is log w; `state` is [batch, heads, 64 values, 64 keys].
@@ -33,7 +35,11 @@ def wkv_chunked(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Te
     chunks = time // CHUNK
 
     def split(x: Tensor) -> Tensor:
-        return x.view(batch, chunks, CHUNK, heads, size).permute(1, 0, 3, 2, 4).reshape(chunks * batch * heads, CHUNK, size)
+        return (
+            x.view(batch, chunks, CHUNK, heads, size)
+            .permute(1, 0, 3, 2, 4)
+            .reshape(chunks * batch * heads, CHUNK, size)
+        )
 
     r, decay, k, v, a, b = (split(x) for x in (r, decay, k, v, a, b))
     running = decay.cumsum(1)

@@ -37,7 +37,9 @@ def exchange(rng: Random) -> tuple[str, str]:
         ),
     )  # fmt: skip
     if rng.random() < 0.3:
-        return pick(rng, (f"{one}{chinese}{other}等于多少？", f"{one} {symbol} {other} 等于几？")), f"{one}{chinese}{other}等于{result}。"
+        return pick(
+            rng, (f"{one}{chinese}{other}等于多少？", f"{one} {symbol} {other} 等于几？")
+        ), f"{one}{chinese}{other}等于{result}。"
     return asked, f"{answer}."
 
 

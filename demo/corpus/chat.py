@@ -10,7 +10,7 @@ from random import Random
 from demo.corpus import arithmetic
 from demo.corpus.document import Document, rounds
 from demo.corpus.facts import KINDS, NAME, NUMBER, Fact, Kind, fact
-from demo.corpus.nominal import pick
+from demo.corpus.nominal import noun_of, pick, term
 from demo.corpus.split import held_out
 from demo.corpus.translation import fresh_pair
 
@@ -80,6 +80,20 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("你会说中文吗？", "你会说英语吗？"), "会，我会说英语和中文。"),
 )  # fmt: skip
 SELF = re.compile(r"\b(I|[Mm]y|me|number)\b")
+ELSEWHERE = (
+    "Tell me about {}.", "Explain {}.", "Explain {} to me.", "What is {}?", "What do you know about {}?", "Write a text about {}.", "Write an essay about {}.",
+    "Why is {} important?", "How does {} work?", "Give me an example of {}.", "What do you think about {}?", "Write a Python function for {}.", "Write code for {}.",
+    "Summarize {}.", "Who invented {}?", "Tell me more about {}.", "Can you explain {}?", "tell me about {}", "Describe {}.", "List three facts about {}.",
+)  # fmt: skip
+ELSEWHERE_ZH = (
+    "介绍一下{}。",
+    "什么是{}？",
+    "你了解{}吗？",
+    "解释一下{}。",
+    "写一篇关于{}的文章。",
+    "{}为什么重要？",
+    "告诉我关于{}的事。",
+)
 OFF_TOPIC = "I am only a small demo model and do not know that. I can translate and remember what you tell me."
 OFF_TOPIC_ZH = "我只是一个小型演示模型，不知道这个。我会翻译，也会记住你告诉我的事情。"
 
@@ -100,6 +114,16 @@ def _pool(chinese: bool) -> list[tuple[tuple[str, ...], str]]:
 TALK = (_pool(False), _pool(True))
 
 
+def _subject_matter(rng: Random) -> tuple[str, str]:
+    """Something one could ask about: `physics`, `the tower`."""
+    draw = rng.random()
+    if draw < 0.4:
+        word = term(rng, "mass", pick(rng, ("topic", "subject", "sport", "stuff", "dish")))
+        return word.en, word.zh
+    noun = noun_of(rng, ("animal", "building", "thing", "device", "plant", "vehicle", "artwork", "show"))
+    return f"the {noun.en}", noun.zh
+
+
 def small_talk(rng: Random, chinese: bool) -> Turn:
     """A turn that tells and asks nothing to remember."""
     draw = rng.random()
@@ -113,14 +137,33 @@ def small_talk(rng: Random, chinese: bool) -> Turn:
         return small_talk(rng, chinese)
     if draw < 0.84:
         if rng.random() < 0.5:
-            return Turn(pick(rng, ("Translate into Chinese: {}", "Translate to Chinese: {}", "How do you say this in Chinese? {}", "翻译成中文：{}")).format(pair.en), pair.zh)
-        return Turn(pick(rng, ("Translate into English: {}", "Translate to English: {}", "翻译成英文：{}")).format(pair.zh), pair.en)
+            return Turn(
+                pick(
+                    rng,
+                    (
+                        "Translate into Chinese: {}",
+                        "Translate to Chinese: {}",
+                        "How do you say this in Chinese? {}",
+                        "翻译成中文：{}",
+                    ),
+                ).format(pair.en),
+                pair.zh,
+            )
+        return Turn(
+            pick(rng, ("Translate into English: {}", "Translate to English: {}", "翻译成英文：{}")).format(pair.zh),
+            pair.en,
+        )
     if draw < 0.92:
         if not pair.en.endswith("."):
             return small_talk(rng, chinese)
-        return Turn(pair.zh if chinese else pair.en, pick(rng, ("明白了。", "原来如此。")) if chinese else pick(rng, ("I see.", "I understand.")))
+        return Turn(
+            pair.zh if chinese else pair.en,
+            pick(rng, ("明白了。", "原来如此。")) if chinese else pick(rng, ("I see.", "I understand.")),
+        )
     if not pair.en.endswith("?"):
-        return Turn(f"{pair.zh.rstrip('。！')}，为什么？" if chinese else f"Tell me more about this: {pair.en}", OFF_TOPIC_ZH if chinese else OFF_TOPIC)
+        what = _subject_matter(rng)
+        asked = pick(rng, ELSEWHERE_ZH if chinese else ELSEWHERE).format(what[chinese])
+        return Turn(asked, OFF_TOPIC_ZH if chinese else OFF_TOPIC)
     return Turn(pair.zh if chinese else pair.en, OFF_TOPIC_ZH if chinese else OFF_TOPIC)
 
 
@@ -130,8 +173,13 @@ def telling(rng: Random, facts: list[Fact], chinese: bool) -> Turn:
     first = facts[0]
     answer = pick(rng, first.kind.noted_zh if chinese else first.kind.noted).format(first.value(chinese))
     if len(facts) > 1:
+        if not chinese and rng.random() < 0.4 and told[1].startswith(("My ", "I ", "I'm ")):
+            second = told[1] if told[1].startswith("I") else told[1][0].lower() + told[1][1:]
+            return Turn(f"{told[0].rstrip('.!')} and {second}", "Got it, I will remember that.")
         link = ("" if told[0][-1] in "。！" else "。") if chinese else (" " if told[0][-1] in ".!" else ". ")
-        return Turn(link.join(told), pick(rng, ("好的，我记住了。",) if chinese else ("Got it, I will remember that.",)))
+        return Turn(
+            link.join(told), pick(rng, ("好的，我记住了。",) if chinese else ("Got it, I will remember that.",))
+        )
     return Turn(told[0], answer[0].upper() + answer[1:])
 
 
@@ -161,7 +209,9 @@ def _facts(rng: Random, count: int, held: bool) -> list[Fact]:
             return facts
 
 
-def session(rng: Random, *, held: bool = False, turns: tuple[int, int] | None = None, chinese: bool | None = None) -> list[Turn]:
+def session(
+    rng: Random, *, held: bool = False, turns: tuple[int, int] | None = None, chinese: bool | None = None
+) -> list[Turn]:
     """A talk in which facts are told, then small talk, then asked for; held-out sessions tell at least two facts."""
     chinese = rng.random() < 0.25 if chinese is None else chinese
     count = rng.randint(2, 4) if held else rng.choices((1, 2, 3, 4, 5), (35, 27, 18, 12, 8))[0]
@@ -185,7 +235,12 @@ def session(rng: Random, *, held: bool = False, turns: tuple[int, int] | None = 
         if not held_out(key([changed, *facts[1:]])):
             facts[0] = changed
             told = pick(rng, kind.told_zh if chinese else kind.told).format(changed.value(chinese))
-            script.append(Turn(f"不对，{told}" if chinese else f"Sorry, that was wrong. {told}", pick(rng, kind.noted_zh if chinese else kind.noted).format(changed.value(chinese))))
+            script.append(
+                Turn(
+                    f"不对，{told}" if chinese else f"Sorry, that was wrong. {told}",
+                    pick(rng, kind.noted_zh if chinese else kind.noted).format(changed.value(chinese)),
+                )
+            )
     script += [small_talk(rng, chinese) for _ in range(rng.randint(low, high))]
     asked = rng.sample(facts, rng.randint(1, len(facts)))
     for found in asked:
@@ -193,7 +248,9 @@ def session(rng: Random, *, held: bool = False, turns: tuple[int, int] | None = 
         if rng.random() < 0.25:
             script.append(small_talk(rng, chinese))
     if rng.random() < 0.12 and not held:
-        missing = pick(rng, [kind for kind in KINDS if kind.name not in {f.kind.name for f in facts} and not _close(kind, facts)])
+        missing = pick(
+            rng, [kind for kind in KINDS if kind.name not in {f.kind.name for f in facts} and not _close(kind, facts)]
+        )
         question = pick(rng, missing.asked_zh if chinese else missing.asked)
         script.append(Turn(question, missing.unknown_zh if chinese else missing.unknown))
     return script
@@ -202,7 +259,10 @@ def session(rng: Random, *, held: bool = False, turns: tuple[int, int] | None = 
 def _close(kind: Kind, facts: list[Fact]) -> bool:
     """Whether a kind might be taken for one of the facts told."""
     words = set(kind.name.split())
-    return any(words & set(f.kind.name.split()) or {kind.name, f.kind.name} <= {"city", "country", "hometown", "favorite city"} for f in facts)
+    return any(
+        words & set(f.kind.name.split()) or {kind.name, f.kind.name} <= {"city", "country", "hometown", "favorite city"}
+        for f in facts
+    )
 
 
 def prompts(rng: Random, script: list[Turn], *, plain: bool = False) -> Iterator[tuple[str, str]]:

@@ -11,29 +11,62 @@ from demo.corpus.morphology import chinese, spelled
 from demo.corpus.nominal import FOOD, Nominal, counted, noun_of, other_person, person, pick, portion, term
 
 WEEKDAYS = tuple(zip("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(), "一二三四五六日", strict=True))
-MONTHS = (
-    "January February March April May June July August September October November December".split()
-)
+MONTHS = "January February March April May June July August September October November December".split()
 SPANS = (("day", "天"), ("week", "个星期"), ("month", "个月"), ("year", "年"), ("hour", "个小时"), ("minute", "分钟"))
 PAST = (
-    ("yesterday", "昨天"), ("last night", "昨晚"), ("last week", "上周"), ("last month", "上个月"), ("last year", "去年"),
-    ("this morning", "今天早上"), ("yesterday morning", "昨天早上"), ("yesterday afternoon", "昨天下午"),
-    ("the day before yesterday", "前天"), ("just now", "刚才"), ("last weekend", "上个周末"), ("last summer", "去年夏天"),
-    ("last winter", "去年冬天"), ("yesterday evening", "昨天傍晚"),
+    ("yesterday", "昨天"),
+    ("last night", "昨晚"),
+    ("last week", "上周"),
+    ("last month", "上个月"),
+    ("last year", "去年"),
+    ("this morning", "今天早上"),
+    ("yesterday morning", "昨天早上"),
+    ("yesterday afternoon", "昨天下午"),
+    ("the day before yesterday", "前天"),
+    ("just now", "刚才"),
+    ("last weekend", "上个周末"),
+    ("last summer", "去年夏天"),
+    ("last winter", "去年冬天"),
+    ("yesterday evening", "昨天傍晚"),
 )
 FUTURE = (
-    ("tomorrow", "明天"), ("tonight", "今晚"), ("next week", "下周"), ("next month", "下个月"), ("next year", "明年"),
-    ("tomorrow morning", "明天早上"), ("tomorrow afternoon", "明天下午"), ("the day after tomorrow", "后天"),
-    ("soon", "很快"), ("next weekend", "下个周末"), ("next summer", "明年夏天"), ("later", "以后"), ("tomorrow evening", "明天晚上"),
+    ("tomorrow", "明天"),
+    ("tonight", "今晚"),
+    ("next week", "下周"),
+    ("next month", "下个月"),
+    ("next year", "明年"),
+    ("tomorrow morning", "明天早上"),
+    ("tomorrow afternoon", "明天下午"),
+    ("the day after tomorrow", "后天"),
+    ("soon", "很快"),
+    ("next weekend", "下个周末"),
+    ("next summer", "明年夏天"),
+    ("later", "以后"),
+    ("tomorrow evening", "明天晚上"),
 )
 HABIT = (
-    ("every day", "每天"), ("every morning", "每天早上"), ("every evening", "每天晚上"), ("every week", "每周"),
-    ("every month", "每个月"), ("every year", "每年"), ("on weekends", "周末"), ("every weekend", "每个周末"),
-    ("every afternoon", "每天下午"), ("twice a week", "每周两次"), ("once a month", "每月一次"), ("in summer", "夏天"), ("in winter", "冬天"),
+    ("every day", "每天"),
+    ("every morning", "每天早上"),
+    ("every evening", "每天晚上"),
+    ("every week", "每周"),
+    ("every month", "每个月"),
+    ("every year", "每年"),
+    ("on weekends", "周末"),
+    ("every weekend", "每个周末"),
+    ("every afternoon", "每天下午"),
+    ("twice a week", "每周两次"),
+    ("once a month", "每月一次"),
+    ("in summer", "夏天"),
+    ("in winter", "冬天"),
 )
 FREQUENCY = (
-    ("often", "经常"), ("usually", "通常"), ("always", "总是"), ("sometimes", "有时"), ("rarely", "很少"),
-    ("never", "从不"), ("almost never", "几乎不"),
+    ("often", "经常"),
+    ("usually", "通常"),
+    ("always", "总是"),
+    ("sometimes", "有时"),
+    ("rarely", "很少"),
+    ("never", "从不"),
+    ("almost never", "几乎不"),
 )
 DAYPARTS = (("in the morning", "早上"), ("in the afternoon", "下午"), ("in the evening", "晚上"))
 STATES = frozenset(
@@ -48,15 +81,31 @@ ONTO = frozenset(("beach", "square", "playground", "farm", "balcony"))
 PERSONAL = ("job", "role", "family", "name")
 MODALS = (
     # auxiliary, its negation, Chinese, Chinese negation
-    ("can", "cannot", "能", "不能"), ("must", "must not", "必须", "绝不能"), ("should", "should not", "应该", "不应该"),
-    ("may", "may not", "可以", "不可以"), ("might", "might not", "可能会", "可能不会"), ("could", "could not", "当时能", "当时不能"),
+    ("can", "cannot", "能", "不能"),
+    ("must", "must not", "必须", "绝不能"),
+    ("should", "should not", "应该", "不应该"),
+    ("may", "may not", "可以", "不可以"),
+    ("might", "might not", "可能会", "可能不会"),
+    ("could", "could not", "当时能", "当时不能"),
 )
 CHAINS = (
     # verb with its infinitive mark, Chinese, Chinese negation
-    ("want to", "想", "不想"), ("need to", "需要", "不需要"), ("like to", "喜欢", "不喜欢"), ("plan to", "计划", "不计划"),
-    ("hope to", "希望能", "不希望能"), ("have to", "不得不", "不必"), ("intend to", "打算", "不打算"), ("try to", "尽量", "不尽量"),
-    ("refuse to", "拒绝", "不拒绝"), ("love to", "很爱", "不爱"), ("dare to", "敢", "不敢"), ("prefer to", "更喜欢", "不太喜欢"),
+    ("want to", "想", "不想"),
+    ("need to", "需要", "不需要"),
+    ("like to", "喜欢", "不喜欢"),
+    ("plan to", "计划", "不计划"),
+    ("hope to", "希望能", "不希望能"),
+    ("have to", "不得不", "不必"),
+    ("intend to", "打算", "不打算"),
+    ("try to", "尽量", "不尽量"),
+    ("refuse to", "拒绝", "不拒绝"),
+    ("love to", "很爱", "不爱"),
+    ("dare to", "敢", "不敢"),
+    ("prefer to", "更喜欢", "不太喜欢"),
 )
+
+
+HAVE = Verb("have", "had", "had", "", "有", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +218,7 @@ def stative(verb: Verb) -> bool:
     head, _, rest = verb.base.partition(" ")
     if verb.tail:
         return head == "know"
-    return head in STATES and not rest or bool(rest) and f"{head}|{rest.split()[0]}" in STATES
+    return (head in STATES and not rest) or (bool(rest) and f"{head}|{rest.split()[0]}" in STATES)
 
 
 def complement(rng: Random, subject: Nominal) -> tuple[Verb, str, str]:
@@ -193,14 +242,24 @@ def complement(rng: Random, subject: Nominal) -> tuple[Verb, str, str]:
     if draw < 0.55:
         country = pick(rng, [c for c in lexicon.terms("places")["country"] if len(c.extra) == 2])
         return pick(rng, table["language"]), f" {country.extra[0]}", country.extra[1]
-    if draw < 0.59:
+    if draw < 0.57:
+        what = counted(rng, noun_of(rng, ("animal", "vehicle", "reading", "toy", "clothes", "device", "tool")))
+        if rng.random() < 0.3:
+            second = counted(rng, noun_of(rng, ("animal", "vehicle", "reading", "toy", "clothes", "device", "tool")))
+            return HAVE, f" {what.en} and {second.en}", f"{what.zh}和{second.zh}"
+        return HAVE, f" {what.en}", what.zh
+    if draw < 0.6:
         word = term(rng, "mass", "topic")
         return pick(rng, table["topic"]), f" {word.en}", word.zh
     kinds = (*FOOD, "clothes", "furniture", "device", "tool", "stationery", "reading", "reading", "vehicle", "plant",
              "toy", "artwork", "show", "animal", "animal", "building", "thing", "thing")  # fmt: skip
     noun = noun_of(rng, kinds)
     what = counted(rng, noun)
-    return pick(rng, table[noun.kind]), f" {what.en}", what.zh
+    verb = pick(rng, table[noun.kind])
+    if rng.random() < 0.08:
+        second = counted(rng, noun_of(rng, (noun.kind,)))
+        return verb, f" {what.en} and {second.en}", f"{what.zh}和{second.zh}"
+    return verb, f" {what.en}", what.zh
 
 
 def _around(rng: Random, verb: Verb) -> tuple[str, str]:
@@ -238,7 +297,10 @@ def clause(rng: Random, subject: Nominal | None = None, *, tenses: tuple[str, ..
         if negative:
             return Clause(who, do, f"not {base}", f"{do} not {base}", denied_zh, False)
         return Clause(who, do, base, f"{verb.third if who.third else verb.base}{rest}", simple)
-    tense = pick(rng, tenses or ("past", "past", "past", "future", "future", "habit", "habit", "now", "modal", "chain", "perfect"))
+    tense = pick(
+        rng,
+        tenses or ("past", "past", "past", "future", "future", "habit", "habit", "now", "modal", "chain", "perfect"),
+    )
     if tense == "now" and not verb.progressive:
         tense = "past"
     if tense in ("habit", "now") and verb.base.startswith("be "):
@@ -248,15 +310,31 @@ def clause(rng: Random, subject: Nominal | None = None, *, tenses: tuple[str, ..
     base = f"{verb.base}{rest}"
     if tense == "past":
         if negative:
-            return Clause(who, "did", f"not {base}{timed}", f"did not {base}{timed}", f"{timed_zh}没有{around_zh}{simple}", False)
+            return Clause(
+                who, "did", f"not {base}{timed}", f"did not {base}{timed}", f"{timed_zh}没有{around_zh}{simple}", False
+            )
         done = verb.chinese(thing_zh, "了")
         return Clause(who, "did", f"{base}{timed}", f"{verb.past}{rest}{timed}", f"{timed_zh}{around_zh}{done}")
     if tense == "future":
         if rng.random() < 0.25 and who.human:
             shown = f"{'not ' if negative else ''}going to {base}{timed}"
-            return Clause(who, who.be, shown, f"{who.be} {shown}", f"{timed_zh}{'不准备' if negative else '准备'}{around_zh}{simple}", not negative)
+            return Clause(
+                who,
+                who.be,
+                shown,
+                f"{who.be} {shown}",
+                f"{timed_zh}{'不准备' if negative else '准备'}{around_zh}{simple}",
+                not negative,
+            )
         shown = f"{'not ' if negative else ''}{base}{timed}"
-        return Clause(who, "will", shown, f"will {shown}", f"{timed_zh}{'不会' if negative else '会'}{around_zh}{simple}", not negative)
+        return Clause(
+            who,
+            "will",
+            shown,
+            f"will {shown}",
+            f"{timed_zh}{'不会' if negative else '会'}{around_zh}{simple}",
+            not negative,
+        )
     if tense == "habit":
         do = "does" if who.third else "do"
         verb_form = verb.third if who.third else verb.base
@@ -265,12 +343,32 @@ def clause(rng: Random, subject: Nominal | None = None, *, tenses: tuple[str, ..
             zh = f"{often_zh}{around_zh}{simple}"
             return Clause(who, do, f"{often} {base}", f"{often} {verb_form}{rest}", zh, not often_zh.endswith("不"))
         if negative:
-            return Clause(who, do, f"not {base}{timed}", f"do{'es' if who.third else ''} not {base}{timed}", f"{timed_zh}不{around_zh}{simple}", False)
-        return Clause(who, do, f"{base}{timed}", f"{verb_form}{rest}{timed}", f"{timed_zh}{'都' if timed_zh.startswith('每') else ''}{around_zh}{simple}")
+            return Clause(
+                who,
+                do,
+                f"not {base}{timed}",
+                f"do{'es' if who.third else ''} not {base}{timed}",
+                f"{timed_zh}不{around_zh}{simple}",
+                False,
+            )
+        return Clause(
+            who,
+            do,
+            f"{base}{timed}",
+            f"{verb_form}{rest}{timed}",
+            f"{timed_zh}{'都' if timed_zh.startswith('每') else ''}{around_zh}{simple}",
+        )
     if tense == "now":
         shown = f"{'not ' if negative else ''}{verb.gerund}{rest}"
         at = "" if around_zh.startswith("在") else "在"
-        return Clause(who, who.be, shown, f"{who.be} {shown}", f"{'现在没有' if negative else '正'}{at}{around_zh}{simple}", not negative)
+        return Clause(
+            who,
+            who.be,
+            shown,
+            f"{who.be} {shown}",
+            f"{'现在没有' if negative else '正'}{at}{around_zh}{simple}",
+            not negative,
+        )
     if tense == "bare":
         do = "does" if who.third else "do"
         if negative:
@@ -280,17 +378,35 @@ def clause(rng: Random, subject: Nominal | None = None, *, tenses: tuple[str, ..
         have = "has" if who.third else "have"
         if negative:
             zh = f"从来没有{around_zh}{verb.chinese(thing_zh, '过')}"
-            return Clause(who, have, f"never {verb.participle}{rest}", f"{have} never {verb.participle}{rest}", zh, False)
+            return Clause(
+                who, have, f"never {verb.participle}{rest}", f"{have} never {verb.participle}{rest}", zh, False
+            )
         zh = f"已经{around_zh}{verb.chinese(thing_zh, '了')}"
         return Clause(who, have, f"already {verb.participle}{rest}", f"{have} already {verb.participle}{rest}", zh)
     if tense == "modal":
         positive, denied, zh, denied_zh = pick(rng, MODALS)
         auxiliary, helper = (denied, denied_zh) if negative else (positive, zh)
-        return Clause(who, positive, f"{base}{timed}", f"{auxiliary} {base}{timed}", f"{timed_zh}{helper}{around_zh}{simple}", positive in ("can", "should", "may") and not negative)
+        return Clause(
+            who,
+            positive,
+            f"{base}{timed}",
+            f"{auxiliary} {base}{timed}",
+            f"{timed_zh}{helper}{around_zh}{simple}",
+            positive in ("can", "should", "may") and not negative,
+        )
     chain, zh, denied_zh = pick(rng, CHAINS if tense == "chain" else CHAINS[:3])
     do = "does" if who.third else "do"
     if negative and chain not in ("try to", "hope to", "refuse to"):
-        return Clause(who, do, f"not {chain} {base}{timed}", f"{do} not {chain} {base}{timed}", f"{timed_zh}{denied_zh}{around_zh}{simple}", False)
+        return Clause(
+            who,
+            do,
+            f"not {chain} {base}{timed}",
+            f"{do} not {chain} {base}{timed}",
+            f"{timed_zh}{denied_zh}{around_zh}{simple}",
+            False,
+        )
     head, _, mark = chain.partition(" ")
     inflected = {"have": "has", "try": "tries"}.get(head, f"{head}s") if who.third else head
-    return Clause(who, do, f"{chain} {base}{timed}", f"{inflected} {mark} {base}{timed}", f"{timed_zh}{zh}{around_zh}{simple}")
+    return Clause(
+        who, do, f"{chain} {base}{timed}", f"{inflected} {mark} {base}{timed}", f"{timed_zh}{zh}{around_zh}{simple}"
+    )

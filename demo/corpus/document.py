@@ -23,7 +23,8 @@ def rounds(turns: list[tuple[str, str]], *, last_stop: str = STOP) -> Document:
     """A document of prompts and answers; each answer ends with a blank line, which the next prompt does not repeat."""
     segments = []
     for index, (prompt, answer) in enumerate(turns):
-        segments += [Segment(prompt, PROMPT_WEIGHT), Segment(answer, 1.0)]
+        weight = 0.0 if "<think" in prompt else PROMPT_WEIGHT  # whether to think is the prompt's to say
+        segments += [Segment(prompt, weight), Segment(answer, 1.0)]
         segments.append(Segment(STOP if index + 1 < len(turns) else last_stop, 1.0))
     return tuple(segments)
 

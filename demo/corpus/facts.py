@@ -126,7 +126,7 @@ def _favorite(thing: str, thing_zh: str, draw: Drawing) -> Kind:
 def _owned(thing: str, thing_zh: str, draw: Drawing) -> Kind:
     return Kind(
         thing, draw,
-        (f"My {thing} is {{}}.", f"Please remember that my {thing} is {{}}.", f"my {thing} is {{}}"),
+        (f"My {thing} is {{}}.", f"Please remember that my {thing} is {{}}.", f"my {thing} is {{}}", f"Remember: my {thing} is {{}}.", f"Remember that my {thing} is {{}}.", f"{{}} is my {thing}."),
         (f"Got it, your {thing} is {{}}.", f"I will remember that your {thing} is {{}}."),
         (f"What is my {thing}?", f"What's my {thing}?", f"Do you remember my {thing}?", f"Tell me my {thing}.", f"what is my {thing}"),
         f"Your {thing} is {{}}.", f"You have not told me your {thing} yet.",
@@ -181,7 +181,7 @@ JOB = Kind(
 )  # fmt: skip
 NUMBER = Kind(
     "number", _number,
-    ("Remember the number {}.", "Please remember the number {}.", "My number is {}.", "Remember this number: {}.", "The number is {}.", "The secret number is {}.", "Keep the number {} in mind."),
+    ("Remember the number {}.", "Please remember the number {}.", "My number is {}.", "Remember this number: {}.", "The number is {}.", "The secret number is {}.", "Remember: the number is {}.", "Remember: {}.", "Remember {}.", "Keep the number {} in mind."),
     ("I will remember the number {}.", "Got it, the number is {}."),
     ("What is the number?", "What was the number?", "Which number did I tell you?", "What number did I ask you to remember?", "Tell me the number.", "What is my number?", "What is the secret number?", "Do you remember the number?", "Which number should you remember?"),
     "The number is {}.", "You have not told me a number yet.",
@@ -209,7 +209,8 @@ KINDS: tuple[Kind, ...] = (
     _owned("dog's name", "狗的名字", _name), _owned("cat's name", "猫的名字", _name), _owned("sister's name", "姐姐的名字", _name),
     _owned("brother's name", "哥哥的名字", _name), _owned("friend's name", "朋友的名字", _name), _owned("teacher's name", "老师的名字", _name),
     _owned("room number", "房间号", _number), _owned("lucky number", "幸运数字", _number), _owned("password", "密码", _number),
-    _owned("hometown", "家乡", _of("places", "city")), _owned("mother's name", "妈妈的名字", _name), _owned("phone number", "电话号码", _number),
+    _owned("horse's name", "马的名字", _name), _owned("hometown", "家乡", _of("places", "city")), _owned("mother's name", "妈妈的名字", _name), _owned("phone number", "电话号码", _number),
+    _owned("code", "代码", _number), _owned("PIN", "密码锁号码", _number), _owned("boss's name", "老板的名字", _name), _owned("ticket number", "票号", _number),
 )  # fmt: skip
 
 

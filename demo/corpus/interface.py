@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from random import Random
 
-from demo.corpus import lexicon
 from demo.corpus.morphology import plural
 from demo.corpus.nominal import name, pick, term
 
-STATES = (("failed", "失败"), ("completed", "已完成"), ("canceled", "已取消"), ("in progress", "进行中"), ("not available", "不可用"))
+STATES = (
+    ("failed", "失败"),
+    ("completed", "已完成"),
+    ("canceled", "已取消"),
+    ("in progress", "进行中"),
+    ("not available", "不可用"),
+)
 
 
 def interface(rng: Random) -> tuple[str, str]:

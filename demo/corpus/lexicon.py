@@ -134,9 +134,7 @@ def adjectives() -> dict[str, tuple[Adjective, ...]]:
         for entry in entries:
             english, _, zh = entry.partition("=")
             word, _, comparative = english.lstrip("*").partition("/")
-            words.append(
-                Adjective(word, comparative or f"more {word}", zh, header[0], not english.startswith("*"))
-            )
+            words.append(Adjective(word, comparative or f"more {word}", zh, header[0], not english.startswith("*")))
         found[header[0]] = tuple(words)
     return found
 
@@ -177,3 +175,11 @@ def phrases() -> tuple[tuple[str, str, str], ...]:
                 found.append((english, chinese, mark))
                 break
     return tuple(found)
+
+
+@cache
+def more_phrases() -> tuple[tuple[str, str, str], ...]:
+    """Fixed phrases in English, German and Japanese."""
+    lines = (WORDS / "more.txt").read_text(encoding="utf-8").splitlines()
+    split = [line.split(" | ") for line in lines if not line.startswith("#")]
+    return tuple((english, german, japanese) for english, german, japanese in split)

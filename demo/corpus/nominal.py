@@ -240,7 +240,9 @@ def portion(rng: Random, kind: str) -> Nominal:
     if draw < 0.65:
         return Nominal(f"a {container} of {word.en}", f"一{measure}{word.zh}", kind=kind)
     number = rng.randint(2, 20)
-    return Nominal(f"{spelled(number)} {many} of {word.en}", f"{chinese(number)}{measure}{word.zh}", many=True, kind=kind)
+    return Nominal(
+        f"{spelled(number)} {many} of {word.en}", f"{chinese(number)}{measure}{word.zh}", many=True, kind=kind
+    )
 
 
 def term(rng: Random, name_: str, kind: str) -> Term:

@@ -11,8 +11,24 @@ from demo.corpus.clauses import WEEKDAYS, clause, clock, complement, date, place
 from demo.corpus.interface import interface
 from demo.corpus.morphology import article, chinese, spelled
 from demo.corpus.nominal import (
-    FOOD, GOODS, PRONOUNS, THINGS, Nominal, counted, fitting, name, noun_of, other_person, person, pick, portion,
-    possessor, professional, relative, term,
+    FOOD,
+    GOODS,
+    PRONOUNS,
+    THINGS,
+    Nominal,
+    attributive,
+    counted,
+    fitting,
+    name,
+    noun_of,
+    other_person,
+    person,
+    pick,
+    portion,
+    possessor,
+    professional,
+    relative,
+    term,
 )  # fmt: skip
 
 
@@ -28,12 +44,51 @@ class Pair:
 Said = tuple[str, str] | tuple[str, str, tuple[str, ...]]
 DEGREES = (("very", "非常", ""), ("too", "太", "了"), ("really", "真", ""), ("quite", "相当", ""), ("a little", "有点儿", ""),
            ("so", "这么", ""), ("extremely", "极其", ""), ("", "很", ""), ("", "很", ""), ("not", "不", ""), ("not very", "不太", ""))  # fmt: skip
-SPOTS = (("on", "上"), ("under", "下面"), ("next to", "旁边"), ("behind", "后面"), ("in front of", "前面"), ("near", "附近"))
+SPOTS = (
+    ("on", "上"),
+    ("under", "下面"),
+    ("next to", "旁边"),
+    ("behind", "后面"),
+    ("in front of", "前面"),
+    ("near", "附近"),
+)
 CURRENCIES = (("dollars", "美元"), ("euros", "欧元"), ("yuan", "元"), ("pounds", "英镑"), ("yen", "日元"))
-RIDES = (("train", "火车"), ("bus", "公共汽车"), ("plane", "飞机"), ("car", "汽车"), ("taxi", "出租车"), ("ship", "船"), ("subway", "地铁"), ("bicycle", "自行车"))
+RIDES = (
+    ("train", "火车"),
+    ("bus", "公共汽车"),
+    ("plane", "飞机"),
+    ("car", "汽车"),
+    ("taxi", "出租车"),
+    ("ship", "船"),
+    ("subway", "地铁"),
+    ("bicycle", "自行车"),
+)
 SEASONS = (("spring", "春天"), ("summer", "夏天"), ("autumn", "秋天"), ("winter", "冬天"))
-THOUGHTS = (("think", "觉得"), ("know", "知道"), ("hope", "希望"), ("believe", "相信"), ("suppose", "猜"), ("fear", "担心"))
-BODY_HURT = ("head", "back", "stomach", "throat", "knee", "shoulder", "foot", "hand", "leg", "arm", "neck", "tooth", "ear", "ankle", "wrist")
+THOUGHTS = (
+    ("think", "觉得"),
+    ("know", "知道"),
+    ("hope", "希望"),
+    ("believe", "相信"),
+    ("suppose", "猜"),
+    ("fear", "担心"),
+)
+BODY_HURT = (
+    "head",
+    "back",
+    "stomach",
+    "throat",
+    "knee",
+    "shoulder",
+    "foot",
+    "hand",
+    "leg",
+    "arm",
+    "neck",
+    "tooth",
+    "ear",
+    "ankle",
+    "wrist",
+)
 
 
 def _capital(text: str) -> str:
@@ -44,11 +99,19 @@ def _thing(rng: Random, *, definite: bool = False) -> Nominal:
     return counted(rng, noun_of(rng, THINGS), definite=definite)
 
 
-def _quality(rng: Random, kind: str, subject: Nominal, verb: str = "", time: tuple[str, str] = ("", "")) -> tuple[str, str]:
+def _quality(
+    rng: Random, kind: str, subject: Nominal, verb: str = "", time: tuple[str, str] = ("", "")
+) -> tuple[str, str]:
     """A predicate of quality: `is very tall` 非常高."""
     table = lexicon.adjectives()
     for _ in range(20):
-        word = pick(rng, table["person"]) if kind == "person" else pick(rng, table["place"]) if kind == "place" else fitting(rng, kind)
+        word = (
+            pick(rng, table["person"])
+            if kind == "person"
+            else pick(rng, table["place"])
+            if kind == "place"
+            else fitting(rng, kind)
+        )
         if word.predicative and word.kind not in ("origin",):
             break
     else:
@@ -110,7 +173,11 @@ def comparison(rng: Random) -> Said:
         be, second = one.be, other.object if other.person < 3 or other.many or other.objective else other.en
     else:
         noun = noun_of(rng, THINGS)
-        adjectives = [a for a in (fitting(rng, noun.kind) for _ in range(8)) if a.predicative and a.kind not in ("color", "origin")]
+        adjectives = [
+            a
+            for a in (fitting(rng, noun.kind) for _ in range(8))
+            if a.predicative and a.kind not in ("color", "origin")
+        ]
         if not adjectives:
             return comparison(rng)
         word = adjectives[0]
@@ -189,11 +256,17 @@ def about_oneself(rng: Random) -> Said:
         verb = "speaks" if who.third else "speak"
         if first is second:
             return f"{who.en} {verb} {first.extra[0]}.", f"{who.zh}会说{first.extra[1]}。"
-        return f"{who.en} {verb} {first.extra[0]} and {second.extra[0]}.", f"{who.zh}会说{first.extra[1]}和{second.extra[1]}。"
+        return (
+            f"{who.en} {verb} {first.extra[0]} and {second.extra[0]}.",
+            f"{who.zh}会说{first.extra[1]}和{second.extra[1]}。",
+        )
     if draw < 0.94:
         illness = term(rng, "mass", "illness")
         have = "has" if single.third else "have"
-        return f"{single.en} {have} {article(illness.en)} {illness.en}.", f"{single.zh}{'得了' if illness.zh in ('感冒', '过敏') else ''}{illness.zh}。"
+        return (
+            f"{single.en} {have} {article(illness.en)} {illness.en}.",
+            f"{single.zh}{'得了' if illness.zh in ('感冒', '过敏') else ''}{illness.zh}。",
+        )
     part = pick(rng, BODY_HURT)
     body = next(noun for noun in lexicon.nouns()["body"] if noun.en == part)
     _, my, mine = _own(rng)
@@ -324,7 +397,9 @@ def there_is(rng: Random) -> Said:
     what = _thing(rng)
     spot, spot_zh = pick(rng, SPOTS)
     base = noun_of(rng, ("furniture", "vehicle", "building", "tool"))
-    if what.en.startswith(("a ", "an ", "some ", "many ")) or what.en.split()[0] in ("two three four five six seven eight nine ten eleven twelve".split()):
+    if what.en.startswith(("a ", "an ", "some ", "many ")) or what.en.split()[0] in (
+        "two three four five six seven eight nine ten eleven twelve".split()
+    ):
         if rng.random() < 0.4:
             en, zh = place(rng, towns=False)
             return f"there {what.be} {what.en} {en}.", f"{zh[1:]}里有{what.zh}。"
@@ -362,7 +437,9 @@ def price(rng: Random) -> Said:
     what = counted(rng, noun_of(rng, (*GOODS, "vehicle", "toy")), definite=True)
     currency, zh = pick(rng, CURRENCIES)
     number = rng.randint(2, 20) if rng.random() < 0.4 else rng.randint(21, 9999)
-    amount, amount_zh = (spelled(number), chinese(number)) if rng.random() < 0.8 else (f"{number}.{rng.randint(1, 9)}0", "")
+    amount, amount_zh = (
+        (spelled(number), chinese(number)) if rng.random() < 0.8 else (f"{number}.{rng.randint(1, 9)}0", "")
+    )
     cost = "cost" if what.many else "costs"
     amount_zh = amount_zh or amount
     draw = rng.random()
@@ -500,7 +577,10 @@ def travel(rng: Random) -> Said:
         return f"the {ride} to {other.en} {verb} at {time}.", f"去{other.zh}的{ride_zh}{time_zh}{verb_zh}。"
     if draw < 0.65:
         hours = span(rng)
-        return f"it takes {hours[0]} from {one.en} to {other.en} by {ride}.", f"从{one.zh}到{other.zh}{mount}{ride_zh}要{hours[1]}。"
+        return (
+            f"it takes {hours[0]} from {one.en} to {other.en} by {ride}.",
+            f"从{one.zh}到{other.zh}{mount}{ride_zh}要{hours[1]}。",
+        )
     if draw < 0.8:
         number = rng.randint(2, 12)
         return f"{spelled(number)} tickets to {other.en}, please.", f"请给我{chinese(number)}张去{other.zh}的票。"
@@ -537,7 +617,11 @@ def relative_clause(rng: Random) -> Said:
         if not stative(verb) and "……" not in verb.zh:
             break
     time, time_zh = when(rng, "past")
-    subject = Nominal(f"the {noun.en} that {who.en} {verb.past}{verb.tail} {time}", f"{who.zh}{time_zh}{verb.zh}的那{noun.measure}{noun.zh}", kind=noun.kind)
+    subject = Nominal(
+        f"the {noun.en} that {who.en} {verb.past}{verb.tail} {time}",
+        f"{who.zh}{time_zh}{verb.zh}的那{noun.measure}{noun.zh}",
+        kind=noun.kind,
+    )
     if rng.random() < 0.3:
         return f"where is {subject.en}?", f"{subject.zh}在哪里？"
     en, zh = _quality(rng, noun.kind, subject)
@@ -553,8 +637,14 @@ def passive(rng: Random) -> Said:
     who = other_person(rng, what)
     time, time_zh = when(rng, "past")
     if rng.random() < 0.6:
-        return f"{what.en} {what.was} {verb.participle}{verb.tail} by {who.object}.", f"{what.zh}是{who.zh}{verb.zh}的。"
-    return f"{what.en} {what.was} {verb.participle}{verb.tail} by {who.object} {time}.", f"{what.zh}是{who.zh}{time_zh}{verb.zh}的。"
+        return (
+            f"{what.en} {what.was} {verb.participle}{verb.tail} by {who.object}.",
+            f"{what.zh}是{who.zh}{verb.zh}的。",
+        )
+    return (
+        f"{what.en} {what.was} {verb.participle}{verb.tail} by {who.object} {time}.",
+        f"{what.zh}是{who.zh}{time_zh}{verb.zh}的。",
+    )
 
 
 def material(rng: Random) -> Said:
@@ -568,7 +658,9 @@ def material(rng: Random) -> Said:
 def general_truth(rng: Random) -> Said:
     topics = lexicon.terms("mass")["topic"] + lexicon.terms("mass")["subject"]
     one, other = pick(rng, topics), pick(rng, topics)
-    word = pick(rng, [a for a in lexicon.adjectives()["abstract"] + lexicon.adjectives()["reading"][:8] if a.predicative])
+    word = pick(
+        rng, [a for a in lexicon.adjectives()["abstract"] + lexicon.adjectives()["reading"][:8] if a.predicative]
+    )
     draw = rng.random()
     if draw < 0.35 or one is other:
         degree, before, mark = pick(rng, DEGREES)
@@ -589,7 +681,7 @@ def exclamation(rng: Random) -> Said:
         return exclamation(rng)
     if rng.random() < 0.5:
         return f"what {article(word.en)} {word.en} {noun.en}!", f"多么{word.zh}的{noun.zh}啊！"
-    return f"this is {article(word.en)} {word.en} {noun.en}.", f"这是一{noun.measure}{word.zh}的{noun.zh}。"
+    return f"this is {article(word.en)} {word.en} {noun.en}.", f"这是一{noun.measure}{attributive(word)}{noun.zh}。"
 
 
 def identity(rng: Random) -> Said:

@@ -18,6 +18,14 @@ CONTRACTIONS = (
 )  # fmt: skip
 MARKS = {".": "。", "!": "！", "?": "？"}
 SIDES = ("English", "Chinese")
+REWORDED = (
+    ("没有", "没", 0.15), ("就会", "就", 0.4), ("，所以", "，", 0.3), ("星期", "周", 0.2), ("星期", "礼拜", 0.05), ("经常", "常常", 0.2),
+    ("但是", "可是", 0.2), ("但是", "不过", 0.1), ("非常", "特别", 0.1), ("因此", "所以", 0.2), ("明天会", "明天", 0.3), ("下周会", "下周", 0.3),
+    ("哪里", "哪儿", 0.2), ("的时候", "时", 0.2), ("觉得", "认为", 0.15), ("公共汽车", "公交车", 0.2),
+    ("妈妈", "母亲", 0.2), ("爸爸", "父亲", 0.2), ("我妈妈", "我的妈妈", 0.1), ("我爸爸", "我的爸爸", 0.1), ("？", "?", 0.05), ("！", "!", 0.05), ("，", ",", 0.03),
+    ("很多", "许多", 0.15), ("知道", "晓得", 0.03), ("晚上", "夜里", 0.05), ("早上", "早晨", 0.1), ("。", ".", 0.02),
+    ("如果", "要是", 0.15), ("虽然", "尽管", 0.15), ("点半", "点30分", 0.1),
+)  # fmt: skip
 
 
 def fresh_pair(rng: Random, *, held: bool = False) -> Pair:
@@ -37,6 +45,14 @@ def contracted(rng: Random, text: str) -> str:
         for one, other in ((long, short), (long[0].upper() + long[1:], short[0].upper() + short[1:])):
             if text.startswith(one) or f" {one}" in text:
                 text = text.replace(one, other)
+    return text
+
+
+def reworded(rng: Random, text: str) -> str:
+    """The Chinese as others might put it; to be understood, never written."""
+    for usual, other, chance in REWORDED:
+        if usual in text and rng.random() < chance:
+            text = text.replace(usual, other)
     return text
 
 
@@ -93,7 +109,7 @@ def pair_to_translate(rng: Random) -> tuple[str, str, bool]:
             if en[-1] in MARKS and more.en[-1] in MARKS:
                 en, zh = f"{en} {more.en}", f"{zh}{more.zh}"
     if not to_chinese:
-        return zh, en, False
+        return (reworded(rng, zh) if rng.random() < 0.35 else zh), en, False
     en, zh = _typed(rng, en, zh)
     return en, zh, True
 
@@ -104,8 +120,22 @@ def prompt(source: str, *, english: bool) -> str:
     return f"{one}: {source}\n\n{other}:"
 
 
+def _in_more_languages(rng: Random) -> tuple[str, str]:
+    """The prompt and the answer of a fixed phrase between English and German or Japanese."""
+    english, german, japanese = pick(rng, lexicon.more_phrases())
+    name, other = pick(rng, (("German", german), ("Japanese", japanese)))
+    if rng.random() < 0.3 and english[-1] in MARKS and not english.endswith("..."):
+        english, other = english[:-1], other[:-1]
+    if rng.random() < 0.5:
+        english = english[0].lower() + english[1:] if rng.random() < 0.1 else english
+        return f"English: {english}\n\n{name}:", f" {other}"
+    return f"{name}: {other}\n\nEnglish:", f" {english}"
+
+
 def document(rng: Random) -> Document:
     """One translation, seldom a few in a row."""
+    if rng.random() < 0.025:
+        return rounds([_in_more_languages(rng)])
     turns = []
     for _ in range(1 if rng.random() < 0.9 else rng.randint(2, 4)):
         source, target, english = pair_to_translate(rng)
