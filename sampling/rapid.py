@@ -169,6 +169,8 @@ class RapidSampler:
 
     def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
         """Draw one token for each row of logits [R, V], then count it. Does not wait for the device."""
+        if logits.shape != (len(seats), self.vocab):
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.vocab} tokens")
         logits = (logits if logits.dtype is torch.float16 else logits.float()).contiguous()
         if self._seats is None or self._seats[0] != seats:
             self._seats = (list(seats), torch.tensor(seats, dtype=torch.int32, device=self.device))

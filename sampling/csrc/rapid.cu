@@ -57,7 +57,8 @@ __device__ void count_token(Entry* entries, Seat& stored, const Seat& seat, int 
 template <int kThreads, class T>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) sample_rows(Launch launch) {
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ uint64_t room[33];
+  __shared__ uint64_t words[64];
+  Room room{words, 0};
   const int number = launch.seats[blockIdx.x];
   if (number < 0 || number >= launch.max_rows) {
     if (threadIdx.x == 0) launch.tokens[blockIdx.x] = 0;

@@ -21,12 +21,14 @@ __device__ __forceinline__ float score_of(float value, const Seat& seat, uint32_
   return __fadd_rn(scaled, gumbel_of(u));
 }
 
-// An upper bound of score_of: few tokens of many need the exact one.
-__device__ __forceinline__ float score_bound(float value, const Seat& seat, uint32_t word) {
+// score_of within half of slack_of, in a fraction of the instructions.
+__device__ __forceinline__ float rough_score_of(float value, const Seat& seat, uint32_t word) {
   const float scaled = value * seat.scale, u = to_uniform(word);
-  const float random = seat.kind == kNoise ? u * seat.noise : rough_gumbel_of(u);
-  return scaled + random + 1e-3f + fabsf(scaled) * 1e-6f;
+  return scaled + (seat.kind == kNoise ? u * seat.noise : rough_gumbel_of(u));
 }
+
+// Tokens whose rough scores are further apart than this are in the order of their exact ones.
+__device__ __forceinline__ float slack_of(float rough_score) { return 1e-3f + fabsf(rough_score) * 2e-6f; }
 
 __device__ __forceinline__ Words words_of(const Seat& seat, int quad) {
   return words_of_block(seat.seed, seat.step, quad, seat.kind == kNoise ? kDomainNoise : kDomainGumbel);
@@ -41,14 +43,11 @@ __device__ __forceinline__ uint64_t scored(const Seat& seat, int token, float va
 
 // The largest logit and its token.
 template <int kThreads, class T>
-__device__ uint64_t largest_logit(const Row<T>& row, uint64_t* room) {
+__device__ uint64_t largest_logit(const Row<T>& row, Room& room) {
   float best = minus_infinity();
   int at = 0;
   for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
-    float most = batch.value[0];
-#pragma unroll
-    for (int i = 1; i < 4 * kBatch; ++i) most = fmaxf(most, batch.value[i]);
-    if (most > best) {
+    if (batch.largest() > best) {
       // A thread meets its tokens in rising order, so the first of equal ones stays.
 #pragma unroll
       for (int i = 0; i < 4 * kBatch; ++i)
@@ -74,11 +73,15 @@ struct Place {
 
 constexpr Place kBehindAll{-INFINITY, -1};
 
-// The best score among the tokens that rank before `limit` (finite ones), as a pair; 0 if there are none.
+// The calling thread's best rough score, its token and logit, and the second best score.
+struct RoughBest {
+  float best = minus_infinity(), second = minus_infinity(), value = minus_infinity();
+  int token = 0;
+};
+
 template <int kThreads, class T>
-__device__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit, uint64_t* room) {
-  uint64_t pair = 0;
-  float best = minus_infinity();
+__device__ RoughBest rough_best(const Row<T>& row, const Seat& seat, Place limit) {
+  RoughBest rough;
   for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -88,14 +91,46 @@ __device__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit,
       const Words words = words_of(seat, batch.first + kLanes * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!limit.is_after(value[i], batch.token(4 * j + i))) continue;
-        if (score_bound(value[i], seat, words.at[i]) < best) continue;
-        const uint64_t found = pair_of(score_of(value[i], seat, words.at[i]), batch.token(4 * j + i));
-        pair = Largest()(pair, found);
-        best = value_of(pair);
+        const int token = batch.token(4 * j + i);
+        const float found = rough_score_of(value[i], seat, words.at[i]);
+        const float score = limit.is_after(value[i], token) ? found : minus_infinity();
+        const bool better = score > rough.best;
+        rough.second = fmaxf(rough.second, better ? rough.best : score);
+        rough.best = better ? score : rough.best;
+        rough.token = better ? token : rough.token;
+        rough.value = better ? value[i] : rough.value;
       }
     }
   });
+  return rough;
+}
+
+// The best of all exact scores, for the rare row where rough ones leave it open.
+template <int kThreads, class T>
+__device__ uint64_t exact_best(const Row<T>& row, const Seat& seat, Place limit) {
+  uint64_t pair = 0;
+  for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
+    for (int i = 0; i < 4 * kBatch; ++i) {
+      const int token = batch.token(i);
+      if (limit.is_after(batch.value[i], token)) pair = Largest()(pair, scored(seat, token, batch.value[i]));
+    }
+  });
+  return pair;
+}
+
+// The best score among the tokens that rank before `limit` (finite ones), as a pair; 0 if there are none.
+// Rough scores say which threads may hold it. Only if one thread may hold it twice are all scores made exact.
+template <int kThreads, class T>
+__device__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit, Room& room) {
+  const RoughBest rough = rough_best<kThreads>(row, seat, limit);
+  const float most = value_of(over_block<kThreads>(pair_of(rough.best, 0), Largest(), room));
+  const float floor = most - slack_of(most);
+  uint64_t pair = 0;
+  if (__syncthreads_or(rough.second >= floor && rough.second > minus_infinity())) {
+    pair = exact_best<kThreads>(row, seat, limit);
+  } else if (rough.best >= floor && rough.best > minus_infinity()) {
+    pair = scored(seat, rough.token, rough.value);
+  }
   for_each_entry<kThreads>(row, [&](int token, float value) {
     if (value > minus_infinity() && limit.is_after(value, token)) pair = Largest()(pair, scored(seat, token, value));
   });
@@ -118,7 +153,7 @@ struct Before {
 };
 
 template <int kThreads, class T>
-__device__ Before before_place(const Row<T>& row, Place place, float largest, float scale2, uint64_t* room) {
+__device__ Before before_place(const Row<T>& row, Place place, float largest, float scale2, Room& room) {
   uint64_t count = 0, mass = 0;
   for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
     float sum = 0.0f;
@@ -138,7 +173,7 @@ __device__ Before before_place(const Row<T>& row, Place place, float largest, fl
 // it, and so on. Whatever ranks after a token that is cut is cut too, so the result is exact; every round halves what
 // is left on average.
 template <int kThreads, class T>
-__device__ int draw_by_rounds(const Row<T>& row, const Seat& seat, float largest, double enough, uint64_t* room) {
+__device__ int draw_by_rounds(const Row<T>& row, const Seat& seat, float largest, double enough, Room& room) {
   Place limit = kBehindAll;
   while (true) {
     const uint64_t best = best_score<kThreads>(row, seat, limit, room);

@@ -8,13 +8,12 @@ namespace sampling {
 constexpr int kListRoom = 1024;   // candidates that fit
 constexpr int kMaxTopK = 768;     // largest top_k for which the list is tried
 constexpr int kFirstGuess = 160;  // candidates to look at where top_p alone cuts
-constexpr int kRankers = 8;       // threads that rank a candidate together
 
 struct List {
   uint64_t mass[kListRoom];
+  uint64_t score[kListRoom];  // pairs with the token
   float value[kListRoom];
   int token[kListRoom];
-  uint8_t kept[kListRoom];
   int size;
 };
 
@@ -31,7 +30,7 @@ struct Totals {
 
 // The pass over the row for rows that are cut.
 template <int kThreads, class T>
-__device__ Totals scan_chunks(const Row<T>& row, const Seat& seat, Chunk* chunks, uint64_t* room) {
+__device__ Totals scan_chunks(const Row<T>& row, const Seat& seat, Chunk* chunks, Room& room) {
   const float scale2 = seat.scale * kLog2e;
   const bool with_mass = seat.top_p < 1;
   float largest = minus_infinity();
@@ -39,16 +38,13 @@ __device__ Totals scan_chunks(const Row<T>& row, const Seat& seat, Chunk* chunks
   int current = -1;
   for_each_batch<kThreads>(row, [&](int number, const Batch& batch) {
     if (number != current) chunk = Chunk{minus_infinity(), 0.0f}, current = number;
-    float most = batch.value[0];
-#pragma unroll
-    for (int i = 1; i < 4 * kBatch; ++i) most = fmaxf(most, batch.value[i]);
     const float before = chunk.largest;
-    chunk.largest = fmaxf(before, most);
+    chunk.largest = fmaxf(before, batch.largest());
     if (with_mass && chunk.largest > minus_infinity()) {
-      float sum = 0.0f;
+      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < 4 * kBatch; ++i) sum += mass_of(batch.value[i], chunk.largest, scale2);
-      chunk.mass = chunk.mass * mass_of(before, chunk.largest, scale2) + sum;
+      for (int i = 0; i < 4 * kBatch; ++i) sum[i % 4] += mass_of(batch.value[i], chunk.largest, scale2);
+      chunk.mass = chunk.mass * mass_of(before, chunk.largest, scale2) + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
     chunks[number] = chunk;
     largest = fmaxf(largest, chunk.largest);
@@ -73,28 +69,18 @@ struct Floor {
   int chunks;  // how many chunk maxima reach it: at least so many tokens do
 };
 
-// How many of the chunk maxima reach `floor`. Rounds of even and odd number use different room, so that one barrier
-// each is enough.
 template <int kThreads, class T>
-__device__ __forceinline__ int chunks_from(const Row<T>& row, const Chunk* chunks, float floor, int round, int* room) {
-  int count = 0;
+__device__ __forceinline__ int chunks_from(const Row<T>& row, const Chunk* chunks, float floor, Room& room) {
+  uint64_t count = 0;
   for (int block = threadIdx.x / kLanes; block < row.chunk_blocks(); block += kThreads / kLanes)
     count += chunks[block * kLanes + threadIdx.x % kLanes].largest >= floor;
-#pragma unroll
-  for (int offset = 16; offset; offset /= 2) count += __shfl_xor_sync(0xffffffffu, count, offset);
-  int* const mine = room + 32 * (round & 1);
-  if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = count;
-  __syncthreads();
-  int total = 0;
-#pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) total += mine[warp];
-  return total;
+  return static_cast<int>(over_block<kThreads>(count, Sum(), room));
 }
 
 // A value that at least `wanted` chunk maxima reach, if so many are finite: then at least `wanted` tokens reach it.
 // Bisects until not many more do.
 template <int kThreads, class T>
-__device__ Floor find_floor(const Row<T>& row, const Chunk* chunks, float largest, int wanted, uint64_t* room) {
+__device__ Floor find_floor(const Row<T>& row, const Chunk* chunks, float largest, int wanted, Room& room) {
   const int lane = threadIdx.x % kLanes;
   uint64_t lowest = 0;  // of the finite maxima, as the largest of the negated ones
   for (int block = threadIdx.x / kLanes; block < row.chunk_blocks(); block += kThreads / kLanes) {
@@ -102,22 +88,20 @@ __device__ Floor find_floor(const Row<T>& row, const Chunk* chunks, float larges
     if (most >= kLowest) lowest = Largest()(lowest, pair_of(-most, 0));
   }
   lowest = over_block<kThreads>(lowest, Largest(), room);
-  int* const counts = reinterpret_cast<int*>(room);
-  const int finite = chunks_from<kThreads>(row, chunks, kLowest, 0, counts);
+  const int finite = chunks_from<kThreads>(row, chunks, kLowest, room);
   if (finite < wanted) return Floor{kLowest, finite};
   Floor low{-value_of(lowest), finite};
   float high = largest;
-  for (int round = 1; round < 24 && low.chunks > wanted + wanted / 2 + 16; ++round) {
+  for (int round = 0; round < 24 && low.chunks > 2 * wanted + 16; ++round) {
     const float middle = 0.5f * low.value + 0.5f * high;
     if (!(middle > low.value && middle < high)) break;
-    const int count = chunks_from<kThreads>(row, chunks, middle, round, counts);
+    const int count = chunks_from<kThreads>(row, chunks, middle, room);
     if (count < wanted) {
       high = middle;
     } else {
       low = Floor{middle, count};
     }
   }
-  __syncthreads();
   return low;
 }
 
@@ -147,49 +131,47 @@ __device__ void gather(const Row<T>& row, const Chunk* chunks, float floor, List
   __syncthreads();
 }
 
-// Marks which of the list are kept; returns whether some token of it is not.
+// Scores the list and sums its mass.
 template <int kThreads>
-__device__ bool mark_kept(List* list, const Seat& seat, float largest, double enough) {
-  const int size = list->size;
-  const float scale2 = seat.scale * kLog2e;
-  for (int i = threadIdx.x; i < size; i += kThreads) list->mass[i] = to_fixed(mass_of(list->value[i], largest, scale2));
-  __syncthreads();
-  bool some_cut = false;
-  const int part = threadIdx.x % kRankers;
-  for (int base = 0; base < size; base += kThreads / kRankers) {
-    const int own = base + threadIdx.x / kRankers;
-    int rank = 0;
-    uint64_t before = 0;
-    if (own < size) {
-      const Place place{list->value[own], list->token[own]};
-      for (int other = part; other < size; other += kRankers)
-        if (place.is_after(list->value[other], list->token[other])) ++rank, before += list->mass[other];
-    }
-#pragma unroll
-    for (int offset = kRankers / 2; offset; offset /= 2) {
-      rank += __shfl_xor_sync(0xffffffffu, rank, offset);
-      before += __shfl_xor_sync(0xffffffffu, before, offset);
-    }
-    if (own < size) {
-      const bool kept = rank == 0 || (rank < seat.top_k && static_cast<double>(before) < enough);
-      if (part == 0) list->kept[own] = kept;
-      some_cut |= !kept;
-    }
+__device__ uint64_t score_list(List* list, const Seat& seat, float largest, Room& room) {
+  uint64_t sum = 0;
+  for (int i = threadIdx.x; i < list->size; i += kThreads) {
+    const uint64_t mass = to_fixed(mass_of(list->value[i], largest, seat.scale * kLog2e));
+    list->mass[i] = mass, sum += mass;
+    list->score[i] = scored(seat, list->token[i], list->value[i]);
   }
-  return __syncthreads_or(some_cut);
+  return over_block<kThreads>(sum, Sum(), room);
 }
 
+// Draws from a list that holds all kept tokens: as draw_by_rounds, within shared memory. Each thread reads only what
+// it wrote to the list itself.
 template <int kThreads>
-__device__ int draw_kept(const List* list, const Seat& seat, uint64_t* room) {
-  uint64_t best = 0;
-  for (int i = threadIdx.x; i < list->size; i += kThreads)
-    if (list->kept[i]) best = Largest()(best, scored(seat, list->token[i], list->value[i]));
-  return token_of(over_block<kThreads>(best, Largest(), room));
+__device__ int draw_from_list(const List* list, const Seat& seat, double enough, Room& room) {
+  constexpr int kCountShift = 52;  // a list's mass has 51 bits, so that its size fits above
+  Place limit = kBehindAll;
+  while (true) {
+    uint64_t best = 0;
+    for (int i = threadIdx.x; i < list->size; i += kThreads)
+      if (limit.is_after(list->value[i], list->token[i])) best = Largest()(best, list->score[i]);
+    best = over_block<kThreads>(best, Largest(), room);
+    const int token = token_of(best);
+    uint64_t bits = 0;
+    for (int i = threadIdx.x; i < list->size; i += kThreads)
+      if (list->score[i] == best) bits = 1ull << 32 | __float_as_uint(list->value[i]);
+    limit = Place{__uint_as_float(static_cast<uint32_t>(over_block<kThreads>(bits, Largest(), room))), token};
+    uint64_t before = 0;
+    for (int i = threadIdx.x; i < list->size; i += kThreads)
+      if (limit.is_after(list->value[i], list->token[i])) before += (1ull << kCountShift) + list->mass[i];
+    before = over_block<kThreads>(before, Sum(), room);
+    const uint64_t count = before >> kCountShift, mass = before & ((1ull << kCountShift) - 1);
+    const bool within_k = count < static_cast<uint64_t>(seat.top_k);
+    if (count == 0 || (within_k && static_cast<double>(mass) < enough)) return token;
+  }
 }
 
 // Draws for a row with top_k or top_p; token 0 if no logit is finite.
 template <int kThreads, class T>
-__device__ int draw_cut(const Row<T>& row, const Seat& seat, Chunk* chunks, List* list, uint64_t* room) {
+__device__ int draw_cut(const Row<T>& row, const Seat& seat, Chunk* chunks, List* list, Room& room) {
   const Totals totals = scan_chunks<kThreads>(row, seat, chunks, room);
   if (totals.largest == minus_infinity()) return 0;
   const double enough = seat.top_p < 1 ? seat.top_p * static_cast<double>(totals.mass) : INFINITY;
@@ -199,9 +181,10 @@ __device__ int draw_cut(const Row<T>& row, const Seat& seat, Chunk* chunks, List
     const bool fits = floor.chunks <= kListRoom;
     if (fits) gather<kThreads>(row, chunks, floor.value, list);
     if (fits && list->size <= kListRoom) {
-      const bool some_cut = mark_kept<kThreads>(list, seat, totals.largest, enough);
-      // Decided if the cut lies within the list, or if nothing is left outside it.
-      if (some_cut || list->size >= seat.top_k || floor.value == kLowest) return draw_kept<kThreads>(list, seat, room);
+      // What ranks after the list is cut if the list alone reaches a limit, or there is nothing.
+      const uint64_t mass = score_list<kThreads>(list, seat, totals.largest, room);
+      const bool whole = list->size >= seat.top_k || static_cast<double>(mass) >= enough || floor.value == kLowest;
+      if (whole) return draw_from_list<kThreads>(list, seat, enough, room);
     }
   }
   __syncthreads();

@@ -111,11 +111,20 @@ __device__ __forceinline__ void clean_quad(const Row<T>& row, int quad, float va
 }
 
 // Four quads of a thread: value[4 j + i] belongs to token 4 (first + 256 j) + i.
+static_assert(kBatch == 4, "Batch::largest is written out");
+
 struct Batch {
   float value[4 * kBatch];
   int first;
 
   __device__ __forceinline__ int token(int index) const { return 4 * (first + kLanes * (index / 4)) + index % 4; }
+
+  __device__ __forceinline__ float largest() const {
+    float most[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most[i] = fmaxf(fmaxf(value[i], value[4 + i]), fmaxf(value[8 + i], value[12 + i]));
+    return fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+  }
 };
 
 template <class T>
@@ -170,28 +179,40 @@ struct Sum {
   __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
 };
 
-// Every thread's value combined, for every thread; 0 must be neutral. `room` is 33 words of shared memory.
+// Shared memory for reductions. Two halves are used in turn, so that one barrier for each reduction is enough.
+struct Room {
+  uint64_t* at;  // 64 words
+  int turn;
+};
+
+// Every thread's value combined, for every thread; 0 must be neutral.
 template <int kThreads, class Combine>
-__device__ __forceinline__ uint64_t over_block(uint64_t value, Combine combine, uint64_t* room) {
+__device__ __forceinline__ uint64_t over_block(uint64_t value, Combine combine, Room& room) {
+  uint64_t* const half = room.at + 32 * (room.turn++ & 1);
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) half[threadIdx.x / 32] = value;
   __syncthreads();
-  if (threadIdx.x < 32) {
-    value = threadIdx.x < kThreads / 32 ? room[threadIdx.x] : 0;
+  value = threadIdx.x % 32 < kThreads / 32 ? half[threadIdx.x % 32] : 0;
 #pragma unroll
-    for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    if (threadIdx.x == 0) room[32] = value;
-  }
-  __syncthreads();
-  const uint64_t result = room[32];
-  __syncthreads();
+  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  return value;
+}
+
+// 2^x within 2 ulp, 0 below -126.
+__device__ __forceinline__ float fast_exp2(float x) {
+#if defined(__HIPCC__)
+  return exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+#endif
 }
 
 // Mass of a logit relative to another one; scale2 = log2(e) / T.
 __device__ __forceinline__ float mass_of(float value, float relative_to, float scale2) {
-  return exp2f((value - relative_to) * scale2);
+  return fast_exp2((value - relative_to) * scale2);
 }
 
 __device__ __forceinline__ uint64_t to_fixed(float mass) {
