@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from state_pool.arena import Arena
+from state_pool.carrier import Carrier, OnExported
 from state_pool.config import PoolConfig
 from state_pool.lease import Lease, OnDurable
+from state_pool.portable import SessionFile
 from state_pool.prefix import PrefixCache, PrefixHit
 from state_pool.sessions import Session, SessionIndex
 from state_pool.status import integrity_faults, pool_stats, session_status
@@ -42,6 +44,7 @@ class StatePool:
         self._prefix = PrefixCache(self._tiers, config)
         self._tiers.other = self._prefix
         self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver)
+        self._carrier = Carrier(self._index, self._tiers, self._store, self._deliver, self._turns.advance)
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -105,6 +108,21 @@ class StatePool:
         """
         return self._turns.delete(session_id, delete_prefix, on_durable)
 
+    def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:
+        """Copy a session out as it was after its last durable turn; it may go on meanwhile.
+
+        `on_exported` is called once from `poll` with a `SessionFile`, whose `encode` belongs on another
+        thread, or with why it could not be read. Raises SessionNotFound, SessionUnusable, PoolFull.
+        """
+        self._carrier.export(session_id, dialogue, on_exported)
+
+    def bring(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
+        """Make an exported session a new one here; `on_durable` is called once from `poll`.
+
+        Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull.
+        """
+        self._carrier.bring(session_id, file, on_durable)
+
     # -- prefixes --------------------------------------------------------------------------------------
 
     def match_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
@@ -149,7 +167,7 @@ class StatePool:
     def pending(self) -> bool:
         """Whether `poll` has or will soon have something to conclude: call it every few milliseconds."""
         store = self._store
-        waits = self._deliver.waiting or self._tiers.busy or self._turns.pending
+        waits = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._carrier.pending
         return bool(waits or (store is not None and store.pending))
 
     def poll(self) -> None:

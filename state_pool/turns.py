@@ -66,7 +66,7 @@ class Turns:
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
         lease = Lease(session, session)
         session.queue.append(lease)
-        self._advance(session)
+        self.advance(session)
         return lease
 
     def checkout_branch(self, session_id: str, parent: int) -> Lease:
@@ -102,7 +102,7 @@ class Turns:
         self._next_row += 1
         return self._next_row
 
-    def _advance(self, session: Session) -> None:
+    def advance(self, session: Session) -> None:
         """Begin the next waiting turn, if none runs or settles; forget a session nobody came to keep."""
         if session.active is not None or session.pending is not None:
             return
@@ -175,7 +175,7 @@ class Turns:
             return
         if turn is None:
             session.active = None
-            self._advance(session)
+            self.advance(session)
         elif not turn.checked_in:
             turn.checked_in = True
             if not self._stores_log:
@@ -222,7 +222,7 @@ class Turns:
             self._accept(session, turn)
         elif turn.slot is not None:
             self._tiers.slots.drop(turn.slot)
-        self._advance(session)
+        self.advance(session)
 
     def _accept(self, session: Session, turn: PendingTurn) -> None:
         self._index.num_existing += not session.exists

@@ -1,0 +1,155 @@
+"""Sessions out of the pool and into it, as files. Engine thread only; encoding is the caller's, elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from state_pool.arena import ZERO_SLOT, HostState
+from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.jobs import Append, Checkpoint, Delete, Loaded
+from state_pool.lease import OnDurable, PendingTurn
+from state_pool.portable import SessionFile
+from state_pool.reader import LoadResult
+from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
+from state_pool.store import Deliveries, Store
+from state_pool.tiers import Tiers, mark_stored, row_of
+
+AT_ONCE = 2
+"""Exports and imports under way; each holds a state in host memory."""
+
+OnExported = Callable[[SessionFile | Exception], None]
+"""Called once, on the engine thread."""
+
+
+class Carrier:
+    """Reads and writes sessions that no turn of this process made."""
+
+    def __init__(
+        self,
+        index: SessionIndex,
+        tiers: Tiers,
+        store: Store | None,
+        deliver: Deliveries,
+        advance: Callable[[Session], None],
+    ) -> None:
+        self._advance = advance
+        self._index = index
+        self._tiers = tiers
+        self._store = store
+        self._deliver = deliver
+        self._under_way = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether an export or import is under way."""
+        return self._under_way > 0
+
+    def export(self, session_id: str, dialogue: int | None, on_exported: OnExported) -> None:
+        """See `StatePool.export`."""
+        session = self._index.get(SessionKey(session_id, LINEAR if dialogue is None else dialogue))
+        if session is None or not session.exists:
+            raise SessionNotFound(f"there is no session {session_id!r}" + ("" if dialogue is None else f":{dialogue}"))
+        if session.unusable is not None:
+            raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
+        self._begin()
+        num_tokens, replay = session.num_tokens, list(session.replay)
+
+        def arrived(host: HostState) -> None:
+            parts = {name: bytes(data) for name, data in host.parts().items()}
+            self._exported(on_exported, num_tokens, replay, parts)
+
+        if session.host is not None:
+            host = session.host
+            self._deliver(lambda: arrived(host))
+        elif session.slot == ZERO_SLOT:
+            self._deliver(lambda: self._exported(on_exported, num_tokens, replay, {}))
+        elif session.slot is not None:
+            self._tiers.save(session.slot, arrived, leaves=False)
+        elif self._store is not None:
+            self._store.load(session.row, lambda result: self._read(on_exported, num_tokens, result))
+
+    def _read(self, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
+        if isinstance(result, Loaded):
+            self._exported(on_exported, num_tokens, result.replay, result.parts or {})
+        else:
+            self._under_way -= 1
+            on_exported(result)
+
+    def _exported(self, on_exported: OnExported, num_tokens: int, replay: list[int], parts: dict[str, bytes]) -> None:
+        self._under_way -= 1
+        arena = self._tiers.arena
+        layout = {name: arena.layout[name] for name in parts}
+        on_exported(SessionFile(arena.fingerprint, num_tokens, replay, layout, parts))
+
+    def bring(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
+        """See `StatePool.bring`."""
+        file.check(self._tiers.arena.fingerprint, self._tiers.arena.layout)
+        key = SessionKey(session_id)
+        if self._index.get(key) is not None:
+            raise SessionBusy(f"there is a session {session_id!r} already; delete it first, or choose another id")
+        if not self._tiers.host_has_room() or (self._store is not None and not self._store.takes_state):
+            raise PoolFull("too many states are being moved; try again in a moment")
+        try:
+            host = self._tiers.arena.host_state(file.parts) if file.parts else None
+        except ValueError as error:
+            raise SessionUnusable(f"the state does not fit this model: {error}") from None
+        self._begin()
+        now = time.time()
+        session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
+        session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
+        self._index.add(session)
+        self._write(session, host, file, lambda error: self._brought(session, host, file, error, on_durable))
+
+    def _write(self, session: Session, host: HostState | None, file: SessionFile, done: OnDurable) -> None:
+        """First the state, then what follows it as a turn in the log."""
+        if self._store is None:
+            self._deliver(lambda: done(None))
+            return
+        store, turn = self._store, 0 if host is None else 1
+        state = row_of(session, turn=turn, num_tokens=file.num_tokens - len(file.replay))
+        following = row_of(session, turn=turn + 1, num_tokens=file.num_tokens)
+
+        def stored(error: Exception | None) -> None:
+            if error is None and file.replay and not session.deleted:
+                store.submit(Append(following, file.replay), done)
+            else:
+                done(error)
+
+        if host is None:
+            stored(None)
+        else:
+            store.submit_state(Checkpoint(state, host), stored)
+
+    def _brought(
+        self,
+        session: Session,
+        host: HostState | None,
+        file: SessionFile,
+        error: Exception | None,
+        on_durable: OnDurable,
+    ) -> None:
+        self._under_way -= 1
+        session.pending = None
+        if session.deleted:
+            error = SessionNotFound(f"session {session.key.shown!r} was deleted while it was brought in")
+        elif error is None:
+            self._accept(session, host, file)
+        elif self._store is not None:
+            self._store.submit(Delete((session.row,)), lambda _: None)
+        on_durable(error)
+        self._advance(session)
+
+    def _accept(self, session: Session, host: HostState | None, file: SessionFile) -> None:
+        if host is not None and self._store is not None:
+            mark_stored(session, row_of(session, turn=1, num_tokens=file.num_tokens - len(file.replay)))
+        session.turn = (host is not None) + bool(file.replay)
+        session.num_tokens = file.num_tokens
+        self._index.num_existing += session.exists
+        self._index.touch(session, time.time())
+        self._tiers.receive(session, host, Loaded(None, file.replay, 0))
+
+    def _begin(self) -> None:
+        if self._under_way >= AT_ONCE:
+            raise PoolFull(f"{AT_ONCE} sessions are being exported or imported; try again in a moment")
+        self._under_way += 1
