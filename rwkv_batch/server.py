@@ -161,7 +161,8 @@ class EngineServer:
                 "connected_s": round(time.time() - peer.since, 1),
                 "jobs": len(peer.jobs),
             }
-            for peer in sorted(self._peers, key=lambda peer: peer.name)
+            for peer in sorted(self._peers.copy(), key=lambda peer: peer.name)
+            if peer.pid
         ]
         engine = {"pid": os.getpid(), "up_s": round(time.time() - self._started, 1)}
         return {**status, "processes": {"engine": engine, "http_workers": workers}}

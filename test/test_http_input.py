@@ -157,7 +157,9 @@ def test_500_clients_that_leave_mid_stream_free_every_slot(service: Service) -> 
         connection.close()
     status = service.wait_idle(60)
     assert status["free_slots"] == before
-    assert sum(worker["jobs"] for worker in status["processes"]["http_workers"]) == 0
+    wait_for(
+        lambda: all(worker["jobs"] == 0 for worker in service.status()["processes"]["http_workers"]), 10, "no jobs"
+    )
 
 
 def test_a_client_that_leaves_a_whole_answer_frees_its_rows(service: Service) -> None:
