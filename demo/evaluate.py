@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from demo.corpus import chat, translation
+from demo.files import MODEL, ensure_model
 from demo.talker import Talker
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -87,22 +86,61 @@ def report(talker: Talker, *, sentences: int = 1000, sessions: int = 300, seed: 
     return figures
 
 
-def main() -> None:
-    """Evaluate the shipped model, or another compact file, with the training model's own decoder."""
-    from demo.export import load_compact
-    from demo.files import MODEL
-    from demo.talker import TorchTalker
+def bits_per_token(path: Path, count: int, seed: int) -> float:
+    """Bits per token of the translations of held-out sentences, both ways, by the training model in fp32."""
+    import torch
 
+    from demo import vocabulary
+    from demo.export import load_compact
+
+    model, compact = load_compact(path)
+    bits, tokens = 0.0, 0
+    for en, zh in held_pairs(count, seed):
+        for source, target, english in ((en, zh, True), (zh, en, False)):
+            prompt = vocabulary.encode(translation.prompt(source, english=english))
+            answer = [*vocabulary.encode(f" {target}"), 261]
+            rows = torch.from_numpy(compact.of_id[prompt + answer])
+            padded = torch.nn.functional.pad(rows[:-1], (0, -(len(rows) - 1) % 16))[None]
+            begins = torch.zeros_like(padded, dtype=torch.bool)
+            begins[:, 0] = True
+            with torch.no_grad():
+                logits = model(padded, begins)[0, len(prompt) - 1 : len(rows) - 1]
+            logits[:, compact.unused] += math.log(compact.multiplicity)
+            nats = torch.nn.functional.cross_entropy(logits, rows[len(prompt) :], reduction="sum")
+            bits, tokens = bits + float(nats) / math.log(2), tokens + len(answer)
+    return bits / tokens
+
+
+def main() -> None:
+    """Evaluate the shipped model through the engine, or with the training model's own decoder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL, help="a compact file")
     parser.add_argument("--sentences", type=int, default=200)
     parser.add_argument("--sessions", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--oracle", action="store_true", help="the training model's decoder instead of the engine")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="fp32", help="of the engine: fp32, bf16 or fp16")
+    parser.add_argument("--wkv-state", default="fp32", help="of the engine: fp32 or fp16")
     args = parser.parse_args()
-    model, compact = load_compact(args.model)
-    talker = TorchTalker(model.to(args.device), compact)
-    figures = report(talker, sentences=args.sentences, sessions=args.sessions, seed=args.seed)
+    if args.oracle:
+        from demo.export import load_compact
+        from demo.talker import TorchTalker
+
+        model, compact = load_compact(args.model)
+        figures = report(
+            TorchTalker(model.to(args.device), compact),
+            sentences=args.sentences,
+            sessions=args.sessions,
+            seed=args.seed,
+        )
+    else:
+        from demo.engine_talker import engine_talker
+
+        model_path = ensure_model(source=args.model)
+        with engine_talker(model_path, device=args.device, dtype=args.dtype, wkv_state=args.wkv_state) as talker:
+            figures = report(talker, sentences=args.sentences, sessions=args.sessions, seed=args.seed)
+    figures["bits per token"] = round(bits_per_token(args.model, min(args.sentences, 100), args.seed), 5)
     print(json.dumps(figures, ensure_ascii=False, indent=1))
 
 

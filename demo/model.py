@@ -46,6 +46,13 @@ def shifted(x: Tensor, begins: Tensor) -> Tensor:
 class TimeMix(nn.Module):
     """The attention-like half of a block."""
 
+    x_r: Tensor
+    x_w: Tensor
+    x_k: Tensor
+    x_v: Tensor
+    x_a: Tensor
+    x_g: Tensor
+
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         c, (rank_w, rank_a, rank_v, rank_g) = shape.width, shape.ranks
@@ -129,7 +136,8 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         """x and its predecessors -> the output."""
-        return self.value(torch.relu(self.key(x + (before - x) * self.x_k)) ** 2)
+        hidden = torch.relu(self.key(x + (before - x) * self.x_k)) ** 2
+        return self.value(hidden)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -164,15 +172,19 @@ class Rwkv7(nn.Module):
         nn.init.normal_(self.emb.weight, std=0.05)
         nn.init.normal_(self.head.weight, std=0.5 * shape.width**-0.5)
 
+    @property
+    def _layers(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
     def forward(self, tokens: Tensor, begins: Tensor) -> Tensor:
         """Logits [batch, time, vocab] of rows of packed documents; `begins` marks first tokens, at chunk edges only."""
         keep = ~begins[:, ::16]
         mark = begins[:, :, None]
-        x = self.blocks[0].ln0(self.emb(tokens))
+        x = self._layers[0].ln0(self.emb(tokens))
         v_first = None
-        for block in self.blocks:
+        for block in self._layers:
             x, v_first = block(x, v_first, mark, keep)
-        return self.head(self.ln_out(x))
+        return self.head(self.ln_out(x))  # type: ignore[no-any-return]
 
     def zero_state(self, batch: int) -> State:
         """The state before the first token."""
@@ -184,9 +196,9 @@ class Rwkv7(nn.Module):
     @torch.no_grad()
     def step(self, tokens: Tensor, state: State) -> Tensor:
         """Feed one token to each sequence; returns logits [batch, vocab] and updates the state."""
-        x = self.blocks[0].ln0(self.emb(tokens[:, None]))
+        x = self._layers[0].ln0(self.emb(tokens[:, None]))
         v_first = None
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self._layers):
             h = block.ln1(x)
             y, v_first, wkv = block.att(h, state.att[i], v_first, None, state.wkv[i])
             state.att[i], state.wkv[i] = h, wkv
@@ -194,4 +206,4 @@ class Rwkv7(nn.Module):
             h = block.ln2(x)
             x = x + block.ffn(h, state.ffn[i])
             state.ffn[i] = h
-        return self.head(self.ln_out(x))[:, 0]
+        return self.head(self.ln_out(x))[:, 0]  # type: ignore[no-any-return]

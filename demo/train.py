@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> None:  # noqa: PLR0915 - one pass from the arguments to the figures
     """Train, checkpoint, export, evaluate."""
     args = arguments()
     began = time.monotonic()

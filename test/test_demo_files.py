@@ -49,7 +49,7 @@ def test_the_file_is_standard_and_expanded_once(tmp_path: Path) -> None:
 
 
 def test_a_tree_without_a_model_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="demo/train.py"):
+    with pytest.raises(FileNotFoundError, match="no demo model"):
         files.ensure_model(tmp_path, tmp_path / "nothing.compact")
 
 

@@ -128,8 +128,8 @@ def small_talk(rng: Random, chinese: bool) -> Turn:
     """A turn that tells and asks nothing to remember."""
     draw = rng.random()
     if draw < 0.62:
-        asked, answer = pick(rng, TALK[chinese])
-        return Turn(pick(rng, asked), answer)
+        lines, answer = pick(rng, TALK[chinese])
+        return Turn(pick(rng, lines), answer)
     if draw < 0.74:
         return Turn(*arithmetic.exchange(rng))
     pair = fresh_pair(rng)

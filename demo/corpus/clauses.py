@@ -277,7 +277,9 @@ def _around(rng: Random, verb: Verb) -> tuple[str, str]:
     return en, zh
 
 
-def clause(rng: Random, subject: Nominal | None = None, *, tenses: tuple[str, ...] = ()) -> Clause:
+def clause(  # noqa: C901, PLR0912, PLR0915 - a table of tenses
+    rng: Random, subject: Nominal | None = None, *, tenses: tuple[str, ...] = ()
+) -> Clause:
     """A clause about somebody's doing, in a tense drawn from `tenses` or from all."""
     who = subject or person(rng)
     verb, thing, thing_zh = complement(rng, who)

@@ -174,7 +174,9 @@ def noun_of(rng: Random, kinds: tuple[str, ...]) -> Noun:
     return pick(rng, lexicon.nouns()[pick(rng, kinds)])
 
 
-def counted(rng: Random, word: Noun, *, definite: bool = False) -> Nominal:
+def counted(  # noqa: C901, PLR0912 - a table of determiners
+    rng: Random, word: Noun, *, definite: bool = False
+) -> Nominal:
     """A noun with determiner, measure word and perhaps adjectives: `my two red apples`."""
     describing: list[Adjective] = []
     if rng.random() < 0.35:

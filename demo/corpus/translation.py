@@ -85,7 +85,7 @@ def _phrase(rng: Random) -> tuple[str, str, str]:
         en, zh = unmarked(en, zh)
     elif rng.random() < 0.25 and en[-1:] not in "?":
         bare = unmarked(en, zh)
-        end = pick(rng, ".!")
+        end = pick(rng, (".", "!"))
         if bare[1][-1:] not in "。！？…" and bare[0][-1:] not in ".!?":
             en, zh = bare[0] + end, bare[1] + MARKS[end]
     return en, zh, mark
