@@ -92,7 +92,9 @@ __device__ Floor find_floor(const Row<T>& row, const Chunk* chunks, float larges
   if (finite < wanted) return Floor{kLowest, finite};
   Floor low{-value_of(lowest), finite};
   float high = largest;
-  for (int round = 0; round < 24 && low.chunks > 2 * wanted + 16; ++round) {
+  // Some of the chunks hold several of the tokens that are wanted: leave room for them in the list.
+  const int enough = wanted + min(wanted, (kListRoom - wanted) / 4) + 16;
+  for (int round = 0; round < 24 && low.chunks > enough; ++round) {
     const float middle = 0.5f * low.value + 0.5f * high;
     if (!(middle > low.value && middle < high)) break;
     const int count = chunks_from<kThreads>(row, chunks, middle, room);
