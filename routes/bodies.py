@@ -170,20 +170,20 @@ class TranslateBody(Body):
 
     source_lang: str = Field("auto", min_length=1, max_length=64, description="ISO code, or auto.")
     target_lang: str = Field(min_length=1, max_length=64, description="ISO code.")
-    text_list: list[str]
+    text_list: list[str] = Field(description="The texts; order and length are kept.")
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted; kept as they are in texts."
     )
-    timeout_s: float | None = Field(None, gt=0, le=86400)
+    timeout_s: float | None = Field(None, gt=0, le=86400, description="Seconds; then 504.")
 
 
 class CountBody(Body):
     """What to count the tokens of."""
 
-    text: str | None = None
-    contents: list[str] = []
-    messages: list[Message] = []
-    enable_think: bool = False
+    text: str | None = Field(None, description="One text.")
+    contents: list[str] = Field([], description="Raw prompts.")
+    messages: list[Message] = Field([], description="A conversation, counted with its prompt form.")
+    enable_think: bool = Field(False, description="The prompt form that lets the model think.")
 
 
 def validate(model: type[Body], data: Any) -> Any:

@@ -22,6 +22,12 @@ _ERROR = {
         "given": {"description": "The value that was refused."},
     },
 }
+_EVENT = {
+    "type": "object",
+    "description": "One event of a stream; the last one's data is [DONE].",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+}
 _OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],
@@ -79,7 +85,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     good: dict[str, Any] = {route.content_type: {}}
     if route.streams:
-        good[SSE] = {"schema": {"type": "string", "description": 'With "stream": true; ends with data: [DONE].'}}
+        good[SSE] = {"schema": _EVENT}
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
     error = "Error" if route.error_body is native_error else "OpenAIError"
     for status, text in _errors(route).items():
@@ -107,6 +113,6 @@ def _errors(route: Route) -> dict[str, str]:
     kinds += _OF_BODIES if route.body is not None else ()
     kinds += _OF_WORK if route.is_work else ()
     texts: dict[str, str] = {}
-    for kind in sorted(_ERRORS.keys() & set(kinds), key=lambda kind: kind.http_status):
+    for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: kind.http_status):
         texts[str(kind.http_status)] = " ".join(filter(None, (texts.get(str(kind.http_status)), _ERRORS[kind])))
     return texts

@@ -43,7 +43,7 @@ class StatusBody(Body):
 class DeleteBody(Body):
     """What to delete."""
 
-    session_id: str = Field(min_length=1, max_length=1024)
+    session_id: str = Field(min_length=1, max_length=1024, description="The session, or one dialogue as it is listed.")
     delete_prefix: bool = Field(False, description="Delete every session whose id begins with `session_id`.")
 
 
@@ -73,7 +73,8 @@ async def delete(context: Context, body: DeleteBody) -> Reply:
     name = body.session_id
     count = await ask(context, "session_delete", session_id=name, delete_prefix=body.delete_prefix)
     if not count:
-        return json_answer({"status": "not_found", "message": f"Session {name} not found"}, 404)
+        message = f"Session {name} not found"
+        return json_answer({"status": "not_found", "message": message, "error": message}, 404)
     message = f"Session {name} deleted successfully"
     if body.delete_prefix:
         message = f"Sessions that begin with {name} deleted successfully"

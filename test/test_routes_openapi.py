@@ -1,0 +1,134 @@
+"""The OpenAPI document and what is made from it: complete, true under random input, and up to date.
+
+RWKV_LONG_TESTS=1 tries 200 inputs a route instead of 10.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from html.parser import HTMLParser
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis import GenerationMode
+from schemathesis import checks as known
+from schemathesis.specs.openapi import checks
+
+from routes.openapi import openapi_document
+from routes.reference import API_PAGE, SERVER, markdown, sections
+from routes.table import ROUTES
+from test.serving import Service
+
+DOCUMENT = openapi_document(ROUTES)
+MOST_TOKENS, MOST_ROWS = 3, 4
+EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 10
+
+
+OPERATIONS = [one.ok() for one in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+CHECKS = (
+    known.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+)
+
+
+def made_short(body: Any) -> Any:
+    """A body that asks for little; wrong values stay wrong. A translation's time may run out, which is a 504."""
+    if not isinstance(body, dict):
+        return body
+    short = {name: value for name, value in body.items() if name != "timeout_s"}
+    for name, most in (("max_tokens", MOST_TOKENS), ("max_completion_tokens", MOST_TOKENS), ("n", MOST_ROWS)):
+        value = short.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > most:
+            short[name] = most
+    if "max_tokens" not in short:
+        short["max_tokens"] = MOST_TOKENS
+    return short
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.label)
+def test_random_input_is_answered_as_documented(service: Service, operation: Any, mode: GenerationMode) -> None:
+    if operation.body is None or not operation.body.items:
+        mode = GenerationMode.POSITIVE
+
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    @hypothesis.settings(
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    def run(case: Any) -> None:
+        case.body = made_short(case.body)
+        case.call_and_validate(base_url=service.url, checks=list(CHECKS), timeout=60)
+
+    run()
+
+
+def test_the_service_tells_the_same_document(service: Service) -> None:
+    assert service.get("/openapi.json").json() == DOCUMENT
+
+
+def test_every_route_is_described() -> None:
+    operations = {(method.upper(), path) for path, one in DOCUMENT["paths"].items() for method in one}
+    assert operations == {(route.method, route.path) for route in ROUTES}
+    for path in (
+        "/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions", "/big_batch/completions-status",
+        "/big_batch/clean", "/FIM/v1/batch-FIM", "/translate/v1/batch-translate", "/state/chat/completions",
+        "/multi_state/chat/completions", "/state/status", "/state/delete", "/openai/v1/chat/completions",
+        "/openai/v1/completions", "/openai/v1/models", "/v1/models", "/v1/tokens/count", "/healthz", "/readyz",
+        "/status", "/metrics", "/docs", "/openapi.json",
+    ):  # fmt: skip
+        assert path in DOCUMENT["paths"]
+
+
+def test_every_field_has_its_default_its_limits_and_a_meaning() -> None:
+    for section in sections(DOCUMENT):
+        for field in section.fields:
+            assert field.default, f"{section.title}: {field.name}"
+            assert field.meaning, f"{section.title}: {field.name}"
+    limits = {field.name: field.limits for field in sections(DOCUMENT)[0].fields}
+    assert limits["temperature"] == "≥ 0, ≤ 100"
+    assert limits["stop_tokens"] == "≤ 64 entries"
+    assert limits["session_id"] == "≥ 1 characters, ≤ 256 characters"
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert API_PAGE.read_text(encoding="utf-8") == markdown(DOCUMENT), "run: python -m routes.reference"
+
+
+@pytest.mark.parametrize("section", sections(DOCUMENT), ids=lambda section: section.title)
+def test_every_curl_line_works(service: Service, section: Any) -> None:
+    command = shlex.split(section.curl.replace(SERVER, service.url))
+    ran = subprocess.run(
+        [*command, "-sS", "-m", "60", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "200" or section.title == "POST /state/delete", ran.stdout
+
+
+class Links(HTMLParser):
+    """What a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in ("script", "link", "img", "iframe"):
+            self.loaded.append(values.get("src") or values.get("href") or tag)
+
+
+def test_docs_need_no_network(service: Service) -> None:
+    answer = service.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    links = Links()
+    links.feed(answer.text)
+    assert links.loaded == []
+    assert "url(" not in answer.text
+    for route in ROUTES:
+        assert f"<summary>{route.method} {route.path}</summary>" in answer.text
