@@ -65,7 +65,7 @@ def timed_in_graph(case: Case) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / (10 * 2 * COPIES)
+    return float(begin.elapsed_time(end)) * 1e3 / (10 * 2 * COPIES)
 
 
 class Bench:

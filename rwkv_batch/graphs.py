@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,11 +34,8 @@ ZERO_SLOT = 0
 DUMMY_SLOT = 1
 STAGING_BUFFERS = 4
 WARM_UP_RUNS = 2
-SPLIT_FROM = 1 << 30
-"""Rows from which a step runs as two halves."""
 
 
-@runtime_checkable
 @runtime_checkable
 class DeviceSampler(Protocol):
     """A sampler whose whole work runs on the device and may be captured in a graph."""
@@ -122,8 +119,6 @@ class DecodeGraphs:
         self._identity = torch.arange(self._padded_rows + 1, device=self._device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self._device)
         self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
-        self._second = torch.cuda.Stream(self._device)
-        self.split_from = SPLIT_FROM
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None
@@ -222,27 +217,14 @@ class DecodeGraphs:
             logit_tokens=rows,
             max_seqlen=1,
         )
-        logits = self.stage.logits(self._layers(inputs), inputs)
+        x, _ = self.stage.forward(self.stage.embed(inputs.tokens), None, inputs)
+        logits = self.stage.logits(x, inputs)
         if sampled:
             drawn = self._drawn[:size]
             self._sampler.sample_on_device(logits, buffers.seats32[:size], drawn)
             self.last_tokens[seats] = drawn
         else:
             self._kept_logits()[:size].copy_(logits)
-
-    def _layers(self, inputs: StepInputs) -> Tensor:
-        """All layers; a large batch in two halves on two streams, so that the states of one (memory) move while the
-        other multiplies matrices (tensor cores)."""
-        x, rows = self.stage.embed(inputs.tokens), len(inputs.tokens)
-        if rows < self.split_from:
-            return self.stage.forward(x, None, inputs)[0]
-        main, half = torch.cuda.current_stream(), (rows + 1) // 2
-        self._second.wait_stream(main)
-        with torch.cuda.stream(self._second):
-            upper, _ = self.stage.forward(x[half:], None, inputs.decode_rows(half, rows))
-        lower, _ = self.stage.forward(x[:half], None, inputs.decode_rows(0, half))
-        main.wait_stream(self._second)
-        return torch.cat((lower, upper))
 
 
 def padded_sizes(max_rows: int) -> list[int]:

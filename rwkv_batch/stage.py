@@ -22,6 +22,8 @@ class Stage:
         shape = weights.shape
         loader = LayerLoader(weights, precision, getattr(ops, "make_linear", Linear))
         self.precision = precision
+        self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
+        """Entered around kernel launches: they go to the current device's stream. -1: does nothing."""
         self.ops = ops
         self.width = shape.width
         self.layers = load_layers(loader, weights, first, last)
@@ -60,16 +62,18 @@ class Stage:
     def forward(self, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
         assert self.state is not None, "allocate_slots comes first"
-        return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
+        with self._device:
+            return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
 
     def logits(self, x: Tensor, inputs: StepInputs) -> Tensor:
         """[T, C] -> fp32 [R, V] for the tokens that want logits."""
         assert self.head is not None, "only the last stage makes logits"
-        if isinstance(self.ops, NormsRows):
-            rows = self.ops.norm_rows(x, inputs.logit_tokens, self.head.ln_out)
-        else:
-            rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
-        return self.head.linear.to_fp32(rows)
+        with self._device:
+            if isinstance(self.ops, NormsRows):
+                rows = self.ops.norm_rows(x, inputs.logit_tokens, self.head.ln_out)
+            else:
+                rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
+            return self.head.linear.to_fp32(rows)
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:

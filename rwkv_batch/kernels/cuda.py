@@ -20,6 +20,8 @@ MAX_WIDTH = 4096
 MAX_SPARSE_ROWS = 8
 SPARSE_SHARE = 1024
 SPARSE_COLUMNS = 256
+MAX_SIDE_ROWS = 256
+"""Tokens up to which the low ranks run on a stream of their own; beyond, the large maps leave no room beside them."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -43,7 +45,7 @@ class CudaOps:
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Workspace] = {}
         self._processors: dict[torch.device, int] = {}
-        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._side_streams: dict[int, torch.cuda.Stream] = {}
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -70,7 +72,6 @@ class CudaOps:
                 torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
             )
             self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
-            self._side_streams[device] = torch.cuda.Stream(device)
             library()
         return prepare_layer(layer)
 
@@ -112,7 +113,15 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if mixed.shape[1] <= MAX_SKINNY_ROWS:
             return _project_few(layer, mixed)
-        return _project_many(layer, mixed, self._side_streams[mixed.device])
+        side = self._side_stream() if mixed.shape[1] <= MAX_SIDE_ROWS else torch.cuda.current_stream()
+        return _project_many(layer, mixed, side)
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """A second stream for work beside the current one; each stream has its own."""
+        main = torch.cuda.current_stream()
+        if main.cuda_stream not in self._side_streams:
+            self._side_streams[main.cuda_stream] = torch.cuda.Stream(main.device)
+        return self._side_streams[main.cuda_stream]
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs

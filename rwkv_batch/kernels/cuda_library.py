@@ -14,7 +14,7 @@ from native import build
 from native.binding import bind
 
 SOURCES = Path(__file__).parent / "csrc"
-NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_prefill", "wkv_chunk", "skinny", "sparse_value")
+NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "sparse_value")
 MAX_MAPS = 8
 
 
@@ -61,13 +61,12 @@ class SkinnyArgs(Structure):
     _fields_ = [("maps", SkinnyMap * MAX_MAPS), ("count", c_int), ("rows", c_int)]
 
 
-SIGNATURES = {
+SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
     "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
-    "rwkv_wkv_prefill": [POINTER(WkvArgs), c_int, c_int, c_void_p],
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],

@@ -1,8 +1,10 @@
-// What the two WKV kernels (one token per row; whole rows) share: inputs, one head's state in registers, one step.
+// What the two WKV kernels (one token per row; whole rows) share: inputs, prologue, epilogue, and one head's state spread
+// over 128 threads.
 //
 //   S[i value, j key]:  sa_i = sum_j S_ij * (-kk_j);  S_ij = S_ij*w_j + sa_i*(kk_j*a_j) + v_i*k_j;  y_i = sum_j S_ij*r_j
 //
-// A thread holds ROWS value rows x 16 keys of one head; the 4 threads of a quad hold the 64 keys of a row.
+// A thread holds 4 value rows (tid / 8, 16 apart) x 8 keys; the 8 threads of an octet hold the 64 keys of a row, so that
+// every access of a warp covers whole 128-byte lines (half lines kept the L2 cache 82 % busy at 68 % of the memory's speed).
 // kk enters unnormalised: with kk = raw / n, sa_i * kk_j * a_j = -(sum_j S_ij*raw_j) * n^-2 * (raw_j*a_j), so that
 // n (one number per head) need not be known before the vectors are shared.
 #pragma once
@@ -72,93 +74,64 @@ __device__ __forceinline__ StepVectors step_vectors(
 // n^-2 of max(|kk|, 1e-12), from the sum of squares.
 __device__ __forceinline__ float inverse_square(float squares) { return reciprocal(fmaxf(squares, 1e-24f)); }
 
-// Which 16 of the 64 keys thread q of a quad holds: pieces of 16 bytes, so that a quad reads 64 contiguous bytes.
+constexpr int ROWS = 4;       // value rows of a thread
+constexpr int ROW_STEP = 16;  // between them
+constexpr int KEYS = 8;       // keys of a thread
+
+// Which 8 of the 64 keys thread q of an octet holds: pieces of 16 bytes, so that an octet reads 128 contiguous bytes.
 template <typename State>
 struct Keys {
     static constexpr int PIECE = 16 / sizeof(State);  // elements per access: 4 (fp32) or 8 (fp16)
-    static constexpr int PIECES = 16 / PIECE;
-    __device__ static __forceinline__ int at(int q, int piece) { return piece * 4 * PIECE + q * PIECE; }
+    static constexpr int PIECES = KEYS / PIECE;
+    __device__ static __forceinline__ int at(int q, int piece) { return piece * 8 * PIECE + q * PIECE; }
 };
 
-// A thread's 16 keys of one value row as they lie in memory.
+// A thread's keys of one value row as they lie in memory.
 template <typename State>
 struct RawKeys {
     uint4 pieces[Keys<State>::PIECES];
 
-    __device__ __forceinline__ void load(const State* row, int q) {
+    __device__ __forceinline__ void unpack(float (&s)[KEYS]) const {
+        if constexpr (sizeof(State) == 2) {
+            unpack8(pieces[0], s);
+        } else {
 #pragma unroll
-        for (int p = 0; p < Keys<State>::PIECES; ++p) pieces[p] = load16(row + Keys<State>::at(q, p));
-    }
-
-    __device__ __forceinline__ void unpack(float (&s)[16]) const {
-#pragma unroll
-        for (int p = 0; p < Keys<State>::PIECES; ++p) {
-            if constexpr (sizeof(State) == 2) {
-                float f[8];
-                unpack8(pieces[p], f);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) s[p * 8 + i] = f[i];
-            } else {
-                const float* f = reinterpret_cast<const float*>(&pieces[p]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[p * 4 + i] = f[i];
-            }
+            for (int i = 0; i < KEYS; ++i) s[i] = reinterpret_cast<const float*>(pieces)[i];
         }
     }
 };
 
 template <typename State>
-__device__ __forceinline__ void load_keys(const State* row, int q, float (&s)[16]) {
-    RawKeys<State> raw;
-    raw.load(row, q);
-    raw.unpack(s);
-}
-
-template <typename State>
-__device__ __forceinline__ void store_keys(State* row, int q, const float (&s)[16]) {
-    using K = Keys<State>;
-#pragma unroll
-    for (int p = 0; p < K::PIECES; ++p) {
-        uint4 raw;
-        if constexpr (sizeof(State) == 2) {
-            float f[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) f[i] = s[p * 8 + i];
-            raw = pack8(f);
-        } else {
-            float* f = reinterpret_cast<float*>(&raw);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) f[i] = s[p * 4 + i];
-        }
-        store16(row + K::at(q, p), raw);
+__device__ __forceinline__ void store_keys(State* row, int q, const float (&s)[KEYS]) {
+    if constexpr (sizeof(State) == 2) {
+        store16(row + Keys<State>::at(q, 0), pack8(s));
+    } else {
+        *reinterpret_cast<float4*>(row + Keys<State>::at(q, 0)) = make_float4(s[0], s[1], s[2], s[3]);
+        *reinterpret_cast<float4*>(row + Keys<State>::at(q, 1)) = make_float4(s[4], s[5], s[6], s[7]);
     }
 }
 
-// This thread's 16 of the 64 floats of a vector in shared memory.
+// This thread's 8 of the 64 floats of a vector in shared memory.
 template <typename State>
-__device__ __forceinline__ void read_keys(const float* vector, int q, float (&out)[16]) {
-    using K = Keys<State>;
-#pragma unroll
-    for (int p = 0; p < K::PIECES; ++p) {
-#pragma unroll
-        for (int i = 0; i < K::PIECE; i += 4) {
-            const float4 f = *reinterpret_cast<const float4*>(vector + K::at(q, p) + i);
-            const int o = p * K::PIECE + i;
-            out[o] = f.x, out[o + 1] = f.y, out[o + 2] = f.z, out[o + 3] = f.w;
-        }
-    }
+__device__ __forceinline__ void read_keys(const float* vector, int q, float (&out)[KEYS]) {
+    constexpr int second = sizeof(State) == 2 ? 4 : 32;
+    const float* at = vector + Keys<State>::at(q, 0);
+    const float4 lo = *reinterpret_cast<const float4*>(at), hi = *reinterpret_cast<const float4*>(at + second);
+    out[0] = lo.x, out[1] = lo.y, out[2] = lo.z, out[3] = lo.w;
+    out[4] = hi.x, out[5] = hi.y, out[6] = hi.z, out[7] = hi.w;
 }
 
-__device__ __forceinline__ float quad_sum(float x) {
+__device__ __forceinline__ float octet_sum(float x) {
     x += __shfl_xor_sync(FULL, x, 1);
-    return x + __shfl_xor_sync(FULL, x, 2);
+    x += __shfl_xor_sync(FULL, x, 2);
+    return x + __shfl_xor_sync(FULL, x, 4);
 }
 
-__device__ __forceinline__ float dot16(const float (&a)[16], const float (&b)[16]) {
-    float sum[4] = {};
+__device__ __forceinline__ float dot(const float (&a)[KEYS], const float (&b)[KEYS]) {
+    float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sum[i & 3] = fmaf(a[i], b[i], sum[i & 3]);
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    for (int i = 0; i < KEYS; ++i) sum[i & 1] = fmaf(a[i], b[i], sum[i & 1]);
+    return sum[0] + sum[1];
 }
 
 // Vectors of one token in shared memory, [64] fp32 each.
@@ -166,36 +139,40 @@ struct TokenVectors {
     const float *r, *decay, *kk, *kka, *k, *v;
 };
 
-// One step of ROWS value rows (first_row, first_row + row_step, ...); y of all of them goes to `y`.
-template <typename State, int ROWS>
+// One step of this thread's rows; y of all rows goes to `y`.
+template <typename State>
 __device__ __forceinline__ void wkv_step(
-    float (&s)[ROWS][16], const TokenVectors& t, float inv_square, int q, int first_row, int row_step, float* y) {
+    float (&s)[ROWS][KEYS], const TokenVectors& t, float inv_square, int q, int first_row, float* y) {
     float sa[ROWS];
     {
-        float kk[16];
+        float kk[KEYS];
         read_keys<State>(t.kk, q, kk);
 #pragma unroll
-        for (int m = 0; m < ROWS; ++m) sa[m] = -quad_sum(dot16(s[m], kk)) * inv_square;
+        for (int m = 0; m < ROWS; ++m) sa[m] = -octet_sum(dot(s[m], kk)) * inv_square;
     }
     {
-        float decay[16], kka[16], k[16];
+        float decay[KEYS], kka[KEYS], k[KEYS];
         read_keys<State>(t.decay, q, decay);
         read_keys<State>(t.kka, q, kka);
         read_keys<State>(t.k, q, k);
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
-            const float v = t.v[first_row + m * row_step];
+            const float v = t.v[first_row + m * ROW_STEP];
 #pragma unroll
-            for (int j = 0; j < 16; ++j) s[m][j] = fmaf(s[m][j], decay[j], fmaf(sa[m], kka[j], v * k[j]));
+            for (int j = 0; j < KEYS; ++j) s[m][j] = fmaf(s[m][j], decay[j], fmaf(sa[m], kka[j], v * k[j]));
         }
     }
-    float r[16];
+    float r[KEYS], part[ROWS];
     read_keys<State>(t.r, q, r);
 #pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        const float sum = quad_sum(dot16(s[m], r));
-        if (q == 0) y[first_row + m * row_step] = sum;
-    }
+    for (int m = 0; m < ROWS; ++m) part[m] = dot(s[m], r);
+    // The four sums over the octet, handing halves over: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
+    const bool upper = q & 4, odd = q & 2;
+    const float lo = (upper ? part[2] : part[0]) + __shfl_xor_sync(FULL, upper ? part[0] : part[2], 4);
+    const float hi = (upper ? part[3] : part[1]) + __shfl_xor_sync(FULL, upper ? part[1] : part[3], 4);
+    float sum = (odd ? hi : lo) + __shfl_xor_sync(FULL, odd ? lo : hi, 2);
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    if ((q & 1) == 0) y[first_row + ((upper ? 2 : 0) + (odd ? 1 : 0)) * ROW_STEP] = sum;
 }
 
 // Group norm, bonus and gate of one token for two channels of a lane; the whole warp takes part.

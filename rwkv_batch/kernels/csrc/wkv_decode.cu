@@ -20,7 +20,7 @@ enum Vec { VR, VDECAY, VKK, VKKA, VK, VV, VECS };
 
 template <typename State>
 struct Shared {
-    uint4 ring[STAGES<State>][2 * Keys<State>::PIECES][THREADS];
+    uint4 ring[STAGES<State>][ROWS * Keys<State>::PIECES][THREADS];
     float vectors[3][VECS][HEAD];
     float y[2][HEAD];
     float inv_square[3], bonus[3];
@@ -58,14 +58,14 @@ __device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Sha
     if (pair == 0) sh.inv_square[slot] = inverse_square(squares), sh.bonus[slot] = bonus;
 }
 
-// A (head, row) pair: pairs are numbered head by head, so that a group mostly stays with one head's constants.
+// A (head, row) pair: pairs are numbered row by row, as the states of a row lie in memory.
 struct Pair {
     int number, head, row;
 
-    __device__ __forceinline__ Pair(int n, int rows) : number(n), head(n / rows), row(n % rows) {}
-    __device__ __forceinline__ void next(int rows) {
+    __device__ __forceinline__ Pair(int n, int heads) : number(n), head(n % heads), row(n / heads) {}
+    __device__ __forceinline__ void next(int heads) {
         ++number;
-        if (++row == rows) row = 0, ++head;
+        if (++head == heads) head = 0, ++row;
     }
 };
 
@@ -74,24 +74,24 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
     extern __shared__ __align__(16) unsigned char dynamic[];
     const int group = threadIdx.x / THREADS, tid = threadIdx.x % THREADS, warp = tid >> 5, lane2 = (tid & 31) * 2;
     Shared<State>& sh = reinterpret_cast<Shared<State>*>(dynamic)[group];
-    const int q = tid & 3, first_row = tid >> 2, groups = blockDim.x / THREADS;
+    const int q = tid & 7, first_row = tid >> 3, groups = blockDim.x / THREADS;
     const int begin = (blockIdx.x * groups + group) * pairs_per_group, end = min(begin + pairs_per_group, p.rows * p.heads);
     if (begin >= end) return;
     State* const states = static_cast<State*>(p.state) + first_row * HEAD;
     const int64_t width = static_cast<int64_t>(p.heads) * HEAD;
     using K = Keys<State>;
 
-    Pair ahead(begin, p.rows);
+    Pair ahead(begin, p.heads);
     int64_t ahead_slot = p.read_slots[ahead.row];  // known one pair early: a load that waits for it would hold up the warp
     const auto fetch = [&](int stage) {
         if (ahead.number < end) {
             const State* in = states + ahead_slot * p.slot_stride + ahead.head * (HEAD * HEAD);
 #pragma unroll
-            for (int i = 0; i < 2 * K::PIECES; ++i) {
-                const State* at = in + (i / K::PIECES) * 32 * HEAD + K::at(q, i % K::PIECES);
+            for (int i = 0; i < ROWS * K::PIECES; ++i) {
+                const State* at = in + (i / K::PIECES) * ROW_STEP * HEAD + K::at(q, i % K::PIECES);
                 __pipeline_memcpy_async(&sh.ring[stage][i][tid], at, 16);
             }
-            ahead.next(p.rows);
+            ahead.next(p.heads);
             if (ahead.number < end) ahead_slot = p.read_slots[ahead.row];
         }
         __pipeline_commit();
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
     for (int stage = 0; stage < STAGES<State>; ++stage) fetch(stage);
     let_next_start();
     wait_for_inputs();
-    Pair now(begin, p.rows), coming = now, before = now;
+    Pair now(begin, p.heads), coming = now, before = now;
     Inputs in;
     __half2 gate;
     const auto channel_of = [&](const Pair& pair) { return pair.head * HEAD + lane2; };
@@ -117,18 +117,18 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
     int slot = 0, turn = 0, stage = 0;
     for (; now.number < end; before = now, now = coming) {
         __pipeline_wait_prior(STAGES<State> - 1);
-        float s[2][16];
+        float s[ROWS][KEYS];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int m = 0; m < ROWS; ++m) {
             RawKeys<State> raw;
 #pragma unroll
-            for (int i = 0; i < K::PIECES; ++i) raw.pieces[i] = sh.ring[stage][half * K::PIECES + i][tid];
-            raw.unpack(s[half]);
+            for (int i = 0; i < K::PIECES; ++i) raw.pieces[i] = sh.ring[stage][m * K::PIECES + i][tid];
+            raw.unpack(s[m]);
         }
         fetch(stage);
         stage = stage + 1 == STAGES<State> ? 0 : stage + 1;
         State* const out = states + p.write_slots[now.row] * p.slot_stride + now.head * (HEAD * HEAD);
-        coming.next(p.rows);
+        coming.next(p.heads);
         if (warp == 0) {
             prologue(p, in, sh, slot, lane2, channel_of(now));
             if (coming.number < end) in.load(p, coming.row * width + channel_of(coming));
@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
         }
         const float(&v)[VECS][HEAD] = sh.vectors[slot];
         const TokenVectors t{v[VR], v[VDECAY], v[VKK], v[VKKA], v[VK], v[VV]};
-        wkv_step<State, 2>(s, t, sh.inv_square[slot], q, first_row, 32, sh.y[turn]);
-        store_keys(out, q, s[0]);
-        store_keys(out + 32 * HEAD, q, s[1]);
+        wkv_step<State>(s, t, sh.inv_square[slot], q, first_row, sh.y[turn]);
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) store_keys(out + m * ROW_STEP * HEAD, q, s[m]);
         slot = slot == 2 ? 0 : slot + 1;
         turn ^= 1;
     }
@@ -150,20 +150,28 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
     if (warp == 1) finish(before, slot == 0 ? 2 : slot - 1, turn ^ 1);
 }
 
-// One block per processor (`processors` of them at most, 0: all), as many groups in each as there is work for.
+// Groups of a block that the current device's shared memory holds; raises the kernel's limit at the first call on it.
 template <typename State>
-int run(const WkvArgs& p, int processors, void* stream) {
-    static const int fitting = [] {
-        int device = 0, bytes = 0;
-        cudaGetDevice(&device);
+int fitting_groups() {
+    static int known[64] = {};
+    int device = 0;
+    cudaGetDevice(&device);
+    if (known[device & 63] == 0) {
+        int bytes = 0;
         cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        const int groups = bytes / static_cast<int>(sizeof(Shared<State>));
-        const int used = groups < GROUPS<State> ? groups : GROUPS<State>;
+        const int groups = min(bytes / static_cast<int>(sizeof(Shared<State>)), GROUPS<State>);
         cudaFuncSetAttribute(wkv_decode_kernel<State>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             used * static_cast<int>(sizeof(Shared<State>)));
-        return used;
-    }();
-    const int places = processors > 0 ? processors : this_machine().processors;
+                             groups * static_cast<int>(sizeof(Shared<State>)));
+        known[device & 63] = groups;
+    }
+    return known[device & 63];
+}
+
+// One block per processor, as many groups in each as there is work for.
+template <typename State>
+int run(const WkvArgs& p, void* stream) {
+    const int fitting = fitting_groups<State>();
+    const int places = this_machine().processors;
     const int pairs = p.rows * p.heads, wanted = (pairs + places - 1) / places;
     const int groups = wanted < fitting ? wanted : fitting;
     const int pairs_per_group = (pairs + places * groups - 1) / (places * groups);
@@ -173,6 +181,6 @@ int run(const WkvArgs& p, int processors, void* stream) {
     return launch_result();
 }
 
-RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, int processors, void* stream) {
-    return state_bytes == 2 ? run<__half>(*p, processors, stream) : run<float>(*p, processors, stream);
+RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, void* stream) {
+    return state_bytes == 2 ? run<__half>(*p, stream) : run<float>(*p, stream);
 }
