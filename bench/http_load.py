@@ -67,7 +67,15 @@ def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
     """Body of OpenAI's chat route: one conversation, `rows` answers."""
     message = {"role": "user", "content": load.prompts(client)[0]}
     body = {"model": "rwkv7", "messages": [message], "n": load.rows, "max_tokens": load.max_tokens}
-    return {**body, "stream": load.stream, "ignore_eos": True, "password": load.password}
+    return {**body, "stop_tokens": [], "stream": load.stream, "chunk_size": load.chunk_size, "ignore_eos": True} | {
+        "password": load.password
+    }
+
+
+def openai_completion_body(load: Load, client: int) -> dict[str, Any]:
+    """Body of OpenAI's raw route."""
+    body = native_body(load, client)
+    return {**body, "prompt": body.pop("contents")}
 
 
 def translate_body(load: Load, client: int) -> dict[str, Any]:
@@ -81,8 +89,16 @@ BODIES: dict[str, Callable[[Load, int], dict[str, Any]]] = {
     "/state/chat/completions": session_body,
     "/multi_state/chat/completions": session_body,
     "/openai/v1/chat/completions": openai_chat_body,
+    "/openai/v1/completions": openai_completion_body,
+    "/v1/completions": openai_completion_body,
     "/translate/v1/batch-translate": translate_body,
 }
+MARKERS = {
+    "/openai/v1/chat/completions": b'"delta":{"content"',
+    "/openai/v1/completions": b'"text"',
+    "/v1/completions": b'"text"',
+}
+"""What new text of a stream looks like; elsewhere it is `"content"`."""
 
 
 @dataclass
@@ -136,7 +152,7 @@ def drive(load: Load, host: str, port: int, numbers: list[int], results: Any) ->
     """Run some clients to their end on one selector; puts their exchanges' figures into `results`."""
     started = time.perf_counter()
     selector = selectors.DefaultSelector()
-    marker = b'"content"' if load.stream else b"}"
+    marker = MARKERS.get(load.route, b'"content"') if load.stream else b"}"
     rounds = dict.fromkeys(numbers, load.rounds - 1)
     for number in numbers:
         exchange = _open(host, port, _request(load, host, number))

@@ -1,0 +1,86 @@
+"""Tokens/s of every route that generates, taking turns on one service; the ratio is to /v1.
+
+Each run is one request of `--rows` prompts (one session a request on the state routes: so many requests), each row
+drawing exactly `--max-tokens` tokens. Tokens are counted by the service. Ratios are those of the medians; the
+sampler of each route is in the service's /status.
+
+    python -m bench.routes --rows 64 --max-tokens 128
+    python -m bench.routes --url http://127.0.0.1:8000 --routes /v1/chat/completions,/big_batch/completions
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+from typing import Any
+
+from bench.http_load import Load, fetch, over_http
+from bench.serve import machine, service, summary
+
+FIRST = "/v1/chat/completions"
+ROUTES = (
+    FIRST,
+    "/v2/chat/completions",
+    "/big_batch/completions",
+    "/FIM/v1/batch-FIM",
+    "/openai/v1/chat/completions",
+    "/openai/v1/completions",
+    "/state/chat/completions",
+    "/multi_state/chat/completions",
+    "/translate/v1/batch-translate",
+)
+
+
+def load_of(route: str, options: argparse.Namespace) -> Load:
+    """The same rows as this route takes them."""
+    one_by_one = "state/" in route
+    clients, rows = (options.rows, 1) if one_by_one else (1, options.rows)
+    stream = "translate" not in route
+    return Load(
+        route, clients, 1, rows, options.max_tokens, options.prompt_words, options.chunk_size, stream, options.password
+    )
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest for the service."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="", help="a service that runs already")
+    parser.add_argument("--routes", default=",".join(ROUTES), help="the first one is what the others are compared to")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--prompt-words", type=int, default=16)
+    parser.add_argument("--chunk-size", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--password", default="")
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    """Measure and print; the last line is JSON."""
+    options, rest = parse()
+    loads = [load_of(route, options) for route in options.routes.split(",")]
+    speeds: dict[str, list[float]] = {load.route: [] for load in loads}
+    errors: dict[str, str] = {}
+    with contextlib.nullcontext(options.url) if options.url else service(rest) as url:
+        for turn in range(options.repeats + 1):  # the first turn warms up
+            for load in loads:
+                run: dict[str, Any] = summary(load, over_http(load, url, 1))
+                if run["errors"]:
+                    errors[load.route] = run["first_error"]
+                if turn:
+                    speeds[load.route].append(run["tokens_per_s"])
+        status = json.loads(fetch(url, "/status", options.password))
+    medians = {route: statistics.median(runs) for route, runs in speeds.items()}
+    first = medians[loads[0].route]
+    for route, runs in speeds.items():
+        spread = f"{min(runs):.0f}..{max(runs):.0f}"
+        print(f"{route:34} {medians[route]:9.1f} tokens/s ({spread})  {medians[route] / first:.3f} of {loads[0].route}")
+    report = {"rows": options.rows, "max_tokens": options.max_tokens, "tokens_per_s": speeds, "errors": errors}
+    ratios = {route: round(median / first, 3) for route, median in medians.items()}
+    print(json.dumps({**machine(), **report, "ratios": ratios, "samplers": status["samplers"]}))
+
+
+if __name__ == "__main__":
+    main()
