@@ -102,6 +102,7 @@ def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
+        Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def test_a_few_steps_lower_the_loss() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
 
 
