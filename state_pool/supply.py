@@ -8,7 +8,8 @@ from state_pool.config import PoolConfig
 from state_pool.errors import SessionUnusable
 from state_pool.jobs import Loaded, Quarantined
 from state_pool.lease import Lease, LeaseState
-from state_pool.reader import Damaged, LoadResult
+from state_pool.loader import Damaged
+from state_pool.reader import LoadResult
 from state_pool.sessions import Session
 from state_pool.store import Store
 from state_pool.tiers import Tiers

@@ -15,6 +15,7 @@ import pytest
 from state_pool.database import ProcessLock
 from state_pool.errors import DatabaseUnusable, PoolFull, SessionUnusable, TurnNotStored
 from state_pool.migrations import SCHEMA_VERSION
+from state_pool.salvage import salvage
 from state_pool.store import Store
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
@@ -376,3 +377,46 @@ def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> No
         driver.state("a")
     mend_disk(driver)
     driver.pool.close()
+
+
+def test_what_is_whole_is_salvaged(tmp_path: Path) -> None:
+    """A truncated file with many sessions: those that are whole come over, exactly; the rest is named."""
+    driver = reopen(tmp_path)
+    for i in range(20):
+        driver.turn(f"s{i}", [i, 1])
+        driver.turn(f"s{i}", [2])
+    driver.turn("fork", [1], branch_from=0)
+    driver.turn("fork", [2], branch_from=1)
+    driver.pool.close()
+    file = tmp_path / "sessions.db"
+    os.truncate(file, int(file.stat().st_size * 0.6))
+    (tmp_path / "new").mkdir()
+    saved, lost = salvage(file, tmp_path / "new" / "sessions.db")
+    assert len(saved) >= 5
+    assert lost
+    assert not set(saved) & set(lost)
+    driver = reopen(tmp_path / "new")
+    assert driver.pool.status()["total_sessions"] == len(saved)
+    for name in saved:
+        if name.startswith("s"):
+            assert np.array_equal(driver.state(name), state_of([int(name[1:]), 1, 2], WORDS))
+    driver.pool.close()
+    with raw(tmp_path / "new") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_salvage_keeps_what_has_only_a_log(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    driver.turn("s", [1, 2])
+    driver.turn("fork", [1], branch_from=0)
+    driver.turn("fork", [2], branch_from=1)
+    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+    driver.pool.close()
+    (tmp_path / "new").mkdir()
+    saved, lost = salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
+    assert (sorted(saved), lost) == (["fork:1", "fork:2", "s"], [])
+    driver = reopen(tmp_path / "new")
+    assert np.array_equal(driver.state("fork", 2), state_of([1, 2], WORDS))
+    driver.pool.close()
+    with pytest.raises(DatabaseUnusable, match="exists already"):
+        salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")

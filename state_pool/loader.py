@@ -1,0 +1,140 @@
+"""Reads a stored session back and verifies every row of it. Any thread, with a connection of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+
+from state_pool.errors import SessionUnusable
+from state_pool.jobs import Loaded
+from state_pool.records import (
+    CHUNKS_PER_STATE,
+    LAYOUT_VERSION,
+    Layout,
+    checksum,
+    join_parts,
+    layout_text,
+    unpack_tokens,
+)
+from state_pool.tables import StateRow
+
+
+class Damaged(SessionUnusable):
+    """Stored rows contradict their checksums or each other: to be quarantined."""
+
+
+class Loader:
+    """Reads sessions for one model, or, without a fingerprint, only to see whether they are whole."""
+
+    def __init__(self, connection: sqlite3.Connection, layout: Layout, fingerprint: str | None) -> None:
+        self._connection = connection
+        self._layout = layout
+        self._fingerprint = fingerprint
+
+    def read(self, row: int) -> Loaded:
+        """A session's state and what follows it, from one snapshot of the database.
+
+        Raises SessionUnusable (another model's state without the whole history) or Damaged.
+        """
+        replay: list[int] = []
+        wanted: int | None = row
+        while wanted is not None:
+            found = self._connection.execute("SELECT parent, turn FROM sessions WHERE id = ?", (wanted,)).fetchone()
+            if found is None:
+                raise Damaged(
+                    "a dialogue that this session continues is missing from the database; delete it to begin anew"
+                )
+            parent, turn = found
+            parts, base, why_not = self._state(wanted)
+            replay = self._log(wanted, base, int(turn), why_not) + replay
+            if parts is not None:
+                return Loaded(parts, replay, sum(map(len, parts.values())) + 4 * len(replay))
+            wanted = parent
+        return Loaded(None, replay, 4 * len(replay))
+
+    def _state(self, session: int) -> tuple[dict[str, bytes] | None, int, SessionUnusable | None]:
+        """(parts, the turn they follow, None), or (None, 0, why the stored state cannot be used)."""
+        found = self._connection.execute(
+            "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum "
+            "FROM states WHERE session = ?",
+            (session,),
+        ).fetchone()
+        if found is None:
+            return None, 0, None
+        state, turn, num_tokens, fingerprint, version, layout, num_bytes, digest = found
+        row = StateRow(state, session, turn, num_tokens, fingerprint, layout, num_bytes)
+        if version == LAYOUT_VERSION and row.checksum() != digest:
+            return None, 0, Damaged("the stored state's description is damaged; delete the session to begin anew")
+        if (why_not := self._mismatch(fingerprint, version, layout)) is not None:
+            return None, 0, why_not
+        try:
+            return self._parts(int(state), part_sizes(stored_layout(layout))), int(turn), None
+        except Damaged as damage:
+            return None, 0, damage
+
+    def _mismatch(self, fingerprint: str, version: int, layout: str) -> SessionUnusable | None:
+        """Why a state stored under this description is not for this server."""
+        if self._fingerprint is None:
+            return None if version == LAYOUT_VERSION else SessionUnusable(f"the state has layout version {version}")
+        if fingerprint != self._fingerprint:
+            return SessionUnusable(
+                f"the session belongs to another model (fingerprint {fingerprint}, this one is {self._fingerprint}) "
+                "and its token history is not complete; start that model, or delete the session"
+            )
+        if version != LAYOUT_VERSION or layout != layout_text(self._layout):
+            return SessionUnusable(
+                f"the session was stored with the state layout {layout} (version {version}), this server uses "
+                f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "
+                "start with the same state dtype and devices, or delete the session"
+            )
+        return None
+
+    def _parts(self, state: int, sizes: dict[str, int]) -> dict[str, bytes]:
+        chunks: list[bytes] = []
+        low = state * CHUNKS_PER_STATE
+        rows = self._connection.execute(
+            "SELECT id, checksum, data FROM state_chunks WHERE id >= ? AND id < ? ORDER BY id",
+            (low, low + CHUNKS_PER_STATE),
+        )
+        for at, digest, data in rows:
+            if checksum(data, at) != digest or at != low + len(chunks):
+                raise Damaged(f"chunk {at - low} of the stored state is damaged; delete the session to begin anew")
+            chunks.append(data)
+        try:
+            return join_parts(chunks, sizes)
+        except ValueError as error:
+            raise Damaged(f"the stored state is incomplete ({error}); delete the session to begin anew") from None
+
+    def _log(self, session: int, after: int, last: int, why_not: SessionUnusable | None) -> list[int]:
+        """The tokens of turns after+1..last; when the state is no use, they must reach back to the start."""
+        tokens: list[int] = []
+        expected = after
+        rows = self._connection.execute(
+            "SELECT turn, tokens, checksum FROM turns WHERE session = ? AND turn > ? ORDER BY turn", (session, after)
+        )
+        for turn, data, digest in rows:
+            expected += 1
+            if turn != expected or checksum(data, session, turn) != digest:
+                raise why_not or Damaged(
+                    f"turn {expected} of the session's log is damaged; delete the session to begin anew"
+                )
+            tokens += unpack_tokens(data)
+        if expected != last:
+            raise why_not or Damaged(
+                f"turn {expected + 1} of {last} is missing from the session's log; delete it to begin anew"
+            )
+        return tokens
+
+
+def part_sizes(layout: Layout) -> dict[str, int]:
+    """Bytes of each part."""
+    return {name: math.prod(shape) * _ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}
+
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "int8": 1}
+
+
+def stored_layout(text: str) -> Layout:
+    """The layout a stored state was written with."""
+    return {name: (dtype, tuple(shape)) for name, dtype, shape in json.loads(text)}

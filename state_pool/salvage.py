@@ -1,0 +1,126 @@
+"""Copy what is whole out of a damaged session database: `python -m state_pool.salvage DAMAGED NEW`.
+
+Reads the damaged file and changes nothing in it. A session comes over if its state and its log, and those of
+the dialogues it continues, agree with their checksums; whatever else the file held is left behind and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from state_pool.database import open_writer
+from state_pool.errors import DatabaseUnusable, SessionUnusable
+from state_pool.jobs import Delete
+from state_pool.loader import Loader
+from state_pool.records import CHUNKS_PER_STATE
+from state_pool.tables import delete_chunks, delete_sessions
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_GAP = 10_000
+"""Row numbers tried one by one after unreadable pages, before a table is taken to end."""
+
+
+def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
+    """(names of the sessions that came over, names or numbers of those that did not).
+
+    Raises DatabaseUnusable if `new` exists or `damaged` cannot be opened at all.
+    """
+    if new.exists():
+        raise DatabaseUnusable(f"{new} exists already; name a file that does not")
+    if not damaged.is_file():
+        raise DatabaseUnusable(f"there is no file {damaged}")
+    source = sqlite3.connect(f"{damaged.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    source.execute("PRAGMA writable_schema = ON")  # else a file that is shorter than it says is not read at all
+    target = open_writer(str(new), "NORMAL")
+    with contextlib.closing(source), contextlib.closing(target):
+        target.execute("BEGIN IMMEDIATE")
+        lost = [f"number {row}" for row in _copy_sessions(source, target)]
+        saved: list[str] = []
+        for row, name, dialogue in target.execute(
+            "SELECT id, session_id, dialogue FROM sessions ORDER BY id"
+        ).fetchall():
+            shown = name if dialogue < 0 else f"{name}:{dialogue}"
+            (saved if _is_whole(target, row) else lost).append(shown)
+        for (row,) in target.execute("SELECT id FROM sessions WHERE quarantined = 'lost'").fetchall():
+            for state in delete_sessions(target, Delete((row,))):
+                while not delete_chunks(target, state, 1000):
+                    pass
+        target.execute("COMMIT")
+    return saved, lost
+
+
+def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> Iterator[int]:
+    """Copy every session that can be read, with its rows; yields the numbers of those that cannot."""
+    for row in _numbers(source, "sessions"):
+        try:
+            _copy(source, target, "sessions", "id = ?", (row,))
+            _copy(source, target, "turns", "session = ?", (row,))
+            _copy(source, target, "states", "session = ?", (row,))
+            found = target.execute("SELECT id FROM states WHERE session = ?", (row,)).fetchone()
+            if found is not None:
+                low = int(found[0]) * CHUNKS_PER_STATE
+                _copy(source, target, "state_chunks", "id >= ? AND id < ?", (low, low + CHUNKS_PER_STATE))
+        except sqlite3.DatabaseError:
+            yield row
+
+
+def _numbers(source: sqlite3.Connection, table: str) -> Iterator[int]:
+    """Row numbers of a table in order, stepping over what cannot be read."""
+    at, misses = 0, 0
+    while misses < _LARGEST_GAP:
+        try:
+            found = source.execute(f"SELECT min(id) FROM {table} WHERE id > ?", (at,)).fetchone()[0]
+        except sqlite3.DatabaseError:
+            at, misses = at + 1, misses + 1
+            continue
+        if found is None:
+            return
+        at, misses = int(found), 0
+        yield at
+
+
+def _copy(
+    source: sqlite3.Connection, target: sqlite3.Connection, table: str, where: str, values: tuple[Any, ...]
+) -> None:
+    for row in source.execute(f"SELECT * FROM {table} WHERE {where}", values):
+        marks = ", ".join("?" * len(row))
+        target.execute(f"INSERT INTO {table} VALUES ({marks})", row)
+
+
+def _is_whole(target: sqlite3.Connection, row: int) -> bool:
+    """Whether the session's rows verify; if not, it is marked to be left out."""
+    try:
+        Loader(target, {}, fingerprint=None).read(row)
+    except (SessionUnusable, ValueError, KeyError):
+        target.execute("UPDATE sessions SET quarantined = 'lost' WHERE id = ?", (row,))
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("damaged", type=Path)
+    parser.add_argument("new", type=Path)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    try:
+        saved, lost = salvage(arguments.damaged, arguments.new)
+    except (DatabaseUnusable, sqlite3.Error) as error:
+        logger.error("%s", error)
+        return 1
+    for name in lost:
+        logger.info("lost: %s", name)
+    logger.info("%d sessions saved to %s, %d lost", len(saved), arguments.new, len(lost))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
