@@ -111,12 +111,11 @@ def tiny_model(folder: Path, **fields: Any) -> Path:
 
 @contextmanager
 def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -> Iterator[Engine]:
-    """An engine on the CPU, stopped at the end, with nothing left running or leaked."""
+    """An engine (on the CPU unless told), stopped at the end, with nothing left running or leaked."""
     config = EngineConfig(
         model_path=str(model),
-        devices=("cpu",),
         pool=pool or PoolConfig(state_db=""),
-        **{"max_running": 64, "prefill_tokens_per_step": 128, "prefill_chunk": 32, **fields},
+        **{"devices": ("cpu",), "max_running": 64, "prefill_tokens_per_step": 128, "prefill_chunk": 32, **fields},
     )
     engine = Engine(config)
     engine.start()

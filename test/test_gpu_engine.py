@@ -1,0 +1,153 @@
+"""The engine on a GPU with the demo model: overlapped and graphed against plain, sessions, agreement with the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from demo.evaluate import held_pairs
+from demo.files import ensure_model
+from rwkv_batch.batch import step_inputs
+from rwkv_batch.engine import Engine
+from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.request import GenerateRequest
+from rwkv_batch.weights import open_weights
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import TOKENIZER, ask, call, run, started_engine, submit, turn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 256, "prefill_tokens_per_step": 4096}
+PAIRS = 400
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return ensure_model()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    pool = PoolConfig(state_db=str(tmp_path_factory.mktemp("db") / "s.db"), l1_sessions=4, l2_sessions=4)
+    with started_engine(model, pool, **ON_GPU) as engine:
+        yield engine
+
+
+def translations(pairs: int) -> list[GenerateRequest]:
+    """Held-out sentences both ways, greedy."""
+    rows = []
+    for english, chinese in held_pairs(pairs, 1):
+        rows.append(ask(f"English: {english}\n\nChinese:", max_tokens=64, stop_ids=[261]))
+        rows.append(ask(f"Chinese: {chinese}\n\nEnglish:", max_tokens=64, stop_ids=[261]))
+    return rows
+
+
+def same(one: list[bytes], other: list[bytes]) -> float:
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def test_graphs_and_the_overlapped_loop_serve(engine: Engine) -> None:
+    run(engine, ask("warm", max_tokens=4))
+    assert engine.machine.overlaps
+    assert call(engine, "status")["decode_graphs"] == "used"
+
+
+@pytest.mark.parametrize("wkv_state", ["fp32", "fp16"])
+def test_greedy_answers_agree_with_the_cpu_in_fp32(model: Path, wkv_state: str) -> None:
+    with started_engine(model, max_running=256, prefill_tokens_per_step=2048) as cpu:
+        wanted = run(cpu, *translations(PAIRS // 2)).all_texts
+    with started_engine(model, wkv_state=wkv_state, **ON_GPU) as gpu:
+        got = run(gpu, *translations(PAIRS // 2)).all_texts
+    assert same(got, wanted) >= 0.995
+
+
+def test_overlapped_equals_plain(model: Path) -> None:
+    rows = translations(100)
+    sampled = [
+        ask(f"English: {i}\n\nChinese:", max_tokens=20, sampling=SamplingParams(seed=i, top_k=40)) for i in range(40)
+    ]
+    with started_engine(model, overlap=False, **ON_GPU) as plain:
+        wanted = run(plain, *rows).all_texts, run(plain, *sampled).all_texts
+    with started_engine(model, **ON_GPU) as overlapped:
+        got = run(overlapped, *rows).all_texts, run(overlapped, *sampled).all_texts
+    assert got == wanted
+
+
+def test_sessions_remember_and_end_before_their_stops(engine: Engine) -> None:
+    for i, name in enumerate(["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]):
+        told = f"User: My name is {name}.\n\nAssistant:"
+        run(engine, turn(f"s{i}", told, max_tokens=40, stop_ids=[261, 24281]))
+    bulk = submit(engine, *[ask("English: hello\n\nChinese:", max_tokens=400, ignore_eos=True)] * 100)
+    for i, name in enumerate(["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]):
+        asked = "\n\nUser: What is my name?\n\nAssistant:"
+        answer = run(engine, turn(f"s{i}", asked, max_tokens=40, stop_ids=[261, 24281])).texts[0].decode()
+        assert name in answer, f"session {i} of ten over four slots"
+    bulk.wait()
+
+
+def test_a_session_equals_one_prompt_of_the_same_tokens(engine: Engine) -> None:
+    prompts = [
+        "User: I live in Rome.\n\nAssistant:",
+        "\n\nUser: Hello.\n\nAssistant:",
+        "\n\nUser: Where do I live?\n\nAssistant:",
+    ]
+    sampling = SamplingParams(temperature=0.0, top_logprobs=0)
+    told: list[int] = []
+    for prompt in prompts:
+        told += TOKENIZER.encode(prompt)
+        ended = run(engine, turn("whole", prompt, sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
+        alone = run(engine, ask(list(told), sampling=sampling, max_tokens=40, stop_strings=[b"\n\n"]))
+        assert ended.texts == alone.texts
+        entries = [entry for events in ended.events for delta in events.deltas for entry in delta.logprobs or []]
+        text, ids = b"", []
+        for entry in entries:
+            if len(text) >= len(ended.texts[0]):
+                break
+            piece = entry.token[: len(ended.texts[0]) - len(text)]
+            ids += [TOKENIZER.byte_table.index(piece)] if piece == entry.token else TOKENIZER.encode_bytes(piece)
+            text += piece
+        told += ids
+
+
+def test_states_agree_with_the_cpu(model: Path) -> None:
+    ids = [TOKENIZER.encode(f"English: {english}\n\nChinese: {chinese}") for english, chinese in held_pairs(20, 3)]
+    states = []
+    for device in ("cpu", "cuda:0"):
+        pipeline = Pipeline(open_weights(model), (device,))
+        pipeline.allocate_slots(24)
+        rows = list(range(len(ids)))
+        pipeline.forward(step_inputs(ids, [0] * len(ids), [row + 2 for row in rows], rows))
+        state = pipeline.stages[0].state
+        assert state is not None
+        states.append((state.wkv[2:22].float().cpu(), state.shift[2:22].float().cpu()))
+    for wanted, got in zip(*states, strict=True):
+        assert ((got - wanted).norm() / wanted.norm()).item() < 2e-2
+
+
+def test_cancelled_rows_free_every_slot(engine: Engine) -> None:
+    free = call(engine, "status")["free_slots"]
+    jobs = [submit(engine, *[ask("x", max_tokens=10**6, ignore_eos=True)] * 50) for _ in range(8)]
+    assert jobs[0].started.wait(30)
+    for job in jobs:
+        engine.cancel(job.job.job_id)
+        job.wait()
+    run(engine, ask("x", max_tokens=2))
+    assert call(engine, "status")["free_slots"] == free
+
+
+def test_several_stages_give_the_same_text(model: Path) -> None:
+    """Two stages on one device: the path over several devices, without several devices."""
+    rows = translations(20)
+    with started_engine(model, **ON_GPU) as one:
+        wanted = run(one, *rows).all_texts
+    stages = {**ON_GPU, "devices": ("cuda:0", "cuda:0") if torch.cuda.device_count() < 2 else ("cuda:0", "cuda:1")}
+    with started_engine(model, **stages) as two:
+        assert same(run(two, *rows).all_texts, wanted) >= 0.975
+        assert "several" in call(two, "status")["decode_graphs"]
