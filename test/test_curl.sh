@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tutorial's curl examples, with assertions, against a running server:
+# The tutorial's curl examples and one of every other route, with assertions, against a running server:
 #
 #   bash ./test/test_curl.sh [URL] [PASSWORD]
 #
@@ -16,6 +16,13 @@ failures=0
 post() {
   body=$(curl -sS -m 300 -N -X POST "$URL$1" -H "Content-Type: application/json" \
     -H "Authorization: Bearer $PASSWORD" -d "$2" -w '\n%{http_code}')
+  status=${body##*$'\n'}
+  body=${body%$'\n'*}
+}
+
+# get PATH: the same for a GET
+get() {
+  body=$(curl -sS -m 60 "$URL$1" -H "Authorization: Bearer $PASSWORD" -w '\n%{http_code}')
   status=${body##*$'\n'}
   body=${body%$'\n'*}
 }
@@ -60,6 +67,14 @@ expect "v2, whole" 200 '"object": ?"chat.completion"' '"finish_reason"'
 post /big_batch/completions "{$BULK, \"temperature\": 1.0, \"chunk_size\": 8, \"stream\": true, $LOCK}"
 expect "big_batch" 200 '^data: \{' '"index": ?1' '^data: \[DONE\]$'
 
+get /big_batch/completions-status
+expect "big_batch status" 200 '"generating": ?(true|false)'
+post /big_batch/clean "{$LOCK}"
+expect "big_batch clean" 200 '"status": ?"success"'
+
+post /FIM/v1/batch-FIM "{\"prefix\": [\"def add(a, b):\"], \"suffix\": [\"print(add(1, 2))\"], \"max_tokens\": $MAX_TOKENS, $LOCK}"
+expect "fill in the middle" 200 '"object": ?"FIM.completion"'
+
 TALK='"model": "rwkv7", "messages": [
   {"role": "system", "content": "You are a helpful assistant."},
   {"role": "user", "content": "please tell me about the history of artificial intelligence"}],
@@ -68,6 +83,15 @@ post /openai/v1/chat/completions "{$TALK, \"stream\": true}"
 expect "openai, streamed" 200 '"object": ?"chat.completion.chunk"' '"role": ?"assistant"' '^data: \[DONE\]$'
 post /openai/v1/chat/completions "{$TALK, \"stream\": false}"
 expect "openai, whole" 200 '"id": ?"chatcmpl-' '"usage"'
+
+post /openai/v1/chat/completions "{$TALK, \"session_id\": \"${SESSION}_openai\"}"
+expect "openai, a session" 200 '"cached_tokens": ?0'
+post /openai/v1/chat/completions "{$TALK, \"session_id\": \"${SESSION}_openai\"}"
+expect "openai, the session again" 200 '"cached_tokens": ?[1-9]'
+post /openai/v1/completions "{\"prompt\": \"Once upon a time\", \"max_tokens\": $MAX_TOKENS}"
+expect "openai, a raw prompt" 200 '"object": ?"text_completion"'
+post /openai/v1/chat/completions "{$TALK, \"tools\": [{}]}"
+expect "openai, what is not supported" 422 '"param": ?"tools"'
 
 post /translate/v1/batch-translate "{\"source_lang\": \"en\", \"target_lang\": \"zh-CN\", \"text_list\": [\"Hello world!\", \"Good morning\"], $LOCK}"
 expect "translate to Chinese" 200 '"translations": ?\[' '"detected_source_lang": ?"en"'
@@ -80,10 +104,16 @@ post /state/chat/completions "{$TURN, $SAMPLING, \"stream\": true, \"chunk_size\
 expect "a session, streamed" 200 '^data: \{' '^data: \[DONE\]$'
 post /state/chat/completions "{$TURN, $SAMPLING, \"stream\": false, $LOCK}"
 expect "the session again, whole" 200 '"choices"'
+post /multi_state/chat/completions "{$TURN, \"dialogue_idx\": 0, \"stream\": true, $LOCK}"
+expect "a branch, streamed" 200 '"object": ?"multi_state.dialogue_idx"' '"dialogue_idx": ?1' '^data: \[DONE\]$'
+post /multi_state/chat/completions "{$TURN, \"dialogue_idx\": 1, $LOCK}"
+expect "a branch of the branch, whole" 200 '"dialogue_idx": ?2'
 post /state/status "{$LOCK}"
 expect "sessions listed" 200 '"status": ?"success"' "$SESSION"
 post /state/delete "{\"session_id\": \"$SESSION\", $LOCK}"
 expect "session deleted" 200 '"status": ?"success"'
+post /state/delete "{\"session_id\": \"${SESSION}\", \"delete_prefix\": true, $LOCK}"
+expect "its namesakes deleted" 200 '"deleted": ?[1-9]'
 post /state/delete "{\"session_id\": \"$SESSION\", $LOCK}"
 expect "no such session any more" 404 '"status": ?"not_found"'
 
