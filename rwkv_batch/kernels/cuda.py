@@ -20,8 +20,6 @@ MAX_WIDTH = 4096
 MAX_SPARSE_ROWS = 8
 SPARSE_SHARE = 1024
 SPARSE_COLUMNS = 256
-MAX_SIDE_ROWS = 256
-"""Tokens up to which the low ranks run on a stream of their own; beyond, the large maps leave no room beside them."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -45,7 +43,7 @@ class CudaOps:
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Workspace] = {}
         self._processors: dict[torch.device, int] = {}
-        self._side_streams: dict[int, torch.cuda.Stream] = {}
+        self._sides: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -113,15 +111,14 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if mixed.shape[1] <= MAX_SKINNY_ROWS:
             return _project_few(layer, mixed)
-        side = self._side_stream() if mixed.shape[1] <= MAX_SIDE_ROWS else torch.cuda.current_stream()
-        return _project_many(layer, mixed, side)
+        return _project_many(layer, mixed, self._side_streams())
 
-    def _side_stream(self) -> torch.cuda.Stream:
-        """A second stream for work beside the current one; each stream has its own."""
+    def _side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Two streams beside the current one."""
         main = torch.cuda.current_stream()
-        if main.cuda_stream not in self._side_streams:
-            self._side_streams[main.cuda_stream] = torch.cuda.Stream(main.device)
-        return self._side_streams[main.cuda_stream]
+        if main.cuda_stream not in self._sides:
+            self._sides[main.cuda_stream] = (torch.cuda.Stream(main.device), torch.cuda.Stream(main.device))
+        return self._sides[main.cuda_stream]
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
@@ -230,19 +227,23 @@ def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
     return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=out[groups], v_gate=v_gate)
 
 
-def _project_many(layer: CudaLayer, mixed: Tensor, side: torch.cuda.Stream) -> Projections:
-    """Batched products over the stacked maps; the low ranks run beside the large maps, on a second stream."""
+def _project_many(layer: CudaLayer, mixed: Tensor, sides: tuple[torch.cuda.Stream, torch.cuda.Stream]) -> Projections:
+    """Batched products over the stacked maps; low ranks and gate on streams of their own beside the large maps."""
     groups = len(layer.low_in)
     main = torch.cuda.current_stream()
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
+    for side in sides:
+        side.wait_stream(main)
+    with torch.cuda.stream(sides[0]):
         low = torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2))
-        gate = torch.mm(mixed[5], layer.gate_in.T)
         decay = low[groups - 2]
-        library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), pointer(gate), gate.numel())
+        library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), None, 0)
         out = torch.bmm(low, layer.low_out.transpose(1, 2))
+    with torch.cuda.stream(sides[1]):
+        gate = torch.mm(mixed[5], layer.gate_in.T)
+        library().call("rwkv_low_rank_act", None, 0, pointer(gate), gate.numel())
         g = torch.mm(gate, layer.gate_out.T)
     rkv = torch.bmm(mixed[:3], layer.rkv.transpose(1, 2))
-    main.wait_stream(side)
+    for side in sides:
+        main.wait_stream(side)
     v_gate = out[0] if groups == 3 else None
     return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)

@@ -1,10 +1,11 @@
-// WKV with its prologue and epilogue for rows of one token. A group of 128 threads takes (head, row) pairs in turn.
+// WKV with its prologue and epilogue for rows of one token. A group of 128 threads takes one head of every n-th row.
 //
-// Memory bound: per pair it reads and writes 64x64 of state (8 KiB each in fp16, 16 in fp32) and touches 9 x 128 bytes
-// of activations. So the states of the next STAGES pairs are on their way into a ring in shared memory (each thread
-// copies and reads its own pieces, no barrier) while a pair is computed; warp 0 prepares the vectors of a pair, warp 1
-// finishes the pair before, all four warps do the recurrence in between: one barrier of the group per pair.
-// A block holds as many groups as fill a processor.
+// Memory bound: per (head, row) it reads and writes 64x64 of state (8 KiB each in fp16, 16 in fp32) and touches 9 x 128
+// bytes of activations. So the states of the next STAGES rows are on their way into a ring in shared memory (each thread
+// copies and reads its own pieces, no barrier) while a row is computed; warp 0 prepares the vectors of a row, warp 1
+// finishes the row before, all four warps do the recurrence in between: one barrier of the group per row. All groups
+// together sweep over a few neighbouring rows at a time, as the states lie in memory. A block holds as many groups as
+// fill a processor.
 //
 // Shared memory per group: ring [3][4][128] x 16 bytes (fp16; fp32: [2][8][128]), vectors [3][6][64] fp32, y [2][64].
 #include <cuda_pipeline.h>
@@ -58,64 +59,51 @@ __device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Sha
     if (pair == 0) sh.inv_square[slot] = inverse_square(squares), sh.bonus[slot] = bonus;
 }
 
-// A (head, row) pair: pairs are numbered row by row, as the states of a row lie in memory.
-struct Pair {
-    int number, head, row;
-
-    __device__ __forceinline__ Pair(int n, int heads) : number(n), head(n % heads), row(n / heads) {}
-    __device__ __forceinline__ void next(int heads) {
-        ++number;
-        if (++head == heads) head = 0, ++row;
-    }
-};
-
 template <typename State>
-__global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(const WkvArgs p, int pairs_per_group) {
+__global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(const WkvArgs p, int rows_per_sweep) {
     extern __shared__ __align__(16) unsigned char dynamic[];
-    const int group = threadIdx.x / THREADS, tid = threadIdx.x % THREADS, warp = tid >> 5, lane2 = (tid & 31) * 2;
+    const int group = threadIdx.x / THREADS, tid = threadIdx.x % THREADS, warp = tid >> 5, pair = (tid & 31) * 2;
     Shared<State>& sh = reinterpret_cast<Shared<State>*>(dynamic)[group];
-    const int q = tid & 7, first_row = tid >> 3, groups = blockDim.x / THREADS;
-    const int begin = (blockIdx.x * groups + group) * pairs_per_group, end = min(begin + pairs_per_group, p.rows * p.heads);
-    if (begin >= end) return;
-    State* const states = static_cast<State*>(p.state) + first_row * HEAD;
+    const int q = tid & 7, first_row = tid >> 3, me = blockIdx.x * (blockDim.x / THREADS) + group;
+    const int head = me % p.heads, begin = me / p.heads;
+    if (begin >= min(rows_per_sweep, p.rows)) return;
+    State* const states = static_cast<State*>(p.state) + head * (HEAD * HEAD) + first_row * HEAD;
     const int64_t width = static_cast<int64_t>(p.heads) * HEAD;
+    const int channel = head * HEAD + pair;
     using K = Keys<State>;
 
-    Pair ahead(begin, p.heads);
-    int64_t ahead_slot = p.read_slots[ahead.row];  // known one pair early: a load that waits for it would hold up the warp
+    int ahead = begin;
+    int64_t ahead_slot = p.read_slots[begin];  // known one row early: a load that waits for it would hold up the warp
     const auto fetch = [&](int stage) {
-        if (ahead.number < end) {
-            const State* in = states + ahead_slot * p.slot_stride + ahead.head * (HEAD * HEAD);
+        if (ahead < p.rows) {
+            const State* in = states + ahead_slot * p.slot_stride;
 #pragma unroll
             for (int i = 0; i < ROWS * K::PIECES; ++i) {
                 const State* at = in + (i / K::PIECES) * ROW_STEP * HEAD + K::at(q, i % K::PIECES);
                 __pipeline_memcpy_async(&sh.ring[stage][i][tid], at, 16);
             }
-            ahead.next(p.heads);
-            if (ahead.number < end) ahead_slot = p.read_slots[ahead.row];
+            ahead += rows_per_sweep;
+            if (ahead < p.rows) ahead_slot = p.read_slots[ahead];
         }
         __pipeline_commit();
     };
     for (int stage = 0; stage < STAGES<State>; ++stage) fetch(stage);
     let_next_start();
     wait_for_inputs();
-    Pair now(begin, p.heads), coming = now, before = now;
     Inputs in;
     __half2 gate;
-    const auto channel_of = [&](const Pair& pair) { return pair.head * HEAD + lane2; };
-    if (warp == 0) in.load(p, now.row * width + channel_of(now));
-    const auto finish = [&](const Pair& pair, int slot, int turn) {
-        const int channel = channel_of(pair);
+    if (warp == 0) in.load(p, begin * width + channel);
+    const auto finish = [&](int row, int slot, int turn) {
         const float2 weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
         const float2 bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
         const float2 out = wkv_epilogue(
-            *reinterpret_cast<const float2*>(&sh.y[turn][lane2]), sh.bonus[slot],
-            *reinterpret_cast<const float2*>(&sh.vectors[slot][VV][lane2]), __half22float2(gate), weight, bias);
-        *reinterpret_cast<__half2*>(p.y + pair.row * width + channel) = __floats2half2_rn(out.x, out.y);
+            *reinterpret_cast<const float2*>(&sh.y[turn][pair]), sh.bonus[slot],
+            *reinterpret_cast<const float2*>(&sh.vectors[slot][VV][pair]), __half22float2(gate), weight, bias);
+        *reinterpret_cast<__half2*>(p.y + row * width + channel) = __floats2half2_rn(out.x, out.y);
     };
     const auto barrier = [&] { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
-    int slot = 0, turn = 0, stage = 0;
-    for (; now.number < end; before = now, now = coming) {
+    int row = begin, slot = 0, turn = 0, stage = 0;
+    for (; row < p.rows; row += rows_per_sweep) {
         __pipeline_wait_prior(STAGES<State> - 1);
         float s[ROWS][KEYS];
 #pragma unroll
@@ -127,16 +115,15 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
         }
         fetch(stage);
         stage = stage + 1 == STAGES<State> ? 0 : stage + 1;
-        State* const out = states + p.write_slots[now.row] * p.slot_stride + now.head * (HEAD * HEAD);
-        coming.next(p.heads);
+        State* const out = states + p.write_slots[row] * p.slot_stride;
         if (warp == 0) {
-            prologue(p, in, sh, slot, lane2, channel_of(now));
-            if (coming.number < end) in.load(p, coming.row * width + channel_of(coming));
+            prologue(p, in, sh, slot, pair, channel);
+            if (row + rows_per_sweep < p.rows) in.load(p, (row + rows_per_sweep) * width + channel);
         }
         barrier();
         if (warp == 1) {
-            if (now.number > begin) finish(before, slot == 0 ? 2 : slot - 1, turn ^ 1);
-            gate = *reinterpret_cast<const __half2*>(p.g + now.row * width + channel_of(now));
+            if (row > begin) finish(row - rows_per_sweep, slot == 0 ? 2 : slot - 1, turn ^ 1);
+            gate = *reinterpret_cast<const __half2*>(p.g + row * width + channel);
         }
         const float(&v)[VECS][HEAD] = sh.vectors[slot];
         const TokenVectors t{v[VR], v[VDECAY], v[VKK], v[VKKA], v[VK], v[VV]};
@@ -147,7 +134,7 @@ __global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(
         turn ^= 1;
     }
     barrier();
-    if (warp == 1) finish(before, slot == 0 ? 2 : slot - 1, turn ^ 1);
+    if (warp == 1) finish(row - rows_per_sweep, slot == 0 ? 2 : slot - 1, turn ^ 1);
 }
 
 // Groups of a block that the current device's shared memory holds; raises the kernel's limit at the first call on it.
@@ -167,17 +154,16 @@ int fitting_groups() {
     return known[device & 63];
 }
 
-// One block per processor, as many groups in each as there is work for.
+// One block per processor, as many groups in each as there is work for; a sweep takes whole rows.
 template <typename State>
 int run(const WkvArgs& p, void* stream) {
-    const int fitting = fitting_groups<State>();
-    const int places = this_machine().processors;
-    const int pairs = p.rows * p.heads, wanted = (pairs + places - 1) / places;
-    const int groups = wanted < fitting ? wanted : fitting;
-    const int pairs_per_group = (pairs + places * groups - 1) / (places * groups);
-    const int blocks = (pairs + pairs_per_group * groups - 1) / (pairs_per_group * groups);
-    launch_with_shared(wkv_decode_kernel<State>, dim3(blocks), groups * THREADS, groups * sizeof(Shared<State>), stream, p,
-                       pairs_per_group);
+    const int fitting = fitting_groups<State>(), places = this_machine().processors;
+    const int most = max(1, places * fitting / p.heads), sweeps = (p.rows + most - 1) / most;
+    const int rows_per_sweep = (p.rows + sweeps - 1) / sweeps;
+    const int groups = min((rows_per_sweep * p.heads + places - 1) / places, fitting);
+    const dim3 blocks((rows_per_sweep * p.heads + groups - 1) / groups);
+    launch_with_shared(wkv_decode_kernel<State>, blocks, groups * THREADS, groups * sizeof(Shared<State>), stream, p,
+                       rows_per_sweep);
     return launch_result();
 }
 
