@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import io
 import json
@@ -88,7 +89,7 @@ def our_tasks(model: Pipeline, dtype: str) -> dict[str, Task]:
         inputs = step_inputs([prompt(length)] * rows, [0] * rows, slots, list(range(rows)))
         return rate(rows * length, lambda: model.forward(inputs))
 
-    tasks: dict[str, Task] = {f"decode_{rows} {dtype}": (lambda rows=rows: decode(rows)) for rows in BATCHES}
+    tasks: dict[str, Task] = {f"decode_{rows} {dtype}": functools.partial(decode, rows) for rows in BATCHES}
     tasks[f"prefill_1x512 {dtype}"] = lambda: prefill(1, 512)
     tasks[f"prefill_16x128 {dtype}"] = lambda: prefill(16, 128)
     return tasks
