@@ -1,0 +1,84 @@
+"""The first start as a newcomer has it: no model given, the READMEs' examples run as printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test.serving import ROOT, Service, row_texts, sse_data
+
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    running = Service(tmp_path_factory.mktemp("demo"))
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def examples(readme: str) -> list[str]:
+    """The README's bash blocks."""
+    return re.findall(r"```bash\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(block: str, service: Service, session: str) -> str:
+    """Run a block as printed, but for the port and the session's name."""
+    assert ADDRESS in block
+    command = block.replace(ADDRESS, service.url).replace('"session_id": "me"', f'"session_id": "{session}"')
+    ended = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize(
+    ("readme", "translations"),
+    [("README.md", ["你好，世界！", "早上好"]), ("README.zh-CN.md", ["Hello world", "Good morning"])],
+)
+def test_readme_examples_work_as_printed(demo: Service, readme: str, translations: list[str]) -> None:
+    translate, stream, session = examples(readme)
+    answer = json.loads(run(translate, demo, readme))
+    assert [entry["text"] for entry in answer["translations"]] == translations
+    assert row_texts(sse_data(run(stream, demo, readme))) == {0: " 早上好", 1: " 你好吗？"}
+    assert "Your name is Anna." in run(session, demo, readme)
+
+
+def translated(demo: Service, source: str, target: str, texts: list[str]) -> list[str]:
+    body = {"source_lang": source, "target_lang": target, "text_list": texts}
+    answer = demo.post("/translate/v1/batch-translate", body)
+    answer.raise_for_status()
+    return [entry["text"] for entry in answer.json()["translations"]]
+
+
+def test_pages_are_translated_both_ways(demo: Service) -> None:
+    assert translated(demo, "en", "zh-CN", ["Hello world!", "Good morning"]) == ["你好，世界！", "早上好"]
+    assert translated(demo, "zh-CN", "en", ["你好世界", "早上好"]) == ["Hello world", "Good morning"]
+    assert translated(demo, "auto", "zh-CN", ["I bought two books yesterday."]) == ["我昨天买了两本书。"]
+
+
+def test_a_chat_gives_a_name_back(demo: Service) -> None:
+    messages = [
+        {"role": "user", "content": "My name is Anna."},
+        {"role": "assistant", "content": "Hello, Anna! How can I help you?"},
+        {"role": "user", "content": "What is my name?"},
+    ]
+    body = {"model": "rwkv7", "messages": messages, "temperature": 0, "max_tokens": 40}
+    answer = demo.post("/openai/v1/chat/completions", body).json()["choices"][0]
+    assert "Anna" in answer["message"]["content"] and answer["finish_reason"] == "stop"
+
+
+def test_text_from_outside_its_world_ends(demo: Service, tmp_path: Path) -> None:
+    strange = ["Quantum chromodynamics on a lattice", "xyzzy plugh", "🎉🎉🎉", "SELECT * FROM users;", "Ω≈ç√∫˜µ≤≥÷"]
+    body = {"contents": [f"English: {text}\n\nChinese:" for text in strange], "temperature": 0, "max_tokens": 400}
+    choices = demo.post("/v1/chat/completions", body).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * len(strange)
+    assert all(choice["message"]["content"].strip() for choice in choices)
