@@ -7,14 +7,14 @@
 // together sweep over a few neighbouring rows at a time, as the states lie in memory. A block holds as many groups as
 // fill a processor.
 //
-// Shared memory per group: ring [3][4][128] x 16 bytes (fp16; fp32: [2][8][128]), vectors [3][6][64] fp32, y [2][64].
+// Shared memory per group: ring [2][4][128] x 16 bytes (fp16; fp32: [1][8][128]), vectors [3][6][64] fp32, y [2][64].
 #include <cuda_pipeline.h>
 
 #include "wkv.cuh"
 
 constexpr int THREADS = 128;  // of a group
 template <typename State>
-constexpr int STAGES = sizeof(State) == 2 ? 3 : 2;
+constexpr int STAGES = sizeof(State) == 2 ? 2 : 1;
 template <typename State>
 constexpr int GROUPS = sizeof(State) == 2 ? 5 : 4;
 enum Vec { VR, VDECAY, VKK, VKKA, VK, VV, VECS };
