@@ -84,6 +84,13 @@ def open_reader(path: str) -> sqlite3.Connection:
     return connection
 
 
+def open_maintainer(path: str) -> sqlite3.Connection:
+    """A connection that only moves the write-ahead log into the file."""
+    connection = _connect(path)
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+    return connection
+
+
 def _connect(path: str) -> sqlite3.Connection:
     try:
         return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
@@ -117,7 +124,9 @@ def _check_file(path: str) -> None:
 
 def _check_length(connection: sqlite3.Connection, path: str) -> None:
     """A file cut short still opens; what is missing would only be noticed row by row."""
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    if busy:
+        return  # somebody reads: the end of the file may still be in the write-ahead log
     pages = int(connection.execute("PRAGMA page_count").fetchone()[0])
     page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
     size = Path(path).stat().st_size

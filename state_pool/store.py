@@ -9,7 +9,7 @@ from pathlib import Path
 
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
-from state_pool.database import ProcessLock, explain, open_reader, open_writer
+from state_pool.database import ProcessLock, explain, open_maintainer, open_reader, open_writer
 from state_pool.jobs import Append, Checkpoint, Delete, Done, Quarantined, SessionRow
 from state_pool.reader import OnLoaded, Reader
 from state_pool.sessions import Session, SessionIndex, SessionKey
@@ -57,6 +57,7 @@ class Store:
             self._sessions = _stored_sessions(connection)
             self.writer = Writer(
                 connection,
+                open_maintainer(self.path),
                 layout=arena.layout,
                 fingerprint=arena.fingerprint,
                 retain=config.retain_tokens,

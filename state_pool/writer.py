@@ -13,12 +13,15 @@ from state_pool.crash_points import reach
 from state_pool.errors import SessionNotFound, TurnNotStored
 from state_pool.jobs import Append, Checkpoint, Delete, Done, Quarantined
 from state_pool.records import Layout, chunks_of, layout_text
+from state_pool.wal import WalMover, move
 
 GROUP_LIMIT = 256
 """Most small jobs in one transaction."""
 WAL_BYTES = 16 << 20
 """Written bytes after which the write-ahead log is moved into the file, between jobs."""
 _GARBAGE_CHUNKS = 4
+_GARBAGE_ROUNDS = 8
+"""Under constant load, garbage is collected in one of so many rounds."""
 _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 
@@ -60,6 +63,7 @@ class Writer:
     def __init__(
         self,
         connection: sqlite3.Connection,
+        mover: sqlite3.Connection,
         *,
         layout: Layout,
         fingerprint: str,
@@ -84,6 +88,9 @@ class Writer:
         self._garbage = deque(tables.orphaned_states(connection))
         self._garbage.extend(self._sweep_at_start())
         self._measure()
+        self._rest_to_move = False
+        self._rounds = 0
+        self._mover = WalMover(mover, self._moved)
         self._thread = threading.Thread(target=self._run, name="state-pool-writer", daemon=True)
         self._thread.start()
 
@@ -143,31 +150,32 @@ class Writer:
 
     def _run(self) -> None:
         while self._round():
-            pass
+            self._rounds += 1
+        self._mover.close()
         self._connection.close()
 
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._small or self._states or self._staging or self._garbage or self._rest_to_move)
+
     def _round(self) -> bool:
-        """One piece of work, the most urgent; False when told to stop and nothing is left."""
+        """The turns that wait, then one piece of the rest; False when told to stop and nothing is left."""
         with self._changed:
-            if not (self._small or self._states or self._staging or self._stopping or self._garbage):
+            if not (self._has_work or self._stopping):
                 self._changed.wait(None if self._wal_bytes == 0 else _IDLE_S)
+            idle = not self._has_work
             group = [self._small.popleft() for _ in range(min(len(self._small), GROUP_LIMIT))]
-            if not group and self._staging is None and self._states:
+            if self._staging is None and self._states:
                 self._staging = self._states.popleft()
             staging = self._staging
         if group:
             self._commit_group(group)
-        elif staging is not None:
+        if staging is not None:
             self._write_state(staging)
-        elif self._garbage:
+        elif self._garbage and (not group or self._rounds % _GARBAGE_ROUNDS == 0):
             self._collect()
-        elif self._wal_bytes:
-            self._move_wal()
-        else:
-            return not self._stopping
-        if self._wal_bytes > WAL_BYTES and not self._small:
-            self._move_wal()
-        return True
+        self._keep_wal_short(idle)
+        return not (idle and self._stopping)
 
     def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
         error = self._transaction([job for job, _ in group])
@@ -296,12 +304,21 @@ class Writer:
         self._connection.execute("COMMIT")
         return garbage
 
-    def _move_wal(self) -> None:
-        self._wal_bytes = 0
-        try:
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        except sqlite3.Error as error:
-            self.stats.degraded = f"the write-ahead log cannot be moved into the database: {error}"
+    def _keep_wal_short(self, idle: bool) -> None:
+        """Have the log moved when it is long or nothing else is to do; the little that came meanwhile, at once."""
+        if self._rest_to_move:
+            self._rest_to_move = False
+            error = self._mover.error or move(self._connection)
+            self.stats.degraded = error or self.stats.degraded
+        elif not self._mover.busy and self._wal_bytes > (0 if idle else WAL_BYTES):
+            self._wal_bytes = 0
+            self._mover.start()
+
+    def _moved(self) -> None:
+        """On the mover's thread."""
+        with self._changed:
+            self._rest_to_move = True
+            self._changed.notify()
 
     def _succeeded(self, num_bytes: int) -> None:
         self.stats.commits += 1

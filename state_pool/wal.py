@@ -1,0 +1,56 @@
+"""The thread that moves SQLite's write-ahead log into the file, so that no turn waits for it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+
+
+class WalMover:
+    """Moves on request what has been committed so far; `on_done` is called on its thread.
+
+    Commits go on meanwhile. What they add is left for the next time, and a log that is never whole in the file
+    would grow for ever: so the writer, when told, moves that small rest itself, between two commits.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, on_done: Callable[[], None]) -> None:
+        self.busy = False
+        self.error: str | None = None
+        """Why the last move failed."""
+        self._connection = connection
+        self._on_done = on_done
+        self._wanted = threading.Semaphore(0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="state-pool-wal", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        """Begin to move; from the writer's thread, while not `busy`."""
+        self.busy = True
+        self._wanted.release()
+
+    def close(self) -> None:
+        """Finish, end the thread, close the connection. Blocks."""
+        self._stopping = True
+        self._wanted.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.acquire()
+            if self._stopping:
+                break
+            self.error = move(self._connection)
+            self.busy = False
+            self._on_done()
+        self._connection.close()
+
+
+def move(connection: sqlite3.Connection) -> str | None:
+    """Move what can be moved without waiting for anybody; returns what went wrong."""
+    try:
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    except sqlite3.Error as error:
+        return f"the write-ahead log cannot be moved into the database: {error}"
+    return None
