@@ -142,6 +142,55 @@ int32_t best_of_vocab(const Row& row, const Seat& seat, const Cut* cut, Scratch&
   return best_of(row, seat, scratch.list);
 }
 
+// The random words of a chunk: word i of block b belongs to token 4 * b + i of it. Vector code.
+struct ChunkWords {
+  uint32_t at[4][kChunk / 4];
+};
+
+void draw_words(const Seat& seat, int chunk, ChunkWords& words) {
+  const uint64_t seed = seat.parameters.seed, step = seat.step;
+#pragma omp simd
+  for (int block = 0; block < kChunk / 4; ++block) {
+    const Words drawn = words_of_block(seed, step, chunk * (kChunk / 4) + block, kDomainGumbel);
+    words.at[0][block] = drawn.at[0];
+    words.at[1][block] = drawn.at[1];
+    words.at[2][block] = drawn.at[2];
+    words.at[3][block] = drawn.at[3];
+  }
+}
+
+bool any_at_most(const ChunkWords& words, uint32_t limit) {
+  uint32_t lowest = ~0u;
+  const uint32_t* all = &words.at[0][0];
+#pragma omp simd reduction(min : lowest)
+  for (int i = 0; i < kChunk; ++i) lowest = all[i] < lowest ? all[i] : lowest;
+  return lowest <= limit;
+}
+
+// Draws among all tokens. A score s - log(-log(1 - u)) can only reach the best one if u <= exp(s - best), so most
+// chunks cost their random words and one comparison, and those far below not even that.
+int32_t best_of_all(const Row& row, const Seat& seat) {
+  const int32_t first = first_of(row);
+  Candidate best{exact_score(row, seat, first), first};
+  ChunkWords words;
+  for (size_t chunk = 0; chunk < row.maxima->size(); ++chunk) {
+    const float goal = best.logit - kRoughness - std::fabs(best.logit) * 1e-6f;
+    const float needed = std::min((*row.maxima)[chunk] * row.scale - goal, 0.0f);
+    const double highest = static_cast<double>(exp_nonpositive(needed)) * (1 + 1e-5) * 0x1p32;
+    if (highest < 0.5) continue;
+    const uint32_t limit = highest < 0x1p32 - 1 ? static_cast<uint32_t>(highest) : ~0u;
+    draw_words(seat, static_cast<int>(chunk), words);
+    if (!any_at_most(words, limit)) continue;
+    for (int i = 0; i < kChunk; ++i) {
+      const int32_t token = static_cast<int32_t>(chunk) * kChunk + i;
+      if (words.at[i % 4][i / 4] > limit || token >= row.vocab) continue;
+      const Candidate scored{exact_score(row, seat, token), token};
+      if (ranks_before(scored, best)) best = scored;
+    }
+  }
+  return best.token;
+}
+
 int32_t draw_cut(const Row& row, const Seat& seat, Scratch& scratch) {
   const Parameters& p = seat.parameters;
   Limits limits{p.top_k, std::numeric_limits<double>::infinity()};
@@ -174,6 +223,7 @@ int32_t draw(float* logits, int vocab, const Seat& seat, Scratch& scratch) {
     case kCut:
       return draw_cut(row, seat, scratch);
     case kOpen:
+      return best_of_all(row, seat);
     case kNoise:
       return best_of_vocab(row, seat, nullptr, scratch);
     default:
