@@ -41,7 +41,7 @@ class Copy(Protocol):
 
 
 class Arena(Protocol):
-    """Slots of state on the device(s). All methods are called on the engine thread."""
+    """Slots of state on the device(s). All methods but `host_state` are called on the engine thread."""
 
     num_slots: int
     """Slots in all, the zero slot and the dummy among them."""
@@ -64,5 +64,5 @@ class Arena(Protocol):
         ...
 
     def host_state(self, parts: dict[str, bytes]) -> HostState:
-        """A host state from stored bytes; raises ValueError naming the part that does not fit `layout`."""
+        """A host state from stored bytes, on any thread; ValueError names the part that does not fit `layout`."""
         ...

@@ -71,7 +71,8 @@ class Carrier:
 
     def _read(self, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
         if isinstance(result, Loaded):
-            self._exported(on_exported, num_tokens, result.replay, result.parts or {})
+            parts = {} if result.host is None else {name: bytes(data) for name, data in result.host.parts().items()}
+            self._exported(on_exported, num_tokens, result.replay, parts)
         else:
             self._under_way -= 1
             on_exported(result)
@@ -147,7 +148,7 @@ class Carrier:
         session.num_tokens = file.num_tokens
         self._index.num_existing += session.exists
         self._index.touch(session, time.time())
-        self._tiers.receive(session, host, Loaded(None, file.replay, 0))
+        self._tiers.receive(session, Loaded(host, file.replay, 0))
 
     def _begin(self) -> None:
         if self._under_way >= AT_ONCE:

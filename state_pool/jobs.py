@@ -54,7 +54,7 @@ class Delete:
 class Loaded:
     """A session's state as it was stored, verified, with what to replay after it."""
 
-    parts: dict[str, bytes] | None
+    host: HostState | None
     """None: no stored state applies; replay starts from the zero state."""
     replay: list[int]
     bytes_read: int

@@ -7,7 +7,6 @@ import math
 import sqlite3
 
 from state_pool.errors import SessionUnusable
-from state_pool.jobs import Loaded
 from state_pool.records import (
     CHUNKS_PER_STATE,
     LAYOUT_VERSION,
@@ -32,8 +31,10 @@ class Loader:
         self._layout = layout
         self._fingerprint = fingerprint
 
-    def read(self, row: int) -> Loaded:
-        """A session's state and what follows it, from one snapshot of the database.
+    def read(self, row: int) -> tuple[dict[str, bytes] | None, list[int]]:
+        """A session's state by parts, or None for the zero state, and the token ids that follow it.
+
+        The caller has begun a transaction, so that all of it is of one moment.
 
         Raises SessionUnusable (another model's state without the whole history) or Damaged.
         """
@@ -49,9 +50,9 @@ class Loader:
             parts, base, why_not = self._state(wanted)
             replay = self._log(wanted, base, int(turn), why_not) + replay
             if parts is not None:
-                return Loaded(parts, replay, sum(map(len, parts.values())) + 4 * len(replay))
+                return parts, replay
             wanted = parent
-        return Loaded(None, replay, 4 * len(replay))
+        return None, replay
 
     def _state(self, session: int) -> tuple[dict[str, bytes] | None, int, SessionUnusable | None]:
         """(parts, the turn they follow, None), or (None, 0, why the stored state cannot be used)."""

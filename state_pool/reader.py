@@ -7,11 +7,11 @@ import sqlite3
 import threading
 from collections.abc import Callable
 
+from state_pool.arena import Arena
 from state_pool.crash_points import reach
 from state_pool.errors import SessionUnusable
 from state_pool.jobs import Loaded
 from state_pool.loader import Damaged, Loader
-from state_pool.records import Layout
 from state_pool.writer import Deliver
 
 LoadResult = Loaded | SessionUnusable
@@ -21,9 +21,10 @@ OnLoaded = Callable[[LoadResult], None]
 class Reader:
     """Loads sessions one after another; outcomes come back through `deliver`, on the engine thread."""
 
-    def __init__(self, connection: sqlite3.Connection, *, layout: Layout, fingerprint: str, deliver: Deliver) -> None:
+    def __init__(self, connection: sqlite3.Connection, arena: Arena, deliver: Deliver) -> None:
         self._connection = connection
-        self._loader = Loader(connection, layout, fingerprint)
+        self._arena = arena
+        self._loader = Loader(connection, arena.layout, arena.fingerprint)
         self._deliver = deliver
         self._jobs: queue.SimpleQueue[tuple[int, OnLoaded] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="state-pool-reader", daemon=True)
@@ -50,15 +51,26 @@ class Reader:
         try:
             self._connection.execute("BEGIN")
             try:
-                return self._loader.read(row)
+                parts, replay = self._loader.read(row)
             finally:
                 self._connection.execute("ROLLBACK")
+            return self._loaded(parts, replay)
         except SessionUnusable as error:
             return error
         except sqlite3.OperationalError as error:
             return SessionUnusable(f"the session could not be read ({error}); try again")
         except (sqlite3.DatabaseError, ValueError, OverflowError) as error:
             return Damaged(f"the session's rows in the database are damaged ({error}); delete it to begin anew")
+
+    def _loaded(self, parts: dict[str, bytes] | None, replay: list[int]) -> LoadResult:
+        """Into (pinned) host memory here, since that takes its time."""
+        if parts is None:
+            return Loaded(None, replay, 4 * len(replay))
+        try:
+            host = self._arena.host_state(parts)
+        except ValueError as error:
+            return SessionUnusable(f"the stored state does not fit this model ({error})")
+        return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay))
 
 
 def _bound(on_loaded: OnLoaded, result: LoadResult) -> Callable[[], None]:

@@ -70,9 +70,7 @@ class Store:
         except BaseException:
             self._give_up(connection)
             raise
-        self._reader = Reader(
-            open_reader(self.path), layout=arena.layout, fingerprint=arena.fingerprint, deliver=deliver
-        )
+        self._reader = Reader(open_reader(self.path), arena, deliver)
         self._next_row = self.writer.next_row
         self.pending = 0
         """Jobs whose outcome has not been delivered."""

@@ -110,13 +110,8 @@ class Supply:
         if session.deleted or session.slot is not None or session.host is not None:
             return
         if isinstance(result, Loaded):
-            try:
-                host = None if result.parts is None else self._tiers.arena.host_state(result.parts)
-            except ValueError as error:
-                result = SessionUnusable(f"the stored state does not fit this model ({error})")
-            else:
-                self._tiers.receive(session, host, result)
-                return
+            self._tiers.receive(session, result)
+            return
         if isinstance(result, Damaged):
             self._quarantine(session, str(result))
         self.fail(session, SessionUnusable(f"session {session.key.shown!r}: {result}"))

@@ -188,16 +188,16 @@ class Tiers:
         reach("after_promotion")
         return True
 
-    def receive(self, session: Session, host: HostState | None, loaded: Loaded) -> None:
-        """A session's state came from disk; None: the zero state, with everything to replay."""
+    def receive(self, session: Session, loaded: Loaded) -> None:
+        """A session's state came from disk; without one, it is the zero state with everything to replay."""
         self.forget(session)
         self.counters.loads += 1
         self.counters.bytes_from_disk += loaded.bytes_read
-        if host is None:
+        if loaded.host is None:
             session.slot = ZERO_SLOT
             self._index.l1[session] = None
         else:
-            session.host = host
+            session.host = loaded.host
             self._index.l2[session] = None
         session.replay = loaded.replay
 
