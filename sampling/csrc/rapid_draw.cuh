@@ -105,9 +105,9 @@ __device__ RoughBest rough_best(const Row<T>& row, const Seat& seat, Place limit
   return rough;
 }
 
-// The best of all exact scores, for the rare row where rough ones leave it open.
+// The best of all exact scores, for the rare row where rough ones leave it open. Kept small, not fast.
 template <int kThreads, class T>
-__device__ __noinline__ uint64_t exact_best(const Row<T>& row, const Seat& seat, Place limit) {
+__device__ uint64_t exact_best(const Row<T>& row, const Seat& seat, Place limit) {
   uint64_t pair = 0;
   for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
 #pragma unroll 1
@@ -122,7 +122,7 @@ __device__ __noinline__ uint64_t exact_best(const Row<T>& row, const Seat& seat,
 // The best score among the tokens that rank before `limit` (finite ones), as a pair; 0 if there are none.
 // Rough scores say which threads may hold it. Only if one thread may hold it twice are all scores made exact.
 template <int kThreads, class T>
-__device__ __noinline__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit, Room& room) {
+__device__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit, Room& room) {
   const RoughBest rough = rough_best<kThreads>(row, seat, limit);
   const float most = value_of(over_block<Largest, kThreads>(pair_of(rough.best, 0), room));
   const float floor = most - slack_of(most);
@@ -154,7 +154,7 @@ struct Before {
 };
 
 template <int kThreads, class T>
-__device__ __noinline__ Before before_place(const Row<T>& row, Place place, float largest, float scale2, Room& room) {
+__device__ Before before_place(const Row<T>& row, Place place, float largest, float scale2, Room& room) {
   uint64_t count = 0, mass = 0;
   for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
     float sum = 0.0f;
@@ -174,7 +174,7 @@ __device__ __noinline__ Before before_place(const Row<T>& row, Place place, floa
 // it, and so on. Whatever ranks after a token that is cut is cut too, so the result is exact; every round halves what
 // is left on average.
 template <int kThreads, class T>
-__device__ __noinline__ int draw_by_rounds(const Row<T>& row, const Seat& seat, float largest, double enough, Room& room) {
+__device__ int draw_by_rounds(const Row<T>& row, const Seat& seat, float largest, double enough, Room& room) {
   Place limit = kBehindAll;
   while (true) {
     const uint64_t best = best_score<kThreads>(row, seat, limit, room);
