@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
     ends = [0]
     for i in range(stages):
         ends.append(ends[-1] + size + (1 if i < rest else 0))
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))
 
 
 def precision_for(device: torch.device, dtype: str, wkv_state: str) -> Precision:
