@@ -1,8 +1,8 @@
 """Tokens/s of every route that generates, taking turns on one service; the ratio is to /v1.
 
 Each run is one request of `--rows` prompts (one session a request on the state routes: so many requests), each row
-drawing exactly `--max-tokens` tokens. Tokens are counted by the service. Ratios are those of the medians; the
-sampler of each route is in the service's /status.
+drawing exactly `--max-tokens` tokens. Tokens are counted by the service. Ratios are those of the medians. On a
+machine that others use as well, CPU time per token (the service's processes; the least of the runs) says more.
 
     python -m bench.routes --rows 64 --max-tokens 128
     python -m bench.routes --url http://127.0.0.1:8000 --routes /v1/chat/completions,/big_batch/completions
@@ -17,7 +17,7 @@ import statistics
 from typing import Any
 
 from bench.http_load import Load, fetch, over_http
-from bench.serve import machine, service, summary
+from bench.serve import machine, service, service_cpu_s, summary
 
 FIRST = "/v1/chat/completions"
 ROUTES = (
@@ -62,24 +62,30 @@ def main() -> None:
     options, rest = parse()
     loads = [load_of(route, options) for route in options.routes.split(",")]
     speeds: dict[str, list[float]] = {load.route: [] for load in loads}
+    costs: dict[str, list[float]] = {load.route: [] for load in loads}
     errors: dict[str, str] = {}
     with contextlib.nullcontext(options.url) if options.url else service(rest) as url:
         for turn in range(options.repeats + 1):  # the first turn warms up
             for load in loads:
+                before = service_cpu_s(url)
                 run: dict[str, Any] = summary(load, over_http(load, url, 1))
+                cost = (service_cpu_s(url) - before) / max(1, run["tokens"]) * 1e6
                 if run["errors"]:
                     errors[load.route] = run["first_error"]
                 if turn:
                     speeds[load.route].append(run["tokens_per_s"])
+                    costs[load.route].append(round(cost, 1))
         status = json.loads(fetch(url, "/status", options.password))
     medians = {route: statistics.median(runs) for route, runs in speeds.items()}
-    first = medians[loads[0].route]
+    cheapest = {route: min(runs) for route, runs in costs.items()}
+    first = loads[0].route
     for route, runs in speeds.items():
         spread = f"{min(runs):.0f}..{max(runs):.0f}"
-        print(f"{route:34} {medians[route]:9.1f} tokens/s ({spread})  {medians[route] / first:.3f} of {loads[0].route}")
-    report = {"rows": options.rows, "max_tokens": options.max_tokens, "tokens_per_s": speeds, "errors": errors}
-    ratios = {route: round(median / first, 3) for route, median in medians.items()}
-    print(json.dumps({**machine(), **report, "ratios": ratios, "samplers": status["samplers"]}))
+        cpu = f"{cheapest[route]:7.0f} us CPU a token"
+        print(f"{route:34} {medians[route]:9.1f} tokens/s ({spread})  {medians[route] / medians[first]:.3f}  {cpu}")
+    report = {"rows": options.rows, "max_tokens": options.max_tokens, "tokens_per_s": speeds, "cpu_us": costs}
+    ratios = {route: round(median / medians[first], 3) for route, median in medians.items()}
+    print(json.dumps({**machine(), **report, "ratios": ratios, "errors": errors, "samplers": status["samplers"]}))
 
 
 if __name__ == "__main__":
