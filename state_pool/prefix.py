@@ -70,6 +70,9 @@ class PrefixCache:
         self._recent = RecentPrompts(config.prefix_seen_mb << 20)
         self._coming: dict[bytes, None] = {}
         """Prefixes that rows are computing now, to be offered; one entry a row at most."""
+        self._answers: dict[int, bool] = {}
+        """What `awaits` said of each waiting prompt (asked every step) since `_coming` last changed. A list that
+        took another's place in memory gets a stale answer, which costs a start sooner or later, never more."""
 
     @property
     def enabled(self) -> bool:
@@ -122,19 +125,24 @@ class PrefixCache:
         if gain <= 0 or at - cached < _KEY_BYTES:
             return []
         self._coming[ids[:at]] = None
+        self._answers.clear()
         return [at // TOKEN_BYTES]
 
     def awaits(self, tokens: Sequence[int]) -> bool:
         """Whether a longer prefix of the prompt than is cached is being computed."""
         if not self._coming or len(tokens) <= MIN_TOKENS:
             return False
-        ids = pack_tokens(tokens)
-        longest = max((len(coming) for coming in self._coming if ids.startswith(coming)), default=0)
-        return self._longest(ids) < longest < len(ids)
+        answer = self._answers.get(id(tokens))
+        if answer is None:
+            ids = pack_tokens(tokens)
+            longest = max((len(coming) for coming in self._coming if ids.startswith(coming)), default=0)
+            answer = self._answers[id(tokens)] = self._longest(ids) < longest < len(ids)
+        return answer
 
     def abandon(self, tokens: Sequence[int]) -> None:
         """The row that was computing this prefix has ended."""
         self._coming.pop(pack_tokens(tokens), None)
+        self._answers.clear()
 
     def _longest(self, ids: bytes) -> int:
         """Bytes of the longest cached proper prefix."""
@@ -149,6 +157,7 @@ class PrefixCache:
         """
         ids = pack_tokens(tokens)
         self._coming.pop(ids, None)
+        self._answers.clear()
         if not self.enabled or len(tokens) < MIN_TOKENS or self._find(ids) is not None:
             return None
         if not self._tiers.pin(slot):

@@ -1,0 +1,139 @@
+"""What the prefix cache saves: 64 requests with one system prompt of 2,000 tokens, with the cache and without.
+
+    python -m bench.prefix [--model FILE] [--requests 64] [--system 2000] [--rounds 3] [--out FILE]
+
+Each request has a user message of its own behind the same system prompt. All arrive at once; measured is the time
+to the first token of each. Rounds alternate with and without `use_prefix_cache`; each round has a new system prompt,
+so that with the cache it is computed exactly once a round. The texts of both must be equal. Default model: random
+weights, 12 x 768 (the 0.1B shape) on the first GPU, 4 x 256 on a CPU. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from demo.random_weights import write_random_model
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.engine import Engine
+from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+
+USER_TOKENS = 12
+ANSWER_TOKENS = 4
+
+
+class Asked:
+    """One request under way."""
+
+    def __init__(self, engine: Engine, name: str, prompt: list[int], cached: bool) -> None:
+        self.first = 0.0
+        self.text = b""
+        self.cached_tokens = 0
+        self._done = threading.Event()
+        row = GenerateRequest(
+            prompt=prompt,
+            max_tokens=ANSWER_TOKENS,
+            sampling=SamplingParams(temperature=0.0),
+            ignore_eos=True,
+            chunk_size=1,
+            use_prefix_cache=cached,
+        )
+        self._started = time.perf_counter()
+        engine.submit(Job(job_id=name, rows=[row]), self._sink, lambda refusal: None)
+
+    def _sink(self, events: JobEvents) -> None:
+        for delta in events.deltas:
+            self.first = self.first or time.perf_counter() - self._started
+            self.text += delta.text
+            if delta.finish is not None:
+                self.cached_tokens = delta.finish.cached_tokens
+        if events.done:
+            self._done.set()
+
+    def wait(self) -> Asked:
+        """Until it has ended."""
+        self._done.wait()
+        return self
+
+
+def run_round(engine: Engine, name: str, prompts: list[list[int]], cached: bool) -> dict[str, Any]:
+    """All prompts at once."""
+    started = time.perf_counter()
+    asked = [Asked(engine, f"{name}-{i}", prompt, cached) for i, prompt in enumerate(prompts)]
+    done = [one.wait() for one in asked]
+    firsts = sorted(one.first for one in done)
+    return {
+        "ttft_p50_ms": 1e3 * statistics.median(firsts),
+        "ttft_max_ms": 1e3 * firsts[-1],
+        "all_s": time.perf_counter() - started,
+        "cached_tokens": sum(one.cached_tokens for one in done),
+        "texts": [one.text for one in done],
+    }
+
+
+def measure(engine: Engine, requests: int, system: int, rounds: int) -> dict[str, Any]:
+    """Alternating rounds; the medians, and whether texts were equal."""
+    draw = random.Random(0)
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    different = 0
+    for number in range(rounds):
+        head = [draw.randrange(1, 60_000) for _ in range(system)]
+        prompts = [head + [draw.randrange(1, 60_000) for _ in range(USER_TOKENS)] for _ in range(requests)]
+        for cached in (True, False) if number % 2 else (False, True):
+            found[cached].append(run_round(engine, f"{number}-{cached}", prompts, cached))
+        with_cache, without = found[True][-1], found[False][-1]
+        different += sum(a != b for a, b in zip(with_cache.pop("texts"), without.pop("texts"), strict=True))
+
+    def middle(cached: bool, key: str) -> float:
+        return round(statistics.median(one[key] for one in found[cached]), 2)
+
+    return {
+        "measure": "prefix",
+        "requests": requests,
+        "system_tokens": system,
+        "rounds": rounds,
+        "with_cache": {key: middle(True, key) for key in found[True][0]},
+        "without": {key: middle(False, key) for key in found[False][0]},
+        "ttft_ratio": round(middle(False, "ttft_p50_ms") / middle(True, "ttft_p50_ms"), 2),
+        "prefilled_once": all(one["cached_tokens"] == (requests - 1) * system for one in found[True]),
+        "different_texts": different,
+        "pool": engine.machine.pool.stats()["prefix_cache"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--system", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as name:
+        shape = (12, 768) if on_gpu else (4, 256)
+        model = arguments.model or write_random_model(Path(name) / "model.pth", *shape)
+        engine = Engine(EngineConfig(model_path=str(model), pool=PoolConfig(state_db="")))
+        engine.start()
+        result = measure(engine, arguments.requests, arguments.system, arguments.rounds)
+        result |= {"device": engine.machine.device_names(), "torch": torch.__version__, "shape": shape}
+        engine.stop()
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
