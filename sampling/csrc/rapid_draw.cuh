@@ -58,7 +58,7 @@ __device__ uint64_t largest_logit(const Row<T>& row, Room& room) {
   for_each_entry<kThreads>(row, [&](int token, float value) {
     if (value > minus_infinity()) pair = Largest()(pair, pair_of(value, token));
   });
-  return over_block<Largest, kThreads>(pair, room);
+  return over_block<kThreads>(pair, Largest(), room);
 }
 
 // A place in the rank order: tokens with a larger logit, or an equal one and a lower id, rank before it.
@@ -105,12 +105,11 @@ __device__ RoughBest rough_best(const Row<T>& row, const Seat& seat, Place limit
   return rough;
 }
 
-// The best of all exact scores, for the rare row where rough ones leave it open. Kept small, not fast.
+// The best of all exact scores, for the rare row where rough ones leave it open.
 template <int kThreads, class T>
 __device__ uint64_t exact_best(const Row<T>& row, const Seat& seat, Place limit) {
   uint64_t pair = 0;
   for_each_batch<kThreads>(row, [&](int, const Batch& batch) {
-#pragma unroll 1
     for (int i = 0; i < 4 * kBatch; ++i) {
       const int token = batch.token(i);
       if (limit.is_after(batch.value[i], token)) pair = Largest()(pair, scored(seat, token, batch.value[i]));
@@ -124,7 +123,7 @@ __device__ uint64_t exact_best(const Row<T>& row, const Seat& seat, Place limit)
 template <int kThreads, class T>
 __device__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit, Room& room) {
   const RoughBest rough = rough_best<kThreads>(row, seat, limit);
-  const float most = value_of(over_block<Largest, kThreads>(pair_of(rough.best, 0), room));
+  const float most = value_of(over_block<kThreads>(pair_of(rough.best, 0), Largest(), room));
   const float floor = most - slack_of(most);
   uint64_t pair = 0;
   if (__syncthreads_or(rough.second >= floor && rough.second > minus_infinity())) {
@@ -135,7 +134,7 @@ __device__ uint64_t best_score(const Row<T>& row, const Seat& seat, Place limit,
   for_each_entry<kThreads>(row, [&](int token, float value) {
     if (value > minus_infinity() && limit.is_after(value, token)) pair = Largest()(pair, scored(seat, token, value));
   });
-  return over_block<Largest, kThreads>(pair, room);
+  return over_block<kThreads>(pair, Largest(), room);
 }
 
 // The logit of a token, changed and cleaned.
@@ -166,8 +165,8 @@ __device__ Before before_place(const Row<T>& row, Place place, float largest, fl
   for_each_entry<kThreads>(row, [&](int token, float value) {
     if (place.is_after(value, token)) ++count, mass += to_fixed(mass_of(value, largest, scale2));
   });
-  count = over_block<Sum, kThreads>(count, room);
-  return Before{count, over_block<Sum, kThreads>(mass, room)};
+  count = over_block<kThreads>(count, Sum(), room);
+  return Before{count, over_block<kThreads>(mass, Sum(), room)};
 }
 
 // Draws from a long list: the best score of all, unless that token is cut; then the best of those that rank before

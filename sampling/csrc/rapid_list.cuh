@@ -51,7 +51,7 @@ __device__ Totals scan_chunks(const Row<T>& row, const Seat& seat, Chunk* chunks
   });
   for_each_entry<kThreads>(row, [&](int, float value) { largest = fmaxf(largest, value); });
   Totals totals{};
-  totals.largest = value_of(over_block<Largest, kThreads>(pair_of(largest, 0), room));
+  totals.largest = value_of(over_block<kThreads>(pair_of(largest, 0), Largest(), room));
   if (!with_mass || totals.largest == minus_infinity()) return totals;
   uint64_t mass = 0;
   const int lane = threadIdx.x % kLanes;
@@ -60,7 +60,7 @@ __device__ Totals scan_chunks(const Row<T>& row, const Seat& seat, Chunk* chunks
     if (own.mass > 0.0f) mass += to_fixed(own.mass * mass_of(own.largest, totals.largest, scale2));
   }
   for_each_entry<kThreads>(row, [&](int, float value) { mass += to_fixed(mass_of(value, totals.largest, scale2)); });
-  totals.mass = over_block<Sum, kThreads>(mass, room);
+  totals.mass = over_block<kThreads>(mass, Sum(), room);
   return totals;
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ int chunks_from(const Row<T>& row, const Chunk* chunk
   uint64_t count = 0;
   for (int block = threadIdx.x / kLanes; block < row.chunk_blocks(); block += kThreads / kLanes)
     count += chunks[block * kLanes + threadIdx.x % kLanes].largest >= floor;
-  return static_cast<int>(over_block<Count, kThreads>(count, room));
+  return static_cast<int>(over_block<kThreads>(count, Sum(), room));
 }
 
 // A value that at least `wanted` chunk maxima reach, if so many are finite: then at least `wanted` tokens reach it.
@@ -87,7 +87,7 @@ __device__ Floor find_floor(const Row<T>& row, const Chunk* chunks, float larges
     const float most = chunks[block * kLanes + lane].largest;
     if (most >= kLowest) lowest = Largest()(lowest, pair_of(-most, 0));
   }
-  lowest = over_block<Largest, kThreads>(lowest, room);
+  lowest = over_block<kThreads>(lowest, Largest(), room);
   const int finite = chunks_from<kThreads>(row, chunks, kLowest, room);
   if (finite < wanted) return Floor{kLowest, finite};
   Floor low{-value_of(lowest), finite};
@@ -142,7 +142,7 @@ __device__ uint64_t score_list(List* list, const Seat& seat, float largest, Room
     list->mass[i] = mass, sum += mass;
     list->score[i] = scored(seat, list->token[i], list->value[i]);
   }
-  return over_block<Sum, kThreads>(sum, room);
+  return over_block<kThreads>(sum, Sum(), room);
 }
 
 // Draws from a list that holds all kept tokens: as draw_by_rounds, within shared memory. Each thread reads only what
@@ -155,16 +155,16 @@ __device__ int draw_from_list(const List* list, const Seat& seat, double enough,
     uint64_t best = 0;
     for (int i = threadIdx.x; i < list->size; i += kThreads)
       if (limit.is_after(list->value[i], list->token[i])) best = Largest()(best, list->score[i]);
-    best = over_block<Largest, kThreads>(best, room);
+    best = over_block<kThreads>(best, Largest(), room);
     const int token = token_of(best);
     uint64_t bits = 0;
     for (int i = threadIdx.x; i < list->size; i += kThreads)
       if (list->score[i] == best) bits = 1ull << 32 | __float_as_uint(list->value[i]);
-    limit = Place{__uint_as_float(static_cast<uint32_t>(over_block<Largest, kThreads>(bits, room))), token};
+    limit = Place{__uint_as_float(static_cast<uint32_t>(over_block<kThreads>(bits, Largest(), room))), token};
     uint64_t before = 0;
     for (int i = threadIdx.x; i < list->size; i += kThreads)
       if (limit.is_after(list->value[i], list->token[i])) before += (1ull << kCountShift) + list->mass[i];
-    before = over_block<Sum, kThreads>(before, room);
+    before = over_block<kThreads>(before, Sum(), room);
     const uint64_t count = before >> kCountShift, mass = before & ((1ull << kCountShift) - 1);
     const bool within_k = count < static_cast<uint64_t>(seat.top_k);
     if (count == 0 || (within_k && static_cast<double>(mass) < enough)) return token;

@@ -172,33 +172,11 @@ __device__ __forceinline__ float value_of(uint64_t pair) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// How the values of a warp are combined: by 32-bit reductions in hardware instead of ten dependent shuffles.
 struct Largest {
   __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
-
-  __device__ __forceinline__ static uint64_t over_warp(uint64_t value) {
-    const uint32_t high = static_cast<uint32_t>(value >> 32);
-    const uint32_t most = __reduce_max_sync(0xffffffffu, high);
-    const uint32_t low = __reduce_max_sync(0xffffffffu, high == most ? static_cast<uint32_t>(value) : 0u);
-    return static_cast<uint64_t>(most) << 32 | low;
-  }
 };
-
 struct Sum {
-  // In three parts of 22 bits, so that 32 of them fit 32 bits.
-  __device__ __forceinline__ static uint64_t over_warp(uint64_t value) {
-    constexpr uint32_t kPart = (1u << 22) - 1;
-    const uint64_t low = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(value) & kPart);
-    const uint64_t middle = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(value >> 22) & kPart);
-    const uint64_t high = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(value >> 44));
-    return low + (middle << 22) + (high << 44);
-  }
-};
-
-struct Count {
-  __device__ __forceinline__ static uint64_t over_warp(uint64_t value) {
-    return __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(value));
-  }
+  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
 };
 
 // Shared memory for reductions. Two halves are used in turn, so that one barrier for each reduction is enough.
@@ -208,13 +186,17 @@ struct Room {
 };
 
 // Every thread's value combined, for every thread; 0 must be neutral.
-template <class Combine, int kThreads>
-__device__ __forceinline__ uint64_t over_block(uint64_t value, Room& room) {
+template <int kThreads, class Combine>
+__device__ __forceinline__ uint64_t over_block(uint64_t value, Combine combine, Room& room) {
   uint64_t* const half = room.at + 32 * (room.turn++ & 1);
-  value = Combine::over_warp(value);
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
   if (threadIdx.x % 32 == 0) half[threadIdx.x / 32] = value;
   __syncthreads();
-  return Combine::over_warp(threadIdx.x % 32 < kThreads / 32 ? half[threadIdx.x % 32] : 0);
+  value = threadIdx.x % 32 < kThreads / 32 ? half[threadIdx.x % 32] : 0;
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  return value;
 }
 
 // 2^x within 2 ulp, 0 below -126.
