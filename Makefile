@@ -17,7 +17,7 @@ serve: $(VENV)/.installed
 	exec $(BIN)/python app.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)

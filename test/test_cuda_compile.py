@@ -16,6 +16,7 @@ ARCHS = ("sm_80", "sm_90")
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cuda_check.why_not()))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("source", cuda_check.cuda_sources(ROOT), ids=lambda path: path.name)
 def test_compiles(source: Path) -> None:
     for arch in ARCHS:
