@@ -21,7 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")
     """Order of preference."""
     wkv_state: str = "auto"
-    """"fp32" | "fp16": storage of the WKV state; arithmetic is fp32 in both. auto: fp32."""
+    """"fp32" | "fp16": storage of the WKV state; arithmetic is fp32 in both. auto: fp16 on CUDA, fp32 on a CPU."""
     max_running: int = 0
     """Rows that decode at once; 0: decided from free memory (GPU) or 256 (CPU)."""
     max_waiting_rows: int = 8192

@@ -26,9 +26,7 @@ class Pipeline:
         self.devices = [resolve_device(name) for name in devices]
         self.kernel_refusals: dict[str, str] = {}
         self.stages: list[Stage] = []
-        for device, (first, last) in zip(
-            self.devices, split_layers(weights.shape.layers, len(devices)), strict=True
-        ):
+        for device, (first, last) in zip(self.devices, split_layers(weights.shape.layers, len(devices)), strict=True):
             ops, refusals = choose_ops(kernels, device)
             self.kernel_refusals |= refusals
             self.stages.append(Stage(weights, first, last, precision_for(device, dtype, wkv_state), ops))
@@ -58,13 +56,15 @@ class Pipeline:
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto", "cpu", "0" or "cuda:0" -> a device; raises ValueError if this machine lacks it."""
+    """The device of a name ("auto", "cpu", "0", "cuda:0"). Raises ValueError if this machine lacks it."""
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     device = torch.device(f"cuda:{name}" if name.isdigit() else name)
     if device.type == "cuda":
         found = torch.cuda.device_count()
         if (device.index or 0) >= found:
-            raise ValueError(f"device {name} was asked for, but this machine has {found} CUDA device(s); use --pp-devices cpu")
+            raise ValueError(
+                f"device {name} was asked for, but this machine has {found} CUDA device(s); use --pp-devices cpu"
+            )
         return torch.device("cuda", device.index or 0)
     return device
