@@ -41,7 +41,9 @@ def random_weights(
         att, ffn = f"blocks.{i}.att.", f"blocks.{i}.ffn."
         tensors |= norm(f"blocks.{i}.ln1") | norm(f"blocks.{i}.ln2") | norm(f"{att}ln_x")
         tensors |= {f"{att}x_{s}": uniform(1, 1, c) for s in "rwkvag"}
-        tensors |= {f"{att}{name}.weight": normal(c, c, scale=scale) for name in ("receptance", "key", "value", "output")}
+        tensors |= {
+            f"{att}{name}.weight": normal(c, c, scale=scale) for name in ("receptance", "key", "value", "output")
+        }
         for letter, rank in zip("wavg", ranks, strict=True):
             if letter == "v" and i == 0 and not first_v:
                 continue
@@ -49,7 +51,10 @@ def random_weights(
             tensors[f"{att}{letter}2"] = normal(rank, c, scale=rank**-0.5)
             if letter != "g":
                 tensors[f"{att}{letter}0"] = normal(1, 1, c)
-        tensors |= {f"{att}k_k": normal(1, 1, c, scale=0.2, mean=0.8), f"{att}k_a": normal(1, 1, c, scale=0.2, mean=0.8)}
+        tensors |= {
+            f"{att}k_k": normal(1, 1, c, scale=0.2, mean=0.8),
+            f"{att}k_a": normal(1, 1, c, scale=0.2, mean=0.8),
+        }
         tensors[f"{att}r_k"] = normal(c // HEAD_SIZE, HEAD_SIZE, scale=0.2)
         tensors[f"{ffn}x_k"] = uniform(1, 1, c)
         tensors[f"{ffn}key.weight"] = normal(4 * c, c, scale=scale)

@@ -88,7 +88,7 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
 
 
 def precision_for(device: torch.device, dtype: str, wkv_state: str) -> Precision:
-    """Types of a stage. "auto", of weights and of WKV states: fp16 on a GPU, fp32 on a CPU; activations on a CPU are fp32."""
+    """Types of a stage; "auto", of weights and of states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32."""
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     on_gpu = device.type == "cuda"
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
