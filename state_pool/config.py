@@ -32,7 +32,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_l2: int = 64
     """Cached prefixes kept in host memory."""
     retain_tokens: int = 0
-    """Tokens of history kept in the log behind the last checkpoint; 0: only what a replay needs; -1: all of them,
+    """Tokens of history kept in the log behind the last checkpoint, in whole turns; 0: what a replay needs; -1: all,
     so that a session can be rebuilt for another model or after damage."""
     checkpoint_idle_s: float = 5.0
     """A parked session whose state on disk is older than its log is checkpointed after so long without a turn."""

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from state_pool.database import ProcessLock
-from state_pool.errors import DatabaseUnusable, PoolFull, SessionUnusable, TurnNotStored
+from state_pool.errors import DatabaseUnusable, PoolFull, SessionNotFound, SessionUnusable, TurnNotStored
+from state_pool.jobs import Append, SessionRow
 from state_pool.migrations import SCHEMA_VERSION
 from state_pool.salvage import salvage
+from state_pool.sessions import SessionKey
 from state_pool.store import Store
+from state_pool.tables import append_turn
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
 WORDS = 4096
@@ -420,3 +423,56 @@ def test_salvage_keeps_what_has_only_a_log(tmp_path: Path) -> None:
     driver.pool.close()
     with pytest.raises(DatabaseUnusable, match="exists already"):
         salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
+
+
+@MODES
+def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, durability: str) -> None:
+    """Nothing brings the session back: not after the delete, not after a restart."""
+    driver = reopen(tmp_path, durability=durability)
+    driver.turn("s", [1])
+    driver.settle()
+    writer = store_of(driver).writer
+    with writer._changed:  # the writer's thread can take no work meanwhile
+        lease = driver.ready(driver.pool.checkout("s"))
+        slot = driver.compute(lease, [2])
+        outcome = Outcome()
+        driver.pool.record(lease, [2], outcome)
+        driver.pool.checkin(lease, slot)
+        if durability == "log":
+            assert driver.pool._tiers.checkpoint(next(iter(driver.pool._index)))
+        driver.pool.poll()
+        assert writer.queued[1] == 1
+        assert driver.pool.delete("s") == 1
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], SessionNotFound)
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert driver.pool.status()["total_sessions"] == 0
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        for table in ("sessions", "turns", "states", "state_chunks"):
+            assert connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
+
+
+def test_turns_are_taken_in_order_and_once(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    with raw(tmp_path) as connection:
+        for turn in (1, 2, 4):
+            row = SessionRow(1, SessionKey("a"), None, turn, 9, 0.0, 0.0)
+            with pytest.raises(sqlite3.IntegrityError, match="does not follow"):
+                append_turn(connection, Append(row, [1]), "model-a")
+        with pytest.raises(sqlite3.IntegrityError, match="does not follow"):
+            append_turn(connection, Append(SessionRow(99, SessionKey("new"), None, 2, 9, 0.0, 0.0), [1]), "model-a")
+
+
+@pytest.mark.parametrize(("retain", "kept"), [(0, []), (3, [4]), (4, [3, 4]), (-1, [1, 2, 3, 4])])
+def test_the_log_keeps_what_is_asked(tmp_path: Path, retain: int, kept: list[int]) -> None:
+    """Turns of 3 tokens each; behind the checkpoint the last so many tokens stay, in whole turns."""
+    driver = reopen(tmp_path, retain_tokens=retain)
+    for turn in range(4):
+        driver.turn("s", [turn, 0, 0])
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        assert [row[0] for row in connection.execute("SELECT turn FROM turns ORDER BY turn")] == kept
