@@ -34,7 +34,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     retain_tokens: int = 0
     """Tokens of history kept in the log behind the last checkpoint, in whole turns; 0: what a replay needs; -1: all,
     so that a session can be rebuilt for another model or after damage."""
-    checkpoint_idle_s: float = 5.0
+    checkpoint_idle_s: float = 30.0
     """A parked session whose state on disk is older than its log is checkpointed after so long without a turn."""
     transfer_states: int = 4
     """States on their way to disk or host at once; each holds a host buffer."""

@@ -211,10 +211,16 @@ class StatePool:
             self._next_retry = now + _RETRY_S
             self._turns.retry_deletes()
             self._turns.remove(self._expired() or self._crowded_out())
+        self._checkpoint_some()
+
+    def _checkpoint_some(self) -> None:
+        """Begin to store states whose log has grown long, that rest, or that will soon have to leave."""
         idle_since = time.time() - self.config.checkpoint_idle_s
+        crowded = self._tiers.host_is_crowded
         for session in [*self._index.l2, *self._index.l1]:
             long_log = session.log_broken or session.log_tokens >= self.config.checkpoint_tokens
-            if session.dirty and (long_log or session.host is not None or session.updated < idle_since):
+            leaves_soon = crowded and session.host is not None
+            if session.dirty and (long_log or leaves_soon or session.updated < idle_since):
                 self._tiers.checkpoint(session)
 
     def _expired(self) -> list[Session]:

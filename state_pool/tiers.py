@@ -165,7 +165,8 @@ class Tiers:
             self._index.l2[session] = None
             self.counters.demotions += 1
             reach("after_demotion")
-            self._checkpoint_host(session)
+            if self.host_is_crowded:
+                self._checkpoint_host(session)
 
         self.save(slot, arrived)
         return True
@@ -354,6 +355,14 @@ class Tiers:
 
     def _store_trouble(self) -> str:
         return "" if self._store is None else self._store.degraded or "the disk failed"
+
+    @property
+    def host_is_crowded(self) -> bool:
+        """Whether states in host memory will soon have to leave, and had better be on disk then.
+
+        Before that they stay unwritten: most are used again, and a state is a thousand times its turn's log.
+        """
+        return 4 * len(self._index.l2) >= 3 * self._config.l2_sessions
 
     def _may_overflow(self) -> bool:
         """Without a disk, states that wait for slots in a full host memory must not block those that would leave."""
