@@ -145,6 +145,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("password", str, "wanted from every client; visible in the process list, so better --password-file"),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
         Flag("max_body_mb", _number(0.001, 1024), "largest request body in MiB"),
+        Flag("max_state_mb", _number(0.001, 1000), "largest session file for /state/import in MiB"),
         Flag("max_contents", _whole(1, 1_000_000), "most prompts in one request"),
         Flag("max_prompt_tokens", _POSITIVE, "most tokens of one prompt"),
         Flag("max_tokens_limit", _POSITIVE, "most that max_tokens may ask for"),

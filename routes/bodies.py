@@ -186,7 +186,7 @@ class CountBody(Body):
     enable_think: bool = Field(False, description="The prompt form that lets the model think.")
 
 
-def validate(model: type[Body], data: Any) -> Any:
+def validate(model: type[Fields], data: Any) -> Any:
     """An instance of `model`. Raises ServiceError naming the field, the limit and the value."""
     if not isinstance(data, dict):
         raise ServiceError(

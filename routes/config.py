@@ -15,6 +15,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """"" = none is wanted."""
     cors_origin: str = "*"
     max_body_mb: float = 32.0
+    max_state_mb: float = 128.0
+    """A session file that is brought in."""
     max_contents: int = 4096
     """Prompts in one request."""
     max_prompt_tokens: int = 262_144
@@ -34,3 +36,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_body_bytes(self) -> int:
         """`max_body_mb` in bytes."""
         return int(self.max_body_mb * 1024 * 1024)
+
+    @property
+    def max_state_bytes(self) -> int:
+        """`max_state_mb` in bytes."""
+        return int(self.max_state_mb * 1024 * 1024)

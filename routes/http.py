@@ -21,7 +21,7 @@ from routes.context import Context
 from routes.generate import BLANK, HEARTBEAT
 from routes.openai_errors import PREFIX, openai_error
 from routes.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
-from routes.route import Route
+from routes.route import Route, Upload
 from routes.rows import off_loop
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.wire import Observe
@@ -102,8 +102,8 @@ def _to_robyn(context: Context, reply: Reply, exchange: Exchange | None) -> Roby
     return Response(status_code=reply.status, headers=Headers(headers), description=reply.body)
 
 
-def _body_bytes(request: Request, limit: int) -> bytes:
-    """The body, whole and within the limit. Raises ServiceError."""
+def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> bytes:
+    """The body, whole and within the limit that `flag` sets. Raises ServiceError."""
     raw = request.body
     body = raw.encode() if isinstance(raw, str) else bytes(raw)
     announced = request.headers.get("content-length")
@@ -111,7 +111,7 @@ def _body_bytes(request: Request, limit: int) -> bytes:
     if max(length, len(body)) > limit:
         raise ServiceError(
             ErrorKind.BODY_TOO_LARGE,
-            f"the body has {max(length, len(body))} bytes, the limit is {limit} (--max-body-mb); send fewer rows",
+            f"the body has {max(length, len(body))} bytes, the limit is {limit} ({flag})",
         )
     if len(body) < length:
         raise ServiceError(ErrorKind.NOT_JSON, f"the body ended after {len(body)} of the {length} bytes announced")
@@ -165,6 +165,8 @@ async def _data(context: Context, route: Route, request: Request) -> object:
     authorized = route.is_public or not password or _bearer_is_right(request, password)
     if route.body is None and authorized:
         return _query(request)
+    if route.uploads:
+        raise ServiceError.from_info(_UNAUTHORIZED)  # a file has no field for a password
     try:
         body = _body_bytes(request, context.config.max_body_bytes)
         data = await off_loop(len(body), _parse_json, body)
@@ -180,8 +182,19 @@ async def _data(context: Context, route: Route, request: Request) -> object:
     return _query(request) if route.body is None else data
 
 
+def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:
+    """The validated query and the file. Raises ServiceError."""
+    assert route.query is not None
+    fields = validate(route.query, query)
+    if not route.uploads:
+        return Upload(fields)
+    return Upload(fields, _body_bytes(request, context.config.max_state_bytes, "--max-state-mb"))
+
+
 async def _run(context: Context, route: Route, request: Request) -> Reply:
     data = await _data(context, route, request)
+    if route.query is not None:
+        return await route.handle(context, _upload(context, route, request, data))
     if route.body is None:
         return await route.handle(context, data)
     length = len(request.body)

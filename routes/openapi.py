@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from routes.bodies import Body
+from routes.bodies import Body, Fields
 from routes.reply import JSON, SSE, native_error
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
@@ -104,13 +104,36 @@ def _operation(route: Route) -> dict[str, Any]:
         if route.example is not None:
             content["example"] = route.example
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
+    if route.query is not None:
+        operation["parameters"] = _parameters(route.query, route.example or {})
+    if route.uploads:
+        file = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": {route.uploads: file}}
     return operation
+
+
+def _parameters(query: type[Fields], example: dict[str, Any]) -> list[dict[str, Any]]:
+    """A query's fields as OpenAPI parameters."""
+    schema = query.model_json_schema()
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": name in schema.get("required", []),
+            "description": one.get("description", ""),
+            "schema": one,
+            **({"example": example[name]} if name in example else {}),
+        }
+        for name, one in schema["properties"].items()
+    ]
 
 
 def _errors(route: Route) -> dict[str, str]:
     """Status -> what it means, in ascending order."""
     kinds = [*route.errors, *(() if route.is_public else (ErrorKind.UNAUTHORIZED,))]
     kinds += _OF_BODIES if route.body is not None else ()
+    kinds += (ErrorKind.INVALID_FIELD,) if route.query is not None else ()
+    kinds += (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE) if route.uploads else ()
     kinds += _OF_WORK if route.is_work else ()
     texts: dict[str, str] = {}
     for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: kind.http_status):

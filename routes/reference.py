@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 SERVER = "http://localhost:8000"
 API_PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
@@ -72,9 +73,16 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     schema = schemas[body["schema"]["$ref"].removeprefix(_SCHEMAS)] if body else {}
     wanted = schema.get("required", [])
     fields = [_field(name, one, name in wanted) for name, one in schema.get("properties", {}).items()]
+    asked = operation.get("parameters", [])
+    fields += [_field(one["name"], one["schema"], one["required"]) for one in asked]
     errors = [(status, one["description"]) for status, one in operation["responses"].items() if status != "200"]
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
-    return Section(f"{method} {path}", text, fields, errors, curl(method, path, body.get("example")))
+    command = curl(method, path, body.get("example"))
+    if asked:
+        query = urlencode({one["name"]: one["example"] for one in asked if "example" in one})
+        file = "-o session.safetensors" if method == "GET" else "--data-binary @session.safetensors"
+        command = f"curl {file} '{SERVER}{path}?{query}'"
+    return Section(f"{method} {path}", text, fields, errors, command)
 
 
 def curl(method: str, path: str, example: dict[str, Any] | None) -> str:

@@ -6,13 +6,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from routes.bodies import Body
+from routes.bodies import Body, Fields
 from routes.context import Context
 from routes.reply import JSON, ErrorBody, Reply, native_error
 from rwkv_batch.errors import ErrorKind
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[[Context, Any], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A validated query, and a file's bytes where the route takes one."""
+
+    query: Any
+    content: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,10 @@ class Route:
     handle: Handler
     body: type[Body] | None
     summary: str
+    query: type[Fields] | None = None
+    """What the query must say; the handler then gets an `Upload` with these fields."""
+    uploads: str = ""
+    """Content type of a body that is a file's bytes."""
     is_work: bool = False
     """Refused while draining and above the limit of answers under way."""
     streams: bool = False
@@ -36,4 +48,4 @@ class Route:
     content_type: str = JSON
     """Of a good answer that is no stream."""
     example: dict[str, Any] | None = None
-    """A body that works, for the documentation."""
+    """A body or a query that works, for the documentation."""

@@ -116,6 +116,6 @@ ROUTES = (
         DeleteBody,
         "Delete a session.",
         errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
-        example={"session_id": "session_one"},
+        example={"session_id": "your_session_id_to_delete"},
     ),
 )

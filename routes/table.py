@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from routes import big_batch, docs, fim, multi_state, openai_chat, openai_completions, state, system, translate, v1, v2
+from routes import (
+    big_batch,
+    docs,
+    fim,
+    multi_state,
+    openai_chat,
+    openai_completions,
+    session_files,
+    state,
+    system,
+    translate,
+    v1,
+    v2,
+)
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -12,6 +25,7 @@ ROUTES: tuple[Route, ...] = (
     *fim.ROUTES,
     *translate.ROUTES,
     *state.ROUTES,
+    *session_files.ROUTES,
     *multi_state.ROUTES,
     *openai_chat.ROUTES,
     *openai_completions.ROUTES,

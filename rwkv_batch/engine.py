@@ -19,6 +19,7 @@ from rwkv_batch.jobs import JobTable
 from rwkv_batch.machine import Launched, Machine
 from rwkv_batch.request import Job
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.session_files import SessionFiles
 from rwkv_batch.slot_keeper import SlotKeeper, as_service_error
 from rwkv_batch.speed import Speed
 
@@ -43,6 +44,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.speed = Speed()
         self._in_flight: Launched | None = None
+        self._files = SessionFiles(self._put, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -86,10 +88,15 @@ class Engine:
 
     def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
         """See `EngineFace.call`."""
-        if verb == "session_delete":
-            taken = self._put(lambda: self._delete_sessions(reply, **arguments))
-        else:
-            taken = self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments)))
+        match verb:
+            case "session_delete":
+                taken = self._put(lambda: self._delete_sessions(reply, **arguments))
+            case "session_export":
+                taken = self._put(lambda: self._files.export(self.machine.pool, reply, **arguments))
+            case "session_import":
+                taken = self._put(lambda: self._files.bring(self.machine.pool, reply, **arguments))
+            case _:
+                taken = self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments)))
         if not taken:
             reply(self._refusal())
 
@@ -167,6 +174,7 @@ class Engine:
                     self._wake.clear()
             self._drain_inbox()
             self.jobs.fail_all(_draining_error().info)
+            self._files.close()
             self.machine.pool.close()
         except Exception as error:
             logger.critical("the engine's thread died", exc_info=True)

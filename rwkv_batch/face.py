@@ -19,7 +19,8 @@ class EngineFace(Protocol):
 
     `call` verbs, each with keyword arguments of plain data and a plain-data answer:
     `status()`, `session_status(limit, offset)`, `session_delete(session_id, delete_prefix)`,
-    `cancel_label(label)` -> number of jobs cancelled.
+    `session_export(session_id, dialogue)` -> a session file's bytes, `session_import(session_id, content)` -> the
+    tokens it stands for, `cancel_label(label)` -> number of jobs cancelled.
     """
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:

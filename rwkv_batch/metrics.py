@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -63,13 +64,21 @@ class Metrics:
                 self._rows.labels(delta.finish.reason.value).inc()
 
     def render(self, status: dict[str, Any]) -> str:
-        """Prometheus text; each number at the top level of the engine's `status` becomes a gauge."""
-        for name, value in status.items():
-            if isinstance(value, int | float):
-                self._gauge(name).set(float(value))
+        """Prometheus text; each number in the engine's `status` becomes a gauge, those of its pool by their path."""
+        for name, value in _numbers({**status, "model_shape": None}):
+            self._gauge(name).set(value)
         return generate_latest(self._registry).decode()
 
     def _gauge(self, name: str) -> Gauge:
         if name not in self._gauges:
             self._gauges[name] = Gauge(f"rwkv_{name}", f"The engine's {name}.", registry=self._registry)
         return self._gauges[name]
+
+
+def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in nested figures: {"pool": {"l1": {"sessions": 3}}} -> ("pool_l1_sessions", 3)."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}_")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", float(value)

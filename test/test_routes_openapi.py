@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -79,7 +80,8 @@ def test_every_route_is_described() -> None:
     for path in (
         "/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions", "/big_batch/completions-status",
         "/big_batch/clean", "/FIM/v1/batch-FIM", "/translate/v1/batch-translate", "/state/chat/completions",
-        "/multi_state/chat/completions", "/state/status", "/state/delete", "/openai/v1/chat/completions",
+        "/multi_state/chat/completions", "/state/status", "/state/delete", "/state/export", "/state/import",
+        "/openai/v1/chat/completions",
         "/openai/v1/completions", "/openai/v1/models", "/v1/models", "/v1/tokens/count", "/healthz", "/readyz",
         "/status", "/metrics", "/docs", "/openapi.json",
     ):  # fmt: skip
@@ -101,11 +103,17 @@ def test_the_reference_is_up_to_date() -> None:
     assert API_PAGE.read_text(encoding="utf-8") == markdown(DOCUMENT), "run: python -m routes.reference"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples leave their files."""
+    return tmp_path_factory.mktemp("examples")
+
+
 @pytest.mark.parametrize("section", sections(DOCUMENT), ids=lambda section: section.title)
-def test_every_curl_line_works(service: Service, section: Any) -> None:
+def test_every_curl_line_works(service: Service, folder: Path, section: Any) -> None:
     command = shlex.split(section.curl.replace(SERVER, service.url))
     ran = subprocess.run(
-        [*command, "-sS", "-m", "60", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True
+        [*command, "-sS", "-m", "60", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, cwd=folder
     )
     assert ran.stdout.splitlines()[-1] == "200" or section.title == "POST /state/delete", ran.stdout
 

@@ -1,0 +1,72 @@
+"""`/state/export` and `/state/import`: a session as a file that can be carried away and brought back."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field
+
+from routes.bodies import Fields
+from routes.context import Context
+from routes.feed import ask
+from routes.reply import Answer, Reply, json_answer
+from routes.route import SESSION_ERRORS, Route, Upload
+from rwkv_batch.errors import ErrorKind
+
+FILE = "application/octet-stream"
+
+
+class ExportQuery(Fields):
+    """Which session is wanted."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
+
+    session_id: str = Field(min_length=1, max_length=256, description="The session.")
+    dialogue_idx: int | None = Field(None, ge=1, lt=2**63, description="One dialogue of a branching session.")
+
+
+class ImportQuery(Fields):
+    """What the session will be called."""
+
+    session_id: str = Field(min_length=1, max_length=256, description="A name that no session has yet.")
+
+
+async def export_session(context: Context, upload: Upload) -> Reply:
+    """The session as it was after its last durable turn: a safetensors file."""
+    query: ExportQuery = upload.query
+    content = await ask(context, "session_export", session_id=query.session_id, dialogue=query.dialogue_idx)
+    assert isinstance(content, bytes)
+    headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
+    return Answer(content, content_type=FILE, headers=headers)
+
+
+async def import_session(context: Context, upload: Upload) -> Reply:
+    """Make a session of a file that `/state/export` of a service with the same model has written."""
+    query: ImportQuery = upload.query
+    num_tokens = await ask(context, "session_import", session_id=query.session_id, content=upload.content)
+    return json_answer({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
+
+
+_ERRORS = (*SESSION_ERRORS, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
+ROUTES = (
+    Route(
+        "GET",
+        "/state/export",
+        export_session,
+        None,
+        "Carry a session away as a file.",
+        query=ExportQuery,
+        errors=_ERRORS,
+        content_type=FILE,
+        example={"session_id": "session_one"},
+    ),
+    Route(
+        "POST",
+        "/state/import",
+        import_session,
+        None,
+        "Bring a session back from a file.",
+        query=ImportQuery,
+        uploads=FILE,
+        errors=_ERRORS,
+        example={"session_id": "session_brought_back"},
+    ),
+)

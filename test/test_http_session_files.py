@@ -1,0 +1,80 @@
+"""Sessions carried away and brought back over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load as load_safetensors
+
+from demo.random_weights import write_random_model
+from test.serving import Service
+
+TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+def say(service: Service, session_id: str, text: str) -> str:
+    body = {**TURN, "session_id": session_id, "contents": [text]}
+    answer = service.post("/state/chat/completions", body)
+    answer.raise_for_status()
+    content: str = answer.json()["choices"][0]["message"]["content"]
+    return content
+
+
+def export(service: Service, session_id: str) -> httpx.Response:
+    return service.get("/state/export", params={"session_id": session_id})
+
+
+def bring(service: Service, session_id: str, content: bytes) -> httpx.Response:
+    return service.post("/state/import", params={"session_id": session_id}, content=content)
+
+
+def test_a_session_goes_on_where_it_was_exported(service: Service) -> None:
+    say(service, "carried", "User: one\n\nAssistant:")
+    file = export(service, "carried")
+    assert file.status_code == 200
+    assert load_safetensors(file.content), "any safetensors reader can open it"
+    told = bring(service, "carried: copy ✿", file.content)
+    assert told.status_code == 200 and told.json()["num_tokens"] > 0
+    assert say(service, "carried: copy ✿", "User: two") == say(service, "carried", "User: two")
+
+
+def test_what_cannot_be_brought_is_refused_by_name(service: Service) -> None:
+    say(service, "whole", "User: one")
+    content = export(service, "whole").content
+    assert export(service, "nobody").status_code == 404
+    assert bring(service, "whole", content).status_code == 409, "the name is taken"
+    for broken in (b"", b"hello", content[:-1], content[:40]):
+        refused = bring(service, "broken", broken)
+        assert (refused.status_code, refused.json()["field"]) == (422, "body")
+    refused = service.get("/state/export")
+    assert (refused.status_code, refused.json()["field"]) == (422, "session_id")
+    assert service.post("/state/import", content=content).status_code == 422
+
+
+def test_limits_and_password(tmp_path: Path, tiny_model: Path) -> None:
+    flags: list[Any] = ["--model-path", str(tiny_model), "--max-state-mb", "0.05", "--password", "open sesame"]
+    running = Service(tmp_path, *flags)
+    try:
+        running.headers = {"Authorization": "Bearer open sesame"}
+        running.wait_ready()
+        refused = bring(running, "large", b"x" * 60_000)
+        assert refused.status_code == 413 and "--max-state-mb" in refused.json()["error"]
+        running.headers = {}
+        assert export(running, "s").status_code == bring(running, "s", b"x").status_code == 401
+    finally:
+        running.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_session_of_another_model_is_refused(service: Service, tmp_path: Path) -> None:
+    other = Service(tmp_path, "--model-path", str(write_random_model(tmp_path / "other.pth", 2, 64, seed=9)))
+    try:
+        other.wait_ready()
+        say(other, "foreign", "User: one")
+        refused = bring(service, "foreign", export(other, "foreign").content)
+        assert refused.status_code == 422 and "another model" in refused.json()["error"]
+    finally:
+        other.close()
