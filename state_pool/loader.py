@@ -14,6 +14,7 @@ from state_pool.records import (
     checksum,
     join_parts,
     layout_text,
+    piece_checksum,
     unpack_tokens,
 )
 from state_pool.tables import StateRow
@@ -99,7 +100,7 @@ class Loader:
             (low, low + CHUNKS_PER_STATE),
         )
         for at, digest, data in rows:
-            if checksum(data, at) != digest or at != low + len(chunks):
+            if piece_checksum(data, at) != digest or at != low + len(chunks):
                 raise Damaged(f"chunk {at - low} of the stored state is damaged; delete the session to begin anew")
             chunks.append(data)
         try:

@@ -44,7 +44,7 @@ CREATE TABLE states(
   checksum BLOB NOT NULL,
   created REAL NOT NULL)
 """
-_CHUNKS = "CREATE TABLE state_chunks(id INTEGER PRIMARY KEY, checksum BLOB NOT NULL, data BLOB NOT NULL)"
+_CHUNKS = "CREATE TABLE state_chunks(id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL)"
 
 MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (

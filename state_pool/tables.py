@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from state_pool.jobs import Append, Delete, SessionRow
-from state_pool.records import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens
+from state_pool.records import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
 
 
 def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
@@ -54,7 +54,8 @@ def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -
 def put_chunk(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
     """One piece of a state that nothing points to yet."""
     at = state * CHUNKS_PER_STATE + number
-    connection.execute("INSERT INTO state_chunks(id, checksum, data) VALUES (?, ?, ?)", (at, checksum(data, at), data))
+    values = (at, piece_checksum(data, at), data)
+    connection.execute("INSERT INTO state_chunks(id, checksum, data) VALUES (?, ?, ?)", values)
 
 
 @dataclass(frozen=True, slots=True)
