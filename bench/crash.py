@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -295,13 +296,11 @@ def differences(client: httpx.Client, url: str, talk: Conversation, number: int)
 def check_all(folder: Path, talks: list[Conversation], service_arguments: list[str]) -> list[str]:
     """Every conversation against an uninterrupted run."""
     service = Service(folder, *service_arguments, "--state-db", "", "--l1-sessions", "64", "--l2-sessions", "256")
-    wrong: list[str] = []
-    with httpx.Client(timeout=120, verify=False) as client:
-        for number, talk in enumerate(talks):
-            if not talk.deleted and talk.unsure <= MAX_UNSURE:
-                wrong += differences(client, service.url, talk, number)
+    whole = [(i, talk) for i, talk in enumerate(talks) if not talk.deleted and talk.unsure <= MAX_UNSURE]
+    with httpx.Client(timeout=120, verify=False) as client, ThreadPoolExecutor(2 * CLIENTS) as pool:
+        found = list(pool.map(lambda entry: differences(client, service.url, entry[1], entry[0]), whole))
     service.stop()
-    return wrong
+    return [line for lines in found for line in lines]
 
 
 def main() -> None:
