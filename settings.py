@@ -182,7 +182,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("state_db", str, "SQLite file of the sessions; empty: memory only"),
         Flag("durability", _one_of("log", "turn", "lazy"), "what a turn commits before it is acknowledged"),
         Flag("synchronous", _one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous"),
-        Flag("session_ttl_s", _SECONDS, "seconds after which an unused session is deleted; 0: never"),
+        Flag("session_ttl", _SECONDS, "seconds after which an unused session is deleted; 0: never"),
         Flag("state_db_max_gb", _number(0, 1e6), "most the database may hold; 0: unlimited"),
         Flag("state_db_full", _one_of("evict", "refuse"), "at that limit: evict the oldest, or refuse new ones"),
         Flag("checkpoint_tokens", _POSITIVE, "log length at which a session's state is written again"),

@@ -226,7 +226,7 @@ class StatePool:
     def _expired(self) -> list[Session]:
         """Sessions past their time, the longest unused first."""
         expired: list[Session] = []
-        before = time.time() - self.config.session_ttl_s if self.config.session_ttl_s > 0 else 0.0
+        before = time.time() - self.config.session_ttl if self.config.session_ttl > 0 else 0.0
         for session in self._index:
             if session.updated >= before or len(expired) >= _EXPIRE_AT_ONCE:
                 break

@@ -170,7 +170,7 @@ def test_status_lists_newest_first_in_pages(driver: Driver) -> None:
 
 
 def test_sessions_expire(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path, session_ttl_s=60.0))
+    driver = Driver(FakeArena(), config_in(tmp_path, session_ttl=60.0))
     driver.turn("old", [1])
     next(iter(driver.pool._index)).updated -= 100
     driver.turn("new", [1])
