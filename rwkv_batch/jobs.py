@@ -16,7 +16,7 @@ from rwkv_batch.face import Sink
 from rwkv_batch.output import RowOutput, StopRules
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.sequence import PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.sequence import NO_SEAT, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.slot_keeper import SlotKeeper
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -32,7 +32,7 @@ class JobTable:
         self._byte_table = tokenizer.byte_table
         self._vocab = vocab
         self._jobs: dict[str, RunningJob] = {}
-        self._deadlines: list[tuple[float, int, RunningJob]] = []
+        self._deadlines: list[tuple[float, int, str]] = []
         self._tie = itertools.count()
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
@@ -59,7 +59,7 @@ class JobTable:
         running.live.update(dict.fromkeys(rows))
         self._leased.update(dict.fromkeys(leased))
         if running.deadline is not None:
-            heapq.heappush(self._deadlines, (running.deadline, next(self._tie), running))
+            heapq.heappush(self._deadlines, (running.deadline, next(self._tie), job.job_id))
         self._scheduler.add(running, rows)
 
     def _check(self, job: Job) -> None:
@@ -176,7 +176,7 @@ class JobTable:
         self._scheduler.remove(sequence)
         sequence.job.live.pop(sequence)
         sequence.job.live.update(dict.fromkeys(children))
-        self._scheduler.add(sequence.job, children, front=True)
+        self._scheduler.add_forked(children)
 
     # Ends ----------------------------------------------------------------------------------------------------
 
@@ -246,8 +246,8 @@ class JobTable:
     def expire(self, now: float) -> None:
         """End what is past its deadline, and rows whose session failed under them."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, job = heapq.heappop(self._deadlines)
-            if job.job.job_id in self._jobs:
+            _, _, job_id = heapq.heappop(self._deadlines)
+            if (job := self._jobs.get(job_id)) is not None:
                 self._end_job(job, FinishReason.TIMEOUT)
         for sequence in list(self._leased):
             error = self._keeper.failure(sequence)
@@ -260,13 +260,13 @@ class JobTable:
             self._scheduler.forget_waiting(sequence.job)
 
     def _end_job(self, job: RunningJob, reason: FinishReason) -> None:
-        """End a job's rows. A turn that has its answer is kept: it only waits to be stored."""
+        """End a job's rows. A turn that has its answer is kept, and says so when it is stored unless nobody listens."""
         self._scheduler.forget_waiting(job)
         for sequence in list(job.live):
-            if sequence.phase is Phase.CLOSING:
-                self._send_finish(sequence, reason)
-            else:
+            if not (sequence.output.tokens and sequence.seat == NO_SEAT):
                 self._end(sequence, reason)
+            elif reason is not FinishReason.TIMEOUT:
+                self._send_finish(sequence, reason)
 
     def fail(self, job: RunningJob, error: ErrorInfo) -> None:
         """End a job because the engine failed under it."""

@@ -56,7 +56,8 @@ class RowOutput:
         """text that may still belong to a stop"""
         self._ready = bytearray()
         self._gathered = 0
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[tuple[int, TokenLogprob]] = []
+        """of tokens not sent yet, with where each begins in the whole text"""
         self._cut: int | None = None
         """where the shown text ends, in bytes, once a stop is met"""
 
@@ -69,11 +70,11 @@ class RowOutput:
             self._release(len(self._tail))
             return FinishReason.STOP
         text = self._table[token]
+        if logprob is not None:
+            self._logprobs.append((self._length, logprob))
         self._length += len(text)
         self._ends.append(self._length)
         self._tail += text
-        if logprob is not None:
-            self._logprobs.append(logprob)
         found = self._stops.find(self._tail)
         if found >= 0:
             self._cut = self._length - len(self._tail) + found
@@ -117,8 +118,14 @@ class RowOutput:
         chunk = self._request.chunk_size
         if finish is None and (chunk == 0 or self._gathered < chunk or not (self._ready or self._logprobs)):
             return None
-        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, self._logprobs or None)
+        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, self._shown_logprobs() or None)
         self._ready.clear()
         self._gathered = 0
-        self._logprobs = []
         return delta
+
+    def _shown_logprobs(self) -> list[TokenLogprob]:
+        """Those of tokens of which some text is shown by now; the rest waits, or belongs to a stop."""
+        shown = self._length - len(self._tail) if self._cut is None else self._cut
+        begun = [entry for entry in self._logprobs if entry[0] < shown]
+        self._logprobs = self._logprobs[len(begun) :]
+        return [logprob for _, logprob in begun]

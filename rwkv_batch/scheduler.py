@@ -15,6 +15,9 @@ from itertools import islice
 from rwkv_batch.sequence import NO_SEAT, Phase, RunningJob, Sequence
 from rwkv_batch.slots import SlotSource
 
+LEAST_SHARE = 32
+"""Prompt tokens that a job gets at its turn, however many jobs have prompts to read."""
+
 
 @dataclass(slots=True)
 class ScheduledRow:
@@ -49,8 +52,11 @@ class Scheduler:
         self._slots = slots
         self._jobs: deque[RunningJob] = deque()
         """jobs with waiting rows, whose turn it is first"""
+        self._forked: deque[Sequence] = deque()
+        """continuations of prompts that were read for several rows: each prompt's slot is held until all of them run"""
         self._running: dict[Sequence, None] = {}
         """insertion-ordered set"""
+        self._steps = 0
         self._free_seats = list(range(limits.max_running - 1, -1, -1))
         self.waiting_rows = 0
 
@@ -62,26 +68,34 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self._running or self._jobs)
+        return bool(self._running or self._jobs or self._forked)
 
     def has_room_for(self, rows: int) -> bool:
         """Whether so many rows may wait; an idle engine takes a job of any size up to the limit."""
         return self.waiting_rows + rows <= self.limits.max_waiting_rows
 
-    def add(self, job: RunningJob, rows: list[Sequence], front: bool = False) -> None:
-        """Rows that want to run. `front`: continuations of a row that already ran."""
+    def add(self, job: RunningJob, rows: list[Sequence]) -> None:
+        """Rows that want to run."""
         if not job.waiting:
-            (self._jobs.appendleft if front else self._jobs.append)(job)
-        (job.waiting.extendleft if front else job.waiting.extend)(reversed(rows) if front else rows)
+            self._jobs.append(job)
+        job.waiting.extend(rows)
+        self.waiting_rows += len(rows)
+
+    def add_forked(self, rows: list[Sequence]) -> None:
+        """Continuations of a prompt that was read for them; they go before everyone else's."""
+        self._forked.extend(rows)
         self.waiting_rows += len(rows)
 
     def forget_waiting(self, job: RunningJob) -> list[Sequence]:
         """Take back a job's waiting rows (it was cancelled)."""
-        rows = list(job.waiting)
-        if rows:
+        rows = [sequence for sequence in self._forked if sequence.job is job]
+        for sequence in rows:
+            self._forked.remove(sequence)
+        if job.waiting:
             self._jobs.remove(job)
-            self.waiting_rows -= len(rows)
+            rows.extend(job.waiting)
             job.waiting.clear()
+        self.waiting_rows -= len(rows)
         return rows
 
     def running_of(self, job: RunningJob) -> list[Sequence]:
@@ -90,9 +104,24 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledRow]:
         """The rows of the next step: all that decode, and prompt chunks up to the budget."""
+        self._steps += 1
+        self._admit_forked()
         self._admit()
         rows = [ScheduledRow(s, 1, s.draws) for s in self._running if s.num_unread == 1 and s.may_run]
         return rows + self._prefill_rows()
+
+    def _admit_forked(self) -> None:
+        """Continuations first: they free the slots of the prompts they share."""
+        while self._forked and len(self._free_seats) > self.limits.reserved_seats:
+            slot = self._slots.allocate()
+            if slot is None:
+                return
+            self._seat(self._forked.popleft(), slot)
+
+    def _may_read_for_several(self) -> bool:
+        """Whether one more prompt may be read for several rows: such prompts must never hold all slots."""
+        reading = sum(not sequence.draws and sequence.phase is Phase.RUNNING for sequence in self._running)
+        return not self._forked and reading < max(1, self.limits.max_running // 8)
 
     def _admit(self) -> None:
         """Give free seats and slots to waiting rows, a row per job and round."""
@@ -110,23 +139,26 @@ class Scheduler:
     def _seat_first(self, job: RunningJob) -> bool:
         """Seat the first of the job's waiting rows that can start; rows behind a busy session step aside."""
         for index, sequence in enumerate(islice(job.waiting, self.limits.max_running)):
-            if not self._slots.is_ready(sequence):
+            if not self._slots.is_ready(sequence) or not (sequence.draws or self._may_read_for_several()):
                 continue
             slot = self._slots.allocate()
             if slot is None:
                 return False
             del job.waiting[index]
-            self.waiting_rows -= 1
-            sequence.slot, sequence.seat = slot, self._free_seats.pop()
-            sequence.phase = Phase.RUNNING
-            job.seated += 1
-            self._running[sequence] = None
-            self._slots.prepare(sequence)
+            self._seat(sequence, slot)
             return True
         return False
 
+    def _seat(self, sequence: Sequence, slot: int) -> None:
+        self.waiting_rows -= 1
+        sequence.slot, sequence.seat = slot, self._free_seats.pop()
+        sequence.phase = Phase.RUNNING
+        sequence.job.seated += 1
+        self._running[sequence] = None
+        self._slots.prepare(sequence)
+
     def _prefill_rows(self) -> list[ScheduledRow]:
-        """Prompt chunks, a chunk per job and round, within the budget."""
+        """Prompt chunks within the budget: a chunk per job and round, none above its job's share, turns taken."""
         by_job: dict[RunningJob, deque[Sequence]] = {}
         for sequence in self._running:
             if sequence.num_unread > 1:
@@ -134,10 +166,12 @@ class Scheduler:
         rows: list[ScheduledRow] = []
         budget = self.limits.prefill_tokens_per_step
         queues = deque(by_job.values())
+        queues.rotate(-self._steps)
+        share = max(LEAST_SHARE, budget // max(1, len(queues)))
         while queues and budget > 0:
             queue = queues.popleft()
             sequence = queue.popleft()
-            num_tokens = min(self._chunk(sequence), budget)
+            num_tokens = min(self._chunk(sequence), share, budget)
             budget -= num_tokens
             rows.append(ScheduledRow(sequence, num_tokens, sequence.draws and num_tokens == sequence.num_unread))
             if queue:

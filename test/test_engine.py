@@ -13,6 +13,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason
 from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model
 
 SAMPLED = SamplingParams(
@@ -94,6 +95,14 @@ def test_n_continuations_equal_rows_of_their_own(engine: Engine) -> None:
     assert together.finishes[4].completion_tokens == 3
     one_token = run(engine, ask("a", n=3, sampling=sampling))
     assert len(one_token.finishes) == 3
+
+
+def test_many_shared_prompts_over_few_slots(model: Path) -> None:
+    """Prompts read for several rows hold slots; they must never hold all of them."""
+    pool = PoolConfig(state_db="", l1_sessions=1, prefix_cache_slots=1)
+    with started_engine(model, pool, max_running=4) as engine:
+        jobs = [submit(engine, ask(f"hello there number {i}", n=2, max_tokens=4)) for i in range(60)]
+        assert all(len(job.wait().finishes) == 2 for job in jobs)
 
 
 def test_bulk_does_not_starve_an_interactive_request(engine: Engine) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rwkv_batch.output import RowOutput, StopRules
-from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams
 
@@ -126,3 +126,14 @@ def _plain_search(tokens: list[int], stops: list[str]) -> str:
         if found:
             return text[: min(found)]
     return text
+
+
+def test_log_probabilities_are_of_shown_tokens_only() -> None:
+    asked = request(stop_strings=[b"cd"], chunk_size=1)
+    output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
+    told: list[bytes] = []
+    for token in [*spell("ab"), *spell("c"), *spell("d")]:
+        reason = output.push(token, TokenLogprob(TABLE[token], -1.0, []))
+        delta = output.take_delta(DONE if reason else None)
+        told += [entry.token for entry in (delta.logprobs or [])] if delta else []
+    assert told == [b"a", b"b"]

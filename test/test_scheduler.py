@@ -146,11 +146,35 @@ def test_rows_behind_a_busy_session_let_others_pass() -> None:
 
 def test_continuations_go_first() -> None:
     plan, _ = scheduler(seats=2, slots=1)
-    later, later_rows = job(1)
-    plan.add(later, later_rows)
-    forked, children = job(1)
-    plan.add(forked, children, front=True)
+    plan.add(*job(1))
+    _, children = job(1)
+    plan.add_forked(children)
     assert [row.sequence for row in plan.schedule()] == children
+
+
+def test_prompts_read_for_several_rows_never_hold_all_seats() -> None:
+    plan, _ = scheduler(seats=16)
+    for _ in range(10):
+        running, rows = job(1, prompt_tokens=5)
+        rows[0].draws = False
+        plan.add(running, rows)
+    plain, plain_rows = job(1)
+    plan.add(plain, plain_rows)
+    rows = plan.schedule()
+    assert sum(not row.sequence.draws for row in rows) == 2 and plain_rows[0] in {row.sequence for row in rows}
+
+
+def test_long_prompts_take_turns() -> None:
+    plan, _ = scheduler(seats=16, budget=64, chunk=512)
+    plan.add(*job(1, prompt_tokens=10_000))
+    read(plan.schedule())
+    for _ in range(5):
+        plan.add(*job(1, prompt_tokens=10_000))
+    quick, quick_rows = job(1, prompt_tokens=7)
+    plan.add(quick, quick_rows)
+    for _ in range(7):
+        read(plan.schedule())
+    assert quick_rows[0].num_unread <= 1, "a short prompt waits at most one turn of every other job"
 
 
 def test_forgetting_a_job_empties_the_queue() -> None:
