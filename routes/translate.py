@@ -95,7 +95,8 @@ def plan(body: TranslateBody, cache: TranslationCache) -> Plan:
         if source.lower() == "auto":
             source = languages.detect(text) if text.strip() else "auto"
         made.sources.append(source)
-        made.pieces.append(_pieces(source, body.target_lang, text))
+        same = languages.name_of(source) == languages.name_of(body.target_lang)
+        made.pieces.append([text] if same else _pieces(source, body.target_lang, text))
         for piece in made.pieces[-1]:
             if isinstance(piece, str) or piece in made.known:
                 continue

@@ -6,6 +6,7 @@ session stands for, and the token ids that follow the state. It opens with every
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -57,6 +58,7 @@ class SessionFile:
                 "layout_version": str(LAYOUT_VERSION),
                 "num_tokens": str(self.num_tokens),
                 "replay": json.dumps(self.replay, separators=(",", ":")),
+                "checksum": _checksum(self.replay, self.parts),
             }
         }
         at = 0
@@ -117,8 +119,19 @@ def _decode(data: bytes) -> SessionFile:
     num_tokens = int(about["num_tokens"])
     if num_tokens < len(replay):
         raise ValueError(f"it claims {num_tokens} tokens and replays {len(replay)}")
+    if about["checksum"] != _checksum(replay, parts):
+        raise ValueError("its checksum does not fit its content: it was damaged on the way")
     return SessionFile(str(about["fingerprint"]), num_tokens, replay, layout, parts)
 
 
 def _dtype(name: str) -> str:
     return next(dtype for dtype, short in _NAMES.items() if short == name)
+
+
+def _checksum(replay: list[int], parts: dict[str, bytes]) -> str:
+    """Of everything a session is made of, in the order of names."""
+    digest = hashlib.blake2b(json.dumps(replay).encode(), digest_size=16)
+    for name in sorted(parts):
+        digest.update(name.encode())
+        digest.update(parts[name])
+    return digest.hexdigest()

@@ -65,6 +65,10 @@ def test_pages_are_translated_both_ways(demo: Service) -> None:
     assert translated(demo, "auto", "zh-CN", ["I bought two books yesterday."]) == ["我昨天买了两本书。"]
 
 
+def test_text_in_the_target_language_is_returned_as_it_is(demo: Service) -> None:
+    assert translated(demo, "auto", "zh-CN", ["早上好", "Good morning"]) == ["早上好", "早上好"]
+
+
 def test_a_chat_gives_a_name_back(demo: Service) -> None:
     messages = [
         {"role": "user", "content": "My name is Anna."},

@@ -46,7 +46,8 @@ def test_what_cannot_be_brought_is_refused_by_name(service: Service) -> None:
     content = export(service, "whole").content
     assert export(service, "nobody").status_code == 404
     assert bring(service, "whole", content).status_code == 409, "the name is taken"
-    for broken in (b"", b"hello", content[:-1], content[:40]):
+    flipped = content[:-50] + bytes([content[-50] ^ 1]) + content[-49:]
+    for broken in (b"", b"hello", content[:-1], content[:40], flipped):
         refused = bring(service, "broken", broken)
         assert (refused.status_code, refused.json()["field"]) == (422, "body")
     refused = service.get("/state/export")
