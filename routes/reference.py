@@ -33,7 +33,7 @@ INTRODUCTION = (
     "Where a password is set, every route but the public ones wants it, as the header `Authorization: Bearer …` or as "
     "the JSON field `password`. Unknown fields are ignored, null means the default. A stream is server-sent events, "
     'ended by `data: [DONE]`; an error after it has begun is an event `data: {"error": …}`. An answer that is not '
-    "streamed and takes longer than a moment begins with status 200 and blanks, so that a client who leaves is noticed: "
+    "streamed and takes longer than a moment begins with status 200 and blanks, so that a leaving client is noticed: "
     'a failure after that is the JSON body `{"error": …}` under status 200, so look for `error` first. A turn of a '
     'session that ends with "timeout" or is cancelled is not kept: the session stays as it was before it.'
 )
