@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench.http_load import Load, fetch, over_http
 from settings import parse_settings
@@ -115,14 +115,14 @@ def alone(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
 
 
 @contextmanager
-def service(arguments: Sequence[str]) -> Iterator[str]:
-    """A service of our own; gives its URL when it is ready."""
+def service(arguments: Sequence[str], log: IO[bytes] | None = None) -> Iterator[str]:
+    """A service of our own, its log on our standard error or in a file; gives its URL when it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = tempfile.mkdtemp(prefix="rwkv-bench-")
     flags = ["--port", str(port), "--state-db", str(Path(folder) / "served.db"), *arguments]
-    process = subprocess.Popen([sys.executable, str(ROOT / "app.py"), *flags], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, str(ROOT / "app.py"), *flags], cwd=ROOT, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_ready(url, "", process)

@@ -79,7 +79,8 @@ class Engine:
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
         """See `EngineFace.submit`."""
-        if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink))):
+        arrived = time.monotonic()
+        if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink, arrived))):
             admitted(self._refusal())
 
     def cancel(self, job_id: str) -> None:
@@ -121,10 +122,10 @@ class Engine:
             value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {type(error).__name__}: {error}")
         reply(value)
 
-    def _admit(self, job: Job, sink: Sink) -> None:
+    def _admit(self, job: Job, sink: Sink, arrived: float) -> None:
         if self._draining or self._dead is not None:
             raise self._refusal()
-        self.jobs.admit(job, sink)
+        self.jobs.admit(job, sink, arrived)
 
     def _verb(self, verb: str, arguments: dict[str, Any]) -> Any:
         pool = self.machine.pool
@@ -213,6 +214,7 @@ class Engine:
             return None
         try:
             step = self.machine.launch(rows)
+            step.launched = time.monotonic()
         except Exception as error:
             self._fail_step(rows, error)
             return None
@@ -228,7 +230,7 @@ class Engine:
         except Exception as error:
             self._fail_step(step.rows, error)
             return
-        self.speed.count(step.rows, len(drawn), step.started)
+        self.speed.count(step.rows, len(drawn), step.started, step.launched)
         self.jobs.commit(step.rows, drawn)
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:

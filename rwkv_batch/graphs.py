@@ -186,7 +186,9 @@ class DecodeGraphs:
 
     def _graph(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
         if (size, sampled) not in self._captured:
+            started = time.perf_counter()
             self._captured[size, sampled] = self._capture(size, sampled)
+            logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[size, sampled]
 
     @torch.inference_mode()

@@ -47,10 +47,10 @@ class JobTable:
 
     # Coming in -----------------------------------------------------------------------------------------------
 
-    def admit(self, job: Job, sink: Sink) -> None:
-        """Take a job. Raises ServiceError and leaves nothing behind when it cannot be taken."""
+    def admit(self, job: Job, sink: Sink, arrived: float) -> None:
+        """Take a job that came at `arrived` (time.monotonic). Raises ServiceError and leaves nothing behind if not."""
         self._check(job)
-        running = RunningJob(job, sink, unfinished=job.num_rows)
+        running = RunningJob(job, sink, unfinished=job.num_rows, submitted_at=arrived)
         rows = self._sequences(running)
         leased = [sequence for sequence in rows if sequence.request.session is not None]
         for sequence in rows:

@@ -48,7 +48,9 @@ class Launched:
     drawing: list[ScheduledRow]
     draws: list[tuple[list[int], bool, Fetch]] = field(default_factory=list)
     """per sampler: which of `drawing`, whether with log-probabilities, and what is on its way to the host"""
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.monotonic)
+    launched: float = 0.0
+    """when its launch ended"""
 
 
 class Machine:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
 
 from rwkv_batch.scheduler import ScheduledRow
 
+logger = logging.getLogger(__name__)
+
 WINDOW_S = 10.0
+STEPS_KEPT = 256
+
+
+class StepTime(NamedTuple):
+    """One step; times are of time.monotonic, in seconds."""
+
+    started: float
+    """its launch began"""
+    launched: float
+    """its launch ended: more than a few milliseconds after `started` if something had to be made first"""
+    ended: float
+    """its tokens were read"""
+    rows: int
+    tokens: int
 
 
 class Speed:
@@ -20,23 +41,44 @@ class Speed:
         self._last_end = 0.0
         self._window: list[tuple[float, int, int]] = []
         """(time, tokens drawn, tokens read) of coarse buckets, oldest first"""
+        self._steps: deque[StepTime] = deque(maxlen=STEPS_KEPT)
 
-    def count(self, rows: list[ScheduledRow], drawn: int, started: float) -> None:
-        """Count one step, launched at `started` (perf_counter); time that two steps share counts once."""
+    def count(self, rows: list[ScheduledRow], drawn: int, started: float, launched: float) -> None:
+        """Count one step whose tokens were just read; time that two steps share counts once.
+
+        rows: before their tokens are taken; `started`, `launched`: see StepTime.
+        """
         read = sum(row.num_tokens for row in rows)
         self.steps += 1
         self.drawn_tokens += drawn
         self.read_tokens += read
-        ended = time.perf_counter()
-        self.busy_s += ended - max(started, self._last_end)
-        self._last_end = ended
         now = time.monotonic()
+        self.busy_s += now - max(started, self._last_end)
+        self._last_end = now
+        self._steps.append(StepTime(started, launched, now, len(rows), read))
+        if logger.isEnabledFor(logging.DEBUG):
+            self._tell_first_tokens(rows)
         if self._window and now - self._window[-1][0] < 0.25:
             began, drawn_before, read_before = self._window[-1]
             self._window[-1] = (began, drawn_before + drawn, read_before + read)
         else:
             self._window = [entry for entry in self._window if now - entry[0] < WINDOW_S]
             self._window.append((now, drawn, read))
+
+    def _tell_first_tokens(self, rows: list[ScheduledRow]) -> None:
+        """Log how each row came to its first token: the wait until its step was launched, and all steps meanwhile."""
+        step = self._steps[-1]
+        for row in rows:
+            if not row.draws or row.sequence.output.tokens:
+                continue
+            since = row.sequence.job.submitted_at
+            told = {
+                "prompt_tokens": row.sequence.prompt_tokens,
+                "first_token_ms": round((step.ended - since) * 1e3, 1),
+                "waited_ms": round((step.started - since) * 1e3, 1),
+                "steps": [_told(one) for one in self._steps if one.ended > since],
+            }
+            logger.debug("first token %s", msgspec.json.encode(told).decode())
 
     def figures(self) -> dict[str, float | int]:
         """Plain data for /status and /metrics; rates over the last ten seconds."""
@@ -51,3 +93,12 @@ class Speed:
             "drawn_tokens_per_s": round(sum(entry[1] for entry in recent) / span, 1),
             "read_tokens_per_s": round(sum(entry[2] for entry in recent) / span, 1),
         }
+
+
+def _told(step: StepTime) -> dict[str, float | int]:
+    return {
+        "ms": round((step.ended - step.started) * 1e3, 1),
+        "launch_ms": round((step.launched - step.started) * 1e3, 1),
+        "rows": step.rows,
+        "tokens": step.tokens,
+    }

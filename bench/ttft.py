@@ -1,0 +1,124 @@
+"""Time to first token of single requests beside bulk streams, request by request, with what the engine says of each.
+
+`--concurrency` clients stream `--max-tokens` tokens each; after `--settle` seconds, `--requests` requests with
+longer prompts come one after another. For each: what the client saw; how long it waited until a step that read the
+end of its prompt was launched; and the steps that ended meanwhile, as milliseconds from launch to tokens (of which
+launching, if that took long), rows and tokens. Steps overlap: the next is launched while the last one runs. A graph
+that had to be captured in the middle is named. The service is started here, with --log-level debug.
+
+    python -m bench.ttft --concurrency 320 --requests 12 --model-path FILE --wkv-state fp16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import re
+import tempfile
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from bench.http_load import Load, drive, over_http
+from bench.serve import machine, percentile, service, summary
+
+LONG_LAUNCH_MS = 20.0
+_FIRST_TOKEN = re.compile(r"first token (\{.*\})")
+_CAPTURED = re.compile(r"captured a graph of \d+ rows in \d+ ms")
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest for the service."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=int, default=320)
+    parser.add_argument("--max-tokens", type=int, default=700)
+    parser.add_argument("--bulk-words", type=int, default=16)
+    parser.add_argument("--chunk-size", type=int, default=4)
+    parser.add_argument("--client-processes", type=int, default=4)
+    parser.add_argument("--settle", type=float, default=2.5, help="seconds from the bulk clients' start")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--words", type=int, default=60, help="of the single requests' prompts")
+    return parser.parse_known_args()
+
+
+def loads(options: argparse.Namespace) -> tuple[Load, Load]:
+    """The bulk, and one request."""
+    route = "/v1/chat/completions"
+    bulk = Load(route, options.concurrency, 1, 1, options.max_tokens, options.bulk_words, options.chunk_size, True, "")
+    return bulk, Load(route, 1, 1, 1, 8, options.words, 1, True, "")
+
+
+def ask(load: Load, url: str, number: int) -> float:
+    """One request: seconds until its first token, 0 if it failed."""
+    address = urllib.parse.urlsplit(url)
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    drive(load, address.hostname or "", address.port or 80, [number], results)
+    _, _, [(first, _, failed)] = results.get()
+    if failed:
+        print(f"request {number} failed: {failed}")
+    return float(first)
+
+
+def told(log: str, least_prompt: int) -> list[dict[str, Any]]:
+    """What the engine's log says of each single request; those with shorter prompts are the bulk's."""
+    entries: list[dict[str, Any]] = []
+    captured: list[str] = []
+    for line in log.splitlines():
+        if found := _CAPTURED.search(line):
+            captured.append(found.group())
+        elif found := _FIRST_TOKEN.search(line):
+            entry = json.loads(found.group(1))
+            if entry["prompt_tokens"] >= least_prompt:
+                entries.append({**entry, "captured": captured})
+                captured = []
+    return entries
+
+
+def describe(step: dict[str, Any]) -> str:
+    """One step in a few characters: 12.7ms(321r,400t), with +90 if launching alone took 90 ms."""
+    launching = f"+{step['launch_ms']:.0f}" if step["launch_ms"] > LONG_LAUNCH_MS else ""
+    return f"{step['ms']}{launching}ms({step['rows']}r,{step['tokens']}t)"
+
+
+def main() -> None:
+    """Measure and print; the last line is JSON."""
+    options, flags = parse()
+    bulk, single = loads(options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        with path.open("wb") as log, service([*flags, "--log-level", "debug"], log) as url:
+            over_http(Load(**{**vars(bulk), "concurrency": 2, "max_tokens": 8}), url, 1)
+            runs: list[dict[str, Any]] = []
+            thread = threading.Thread(target=lambda: runs.append(over_http(bulk, url, options.client_processes)))
+            thread.start()
+            started = time.perf_counter()
+            time.sleep(options.settle)
+            seen = [(time.perf_counter() - started, ask(single, url, 1000 + n)) for n in range(options.requests)]
+            over_at = time.perf_counter() - started
+            thread.join()
+        entries = told(path.read_text(errors="replace"), options.words)
+    print("  sent s  client ms  engine ms  waited ms  steps")
+    for (at, first), entry in zip(seen, entries, strict=False):
+        engine = f"{entry['first_token_ms']:10.1f} {entry['waited_ms']:10.1f}"
+        steps = " ".join([*map(describe, entry["steps"]), *entry["captured"]])
+        print(f"{at:8.2f} {first * 1e3:10.1f} {engine}  {steps}")
+    firsts = [first for _, first in seen]
+    report = {
+        **machine(),
+        "flags": flags,
+        "load": vars(bulk),
+        "ttft_ms": [round(first * 1e3, 1) for first in firsts],
+        "ttft_ms_p50": percentile(firsts, 0.5),
+        "ttft_ms_max": percentile(firsts, 1.0),
+        "requests_ended_s": round(over_at, 2),
+        "engine": entries,
+        "bulk": summary(bulk, runs[0]),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
