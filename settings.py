@@ -170,7 +170,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("prefill_tokens_per_step", _COUNT, "prompt tokens that ride along in a step; 0: by device"),
         Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
         Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),
-        Flag("warmup", _yes_or_no, "run every kernel once before serving"),
+        Flag("warmup", _yes_or_no, "on a GPU, run every kind of step once before serving"),
         Flag("overlap", _yes_or_no, "launch a step before the last one has been read"),
         Flag("overlap_on_cpu", _yes_or_no, "the same on a CPU, where it gains nothing; for tests"),
         Flag("threads", _whole(0, 4096), "compute threads on a CPU; 0: all cores"),

@@ -31,7 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk: int = 512
     """Most prompt tokens of one row in one step."""
     gpu_memory_utilization: float = 0.9
-    warmup: bool = False
+    warmup: bool = True
+    """Run every kind of step once before serving (on a GPU), so that no request waits for its first time."""
     overlap: bool = True
     """Launch step n+1 before the host has read step n, where the device allows it."""
     overlap_on_cpu: bool = False

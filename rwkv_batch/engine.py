@@ -19,6 +19,7 @@ from rwkv_batch.jobs import JobTable
 from rwkv_batch.machine import Launched, Machine
 from rwkv_batch.request import Job
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.sequence import Phase
 from rwkv_batch.session_files import SessionFiles
 from rwkv_batch.slot_keeper import SlotKeeper, as_service_error
 from rwkv_batch.speed import Speed
@@ -43,7 +44,7 @@ class Engine:
         self._dead: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.speed = Speed()
-        self._in_flight: Launched | None = None
+        self._in_flight: list[Launched] = []
         self._files = SessionFiles(self._put, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
@@ -190,9 +191,7 @@ class Engine:
     def step(self) -> bool:
         """The plain loop, which is the definition: schedule to delivery. Returns whether there was work."""
         rows = self._schedule()
-        step = self._launch(rows)
-        self._conclude(step)
-        self.jobs.deliver()
+        self._conclude(self._launch(rows))
         return bool(rows)
 
     def step_overlapped(self) -> bool:
@@ -200,46 +199,60 @@ class Engine:
         rows = self._schedule()
         last, self._in_flight = self._in_flight, self._launch(rows)
         self._conclude(last)
-        self.jobs.deliver()
-        return bool(rows) or last is not None
+        return bool(rows or last)
 
     def _schedule(self) -> list[ScheduledRow]:
         self.machine.pool.poll()
         self.jobs.expire(time.monotonic())
         return self.scheduler.schedule()
 
-    def _launch(self, rows: list[ScheduledRow]) -> Launched | None:
-        """Start a step; a failure ends the step's jobs and not the engine."""
-        if not rows:
-            return None
-        try:
-            step = self.machine.launch(rows)
-            step.launched = time.monotonic()
-        except Exception as error:
-            self._fail_step(rows, error)
-            return None
-        self.jobs.launched(rows)
-        return step
+    def _launch(self, rows: list[ScheduledRow]) -> list[Launched]:
+        """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
+        launched: list[Launched] = []
+        for planned in self.machine.parts(rows):
+            part = [row for row in planned if row.sequence.phase is not Phase.DONE]  # else its job has failed just now
+            if not part:
+                continue
+            try:
+                step = self.machine.launch(part)
+                step.launched = time.monotonic()
+            except Exception as error:
+                self._fail_step(part, error)
+                continue
+            self.jobs.launched(part)
+            launched.append(step)
+        return launched
 
-    def _conclude(self, step: Launched | None) -> None:
-        """Read what a step has drawn and act on it."""
-        if step is None:
-            return
-        try:
-            drawn = self.machine.read(step)
-        except Exception as error:
-            self._fail_step(step.rows, error)
-            return
-        self.speed.count(step.rows, len(drawn), step.started, step.launched)
-        self.jobs.commit(step.rows, drawn)
+    def _conclude(self, launched: list[Launched]) -> None:
+        """Read what a step has drawn, act on it and tell of it, each part as soon as it is there."""
+        for step in launched:
+            try:
+                drawn = self.machine.read(step)
+            except Exception as error:
+                self._fail_step(step.rows, error)
+                continue
+            self.speed.count(step.rows, len(drawn), step.started, step.launched)
+            self.jobs.commit(step.rows, drawn)
+            self.jobs.deliver()
+        self.jobs.deliver()  # of rows that ended without a step
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)
-        if self.machine.is_lost(error):
+        if self.machine.is_lost():
             raise error
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
-        for job in {row.sequence.job for row in rows}:
+        if self.machine.is_out_of_memory(error):
+            info = _no_memory()
+        for job in {row.sequence.job for row in rows if row.sequence.phase is not Phase.DONE}:
             self.jobs.fail(job, info)
+
+
+def _no_memory() -> ErrorInfo:
+    return ErrorInfo(
+        kind=ErrorKind.OVERLOADED,
+        message="the device has too little memory for this step; try again in a moment, or send fewer rows at once",
+        retry_after_s=5,
+    )
 
 
 def _draining_error() -> ServiceError:

@@ -3,7 +3,7 @@
 Engine thread only. How a loop uses it:
 
     graphs = DecodeGraphs(stage, max_rows=960, sampler=rapid)   # nothing is captured yet
-    graphs.warm_up()                                            # optional: capture all sizes now (--warmup)
+    graphs.warm_up()                                            # capture all sizes now, not each when it is first met
     graphs.remember([seat], first_tokens)                       # after a prefill: the token each seat feeds next
     drawn = graphs.run(seats, read_slots, write_slots)          # [B] int64 on the device; returns at once
     host = graphs.to_host(drawn)                                # starts the copy; host.read() waits for it
@@ -11,7 +11,8 @@ Engine thread only. How a loop uses it:
 Each `run` embeds `last_tokens[seat]`, runs all layers, draws and writes the token back to `last_tokens[seat]`, so
 step n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row
 that has to be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same
-without the draw, for steps whose rows need a sampler that has no device face.
+without the draw, for steps whose rows need a sampler that has no device face. A graph that cannot be captured
+raises CaptureError before any row's state has changed, so the step may be run without.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ ZERO_SLOT = 0
 DUMMY_SLOT = 1
 STAGING_BUFFERS = 4
 WARM_UP_RUNS = 2
+
+
+class CaptureError(RuntimeError):
+    """A step could not be recorded, most likely for want of memory; nothing of it has run."""
 
 
 @runtime_checkable
@@ -95,7 +100,7 @@ class StepBuffers:
             array[:rows] = value
             array[rows:] = padding
         self._device.copy_(staging, non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device.device))
 
     def _views(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         n = self._max_rows * 8
@@ -120,6 +125,8 @@ class DecodeGraphs:
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self._device)
         self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(self._device)
+        """all graphs are captured on it: cuBLAS keeps a work space for every stream it has seen"""
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None
 
@@ -135,7 +142,7 @@ class DecodeGraphs:
         return None
 
     def warm_up(self) -> None:
-        """Capture every size now, largest first, so that the smaller ones fit into its memory."""
+        """Capture every size with its draw now, largest first, so that the smaller ones fit into its memory."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             self._graph(size, True)
@@ -163,9 +170,7 @@ class DecodeGraphs:
         """Start copying drawn tokens to the host."""
         pinned = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
         pinned.copy_(drawn, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return HostTokens(pinned, event)
+        return HostTokens(pinned, torch.cuda.current_stream(self._device).record_event())
 
     def _kept_logits(self) -> Tensor:
         """[rows, V] fp32: where graphs without a draw leave their logits; made when first needed."""
@@ -193,18 +198,20 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
-        self._buffers.fill([], [], [], self.dummy_seat)
-        if not sampled:
-            self._kept_logits()
-        torch.cuda.synchronize(self._device)
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                self._step(size, sampled)
-        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            self._step(size, sampled)
+        try:
+            self._buffers.fill([], [], [], self.dummy_seat)
+            if not sampled:
+                self._kept_logits()
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(self._stream):  # also brings the stream back that was current, whatever happens
+                for _ in range(WARM_UP_RUNS):
+                    self._step(size, sampled)
+                self._stream.synchronize()
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    self._step(size, sampled)
+        except RuntimeError as error:
+            raise CaptureError(f"a decode graph of {size} rows could not be captured: {_reason(error)}") from error
         return graph
 
     def _step(self, size: int, sampled: bool) -> None:
@@ -227,6 +234,13 @@ class DecodeGraphs:
             self.last_tokens[seats] = drawn
         else:
             self._kept_logits()[:size].copy_(logits)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first: ending a broken capture raises another error over it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def padded_sizes(max_rows: int) -> list[int]:

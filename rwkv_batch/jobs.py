@@ -269,16 +269,17 @@ class JobTable:
                 self._send_finish(sequence, reason)
 
     def fail(self, job: RunningJob, error: ErrorInfo) -> None:
-        """End a job because the engine failed under it."""
+        """End a job because the engine failed under it; rows that were told of their end may still be reading."""
         self._scheduler.forget_waiting(job)
-        for sequence in list(job.live):
+        for sequence in dict.fromkeys([*job.live, *self._scheduler.running_of(job)]):
             self._leased.pop(sequence, None)
             self._keeper.release(sequence)
             self._scheduler.remove(sequence)
         job.live.clear()
-        self._jobs.pop(job.job.job_id, None)
         self._news.pop(job, None)
-        job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=error))
+        if self._jobs.get(job.job.job_id) is job:
+            del self._jobs[job.job.job_id]
+            job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=error))
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every job."""

@@ -17,7 +17,7 @@ from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fetch import Fetch
-from rwkv_batch.graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.graphs import DUMMY_SLOT, ZERO_SLOT, CaptureError, DecodeGraphs, DeviceSampler
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.scheduler import Limits, ScheduledRow
@@ -80,20 +80,22 @@ class Machine:
         self.sampler_refusals: dict[str, str] = {}
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
-        if self._graphs is not None and config.warmup:
-            self._graphs.warm_up()
         self._last_tokens = (
             self._graphs.last_tokens
             if self._graphs is not None
             else torch.zeros(self.limits.max_running, dtype=torch.int64, device=self.device)
         )
         """[seats] the token each row has drawn last"""
+        if config.warmup and self.device.type == "cuda":
+            self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
 
     def on_thread_start(self) -> None:
         """The engine's thread begins: thread-local settings of torch."""
         if self._config.threads:
             torch.set_num_threads(self._config.threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def device_names(self) -> list[str]:
         """The stages' devices."""
@@ -114,20 +116,23 @@ class Machine:
 
     def _affordable_rows(self, wanted: int) -> int:
         """Rows whose slots fit into the memory that is left."""
-        if self.device.type == "cuda":
-            budget = min(self._free_gpu_bytes(device) for device in set(self.pipeline.devices))
-        else:
-            budget = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
-        fitting = budget // self.pipeline.slot_bytes - self._parked_slots()
+        shares = {device: self.pipeline.slot_bytes_on(device) for device in set(self.pipeline.devices)}
+        device = min(shares, key=lambda device: self._free_bytes(device) // shares[device])
+        free, share = self._free_bytes(device), shares[device]
+        fitting = free // share - self._parked_slots()
         if fitting < 1:
             raise StartupError(
-                f"too little memory: {budget >> 20} MiB are left for states, one takes "
-                f"{self.pipeline.slot_bytes >> 20} MiB and {self._parked_slots()} are set aside; "
+                f"too little memory: {free >> 20} MiB are left for states on {device}, one takes "
+                f"{share >> 20} MiB there and {self._parked_slots()} are set aside; "
                 "lower --l1-sessions and --prefix-cache-slots, or use a smaller model"
             )
         return min(wanted, fitting * 8 // 9 or 1)
 
-    def _free_gpu_bytes(self, device: torch.device) -> int:
+    def _free_bytes(self, device: torch.device) -> int:
+        """Memory of a device that slots may take."""
+        if device.type != "cuda":
+            return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
+        torch.cuda.empty_cache()  # what loading has left over
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - self._config.gpu_memory_utilization) * total)
 
@@ -151,6 +156,32 @@ class Machine:
         assert isinstance(sampler, DeviceSampler)
         return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler)
 
+    def _warm_up(self) -> None:
+        """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
+
+        Prompts are read from the zero state into the dummy slot: one of each length up to the chunk, then as much as
+        a step may hold with all the logits it may want. The memory which that takes serves all later steps.
+        """
+        started = time.perf_counter()
+        if self._graphs is not None:
+            try:
+                self._graphs.warm_up()
+            except CaptureError as error:
+                self._give_up_graphs(error)
+        rows, chunk = self.limits.max_running, self.limits.prefill_chunk
+        steps = [[2**i] for i in range(chunk.bit_length())]
+        steps.append([1 + self.limits.prefill_tokens_per_step // rows] * rows)
+        for lengths in steps:
+            prompts = [[0] * length for length in lengths]
+            count = len(lengths)
+            self.pipeline.forward(step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, list(range(count))))
+        torch.cuda.synchronize(self.device)
+        logger.info("warmed up in %.1f s", time.perf_counter() - started)
+
+    def _give_up_graphs(self, error: CaptureError) -> None:
+        logger.error("decoding goes on without graphs: %s", error)
+        self._graphs, self.graph_refusal = None, str(error)
+
     # Steps ---------------------------------------------------------------------------------------------------
 
     def sampler(self, name: str) -> Sampler:
@@ -169,17 +200,31 @@ class Machine:
         """Ids that never add to the penalty count, those beyond this model's vocabulary left out."""
         return [i for i in self.tokenizer.countless_ids if i < self.vocab]
 
+    def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
+        """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
+        parts = [rows]
+        if self._graphs is not None:
+            by_graph = [row.sequence.last_is_drawn for row in rows]
+            parts = [
+                [row for row, is_by_graph in zip(rows, by_graph, strict=True) if is_by_graph is wanted]
+                for wanted in (False, True)
+            ]
+        return [part for part in parts if part]
+
     @torch.inference_mode()
     def launch(self, rows: list[ScheduledRow]) -> Launched:
-        """Start one step: read the rows' tokens, draw for those that draw. Does not wait for the device."""
+        """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device."""
         step = Launched(rows, [row for row in rows if row.draws])
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(step.drawing):
             groups.setdefault(row.sequence.job.job.sampler, []).append(i)
         if self._graphs is not None and all(row.sequence.last_is_drawn for row in rows):
-            self._launch_graph(self._graphs, step, groups)
-        else:
-            self._draw_groups(step, groups, self.pipeline.forward(self._inputs(rows)))
+            try:
+                self._launch_graph(self._graphs, step, groups)
+                return step
+            except CaptureError as error:
+                self._give_up_graphs(error)
+        self._draw_groups(step, groups, self.pipeline.forward(self._inputs(rows)))
         return step
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, groups: dict[str, list[int]]) -> None:
@@ -253,9 +298,23 @@ class Machine:
             news.append((token, TokenLogprob(table[token], chosen[i], rivals)))
         return news
 
-    def is_lost(self, error: Exception) -> bool:
-        """Whether the device cannot be used after this failure, so that the process has to be replaced."""
-        return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+    def is_lost(self) -> bool:
+        """Whether a device cannot be used any more after a failed step, so that the process has to be replaced.
+
+        An error inside a kernel stays with the device and comes back at every call; others do not.
+        """
+        try:
+            for device in set(self.pipeline.devices):
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+        except RuntimeError:
+            return True
+        return False
+
+    @staticmethod
+    def is_out_of_memory(error: Exception) -> bool:
+        """Whether a step failed for want of memory, so that a later one may succeed."""
+        return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data."""

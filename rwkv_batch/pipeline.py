@@ -36,6 +36,10 @@ class Pipeline:
         """Bytes of one sequence's state over all stages."""
         return sum(stage.slot_bytes for stage in self.stages)
 
+    def slot_bytes_on(self, device: torch.device) -> int:
+        """Bytes of one sequence's state on one of the devices."""
+        return sum(stage.slot_bytes for stage in self.stages if stage.precision.device == device)
+
     def allocate_slots(self, num_slots: int) -> None:
         """Take the slots' memory on every device."""
         for stage in self.stages:

@@ -205,7 +205,7 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
     with started_engine(model) as engine:
         running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
         assert running.started.wait(30)
-        monkeypatch.setattr(engine.machine, "is_lost", lambda error: True)
+        monkeypatch.setattr(engine.machine, "is_lost", lambda: True)
         monkeypatch.setattr(engine.machine, "launch", lambda rows: 1 / 0)
         lost = running.wait().events[-1].error
         assert lost is not None and lost.kind is ErrorKind.ENGINE_LOST

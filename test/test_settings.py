@@ -37,10 +37,10 @@ def test_defaults_are_those_of_the_config_structs() -> None:
 
 
 def test_the_command_line_wins_over_the_environment() -> None:
-    settings = parse_settings(["--port", "9"], {"RWKV_PORT": "8", "RWKV_L1_SESSIONS": "3", "RWKV_WARMUP": "yes"})
+    settings = parse_settings(["--port", "9"], {"RWKV_PORT": "8", "RWKV_L1_SESSIONS": "3", "RWKV_WARMUP": "no"})
     assert settings.http.port == 9
     assert settings.engine.pool.l1_sessions == 3
-    assert settings.engine.warmup is True
+    assert settings.engine.warmup is False
     assert parse_settings([], {"RWKV_PORT": ""}).http.port == 8000
 
 

@@ -1,0 +1,153 @@
+"""Steps in two parts, as on a GPU: rows that decode by a graph, beside rows that read. The graph is a stand-in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.batch import StepInputs, step_inputs
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.graphs import CaptureError
+from rwkv_batch.machine import Machine
+from rwkv_batch.request import GenerateRequest
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
+
+
+class StandIn:
+    """What `DecodeGraphs` does, without a GPU: one step over rows that read the token they drew last."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.steps: list[int] = []
+        """rows of each step"""
+        self.fails = False
+
+    def run_logits(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
+        if self.fails:
+            raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
+        self.steps.append(len(seats))
+        tokens = self._machine._last_tokens[list(seats)].tolist()
+        rows = list(range(len(seats)))
+        inputs = step_inputs([[token] for token in tokens], list(read_slots), list(write_slots), rows)
+        return self._machine.pipeline.forward(inputs)
+
+    def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
+        logits = self.run_logits(seats, read_slots, write_slots)
+        drawn = self._machine.sampler("").sample(logits, list(seats)).token_ids
+        self._machine._last_tokens[list(seats)] = drawn
+        return drawn
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["plain", "overlapped"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
+    with started_engine(model, pool, overlap_on_cpu=request.param == "overlapped") as engine:
+        engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
+        yield engine
+
+
+def graphs(engine: Engine) -> StandIn:
+    found = engine.machine._graphs
+    assert isinstance(found, StandIn)
+    return found
+
+
+def mixture() -> list[GenerateRequest]:
+    """Rows of many lengths and kinds, some with log-probabilities, some that several rows share."""
+    rows = [
+        ask("x" * (1 + 7 * i % 90), max_tokens=1 + i % 30, sampling=SamplingParams(seed=i, top_k=20)) for i in range(90)
+    ]
+    rows += [ask("told", sampling=SamplingParams(temperature=0.0, top_logprobs=2)), ask("many", n=5)]
+    return rows
+
+
+def test_two_parts_draw_what_one_draws(model: Path, engine: Engine) -> None:
+    with started_engine(model) as whole:
+        wanted = run(whole, *mixture()).all_texts
+    assert run(engine, *mixture()).all_texts == wanted
+    assert graphs(engine).steps
+
+
+def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
+    bulk = submit(engine, *[ask("bulk", max_tokens=200, ignore_eos=True)] * 20)
+    assert bulk.answered.wait(30)
+    while not graphs(engine).steps:
+        time.sleep(0.001)
+    graphs(engine).steps.clear()
+    run(engine, ask("a long prompt " * 60, max_tokens=3))
+    assert graphs(engine).steps[:4] == [20] * 4, "the prompt's chunks leave the decoding rows alone"
+    bulk.wait()
+
+
+def test_sessions_go_on(model: Path, engine: Engine) -> None:
+    with started_engine(model, PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)) as whole:
+        wanted = [run(whole, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)]
+    crowd = submit(engine, *[ask("bulk", max_tokens=300, ignore_eos=True)] * 10)
+    assert [run(engine, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)] == wanted
+    engine.cancel(crowd.job.job_id)
+    crowd.wait()
+
+
+def test_a_graph_that_cannot_be_captured_is_done_without(model: Path, engine: Engine) -> None:
+    with started_engine(model) as whole:
+        wanted = run(whole, *mixture()).all_texts
+    graphs(engine).fails = True
+    assert run(engine, *mixture()).all_texts == wanted
+    assert "could not be captured" in call(engine, "status")["decode_graphs"]
+
+
+def test_too_little_memory_for_prompts_ends_those_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = call(engine, "status")["free_slots"]
+    forward = engine.machine.pipeline.forward
+
+    def refusing(inputs: StepInputs) -> Tensor:
+        if inputs.max_seqlen > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(inputs)
+
+    bulk = submit(engine, *[ask("bulk", max_tokens=60, ignore_eos=True)] * 5)
+    monkeypatch.setattr(engine.machine.pipeline, "forward", refusing)
+    large = submit(engine, ask("a long prompt " * 30), ask("short")).wait()
+    error = large.events[-1].error
+    assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
+    assert all(finish.completion_tokens == 60 for finish in bulk.wait().finishes.values())
+    assert run(engine, ask("short")).finishes[0].completion_tokens == 16
+    assert call(engine, "status")["free_slots"] == free
+
+
+def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with rows in both parts, a row that was cancelled in flight, a session that is closing."""
+    free = call(engine, "status")["free_slots"]
+    launch, failing = engine.machine.launch, threading.Event()
+
+    def sometimes(rows: list) -> object:  # type: ignore[type-arg]
+        if failing.is_set() and any(row.num_tokens > 1 for row in rows):
+            raise RuntimeError("broken")
+        return launch(rows)
+
+    monkeypatch.setattr(engine.machine, "launch", sometimes)
+    both = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), ask("y " * 5000, max_tokens=2))
+    jobs: list[Running] = [submit(engine, turn(f"c{i}", "hello " * 40, max_tokens=4)) for i in range(4)]
+    assert both.answered.wait(30)
+    failing.set()
+    assert both.wait().events[-1].error is not None
+    for job in jobs:
+        job.wait()
+    failing.clear()
+    run(engine, ask("x", max_tokens=2))
+    call(engine, "session_delete", session_id="c", delete_prefix=True)
+    assert call(engine, "status")["free_slots"] == free

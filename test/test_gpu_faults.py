@@ -1,0 +1,162 @@
+"""What goes wrong on a GPU: graphs that cannot be captured, memory that runs out, a kernel that breaks the device."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.files import ensure_model
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import GenerateRequest
+from test.harness import Running, ask, call, run, started_engine, submit
+from test.test_gpu_engine import same, translations
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 128, "prefill_tokens_per_step": 2048}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return ensure_model()
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[bytes]:
+    with started_engine(model, **ON_GPU) as engine:
+        assert call(engine, "status")["decode_graphs"] == "used"
+        return run(engine, *translations(30)).all_texts
+
+
+def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
+    """Memory runs out while a graph is being captured: at the draw, or in the middle of a layer, on a side stream."""
+    from rwkv_batch.kernels.cuda_library import Kernels
+    from sampling.rapid import RapidSampler
+
+    def refuse() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory (for a test)")
+
+    if where == "draw":
+        draw = RapidSampler.sample_on_device
+
+        def drawing(self: RapidSampler, logits: Tensor, seats: Tensor, out: Tensor) -> None:
+            refuse()
+            draw(self, logits, seats, out)
+
+        patch.setattr(RapidSampler, "sample_on_device", drawing)
+        return
+    launch = Kernels.call
+
+    def calling(self: Kernels, name: str, *args: object) -> None:
+        if name == "rwkv_low_rank_act":
+            refuse()
+        launch(self, name, *args)
+
+    patch.setattr(Kernels, "call", calling)
+
+
+@pytest.mark.parametrize("warmup", [True, False], ids=["at start", "at first use"])
+@pytest.mark.parametrize("where", ["draw", "side stream"])
+def test_without_graphs_when_they_cannot_be_captured(
+    model: Path, wanted: list[bytes], warmup: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_memory_while_capturing(monkeypatch, where)
+    with started_engine(model, warmup=warmup, **ON_GPU) as engine:
+        first = run(engine, *translations(30)).all_texts
+        assert same(first, wanted) >= 0.95
+        assert "OutOfMemoryError: CUDA out of memory (for a test)" in call(engine, "status")["decode_graphs"]
+        assert run(engine, *translations(30)).all_texts == first
+
+
+@contextmanager
+def no_memory_left() -> Iterator[None]:
+    """All of the GPU's free memory is taken, past torch's allocator, so that what torch has reserved stays its own."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    taken: list[ctypes.c_uint64] = []
+    size = 1 << 34
+    with torch.cuda.device(0):
+        while size >= 1 << 20:
+            place = ctypes.c_uint64()
+            if driver.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(size)) == 0:
+                taken.append(place)
+            else:
+                size >>= 1
+        try:
+            yield
+        finally:
+            for place in taken:
+                assert driver.cuMemFree_v2(place) == 0
+
+
+def prompts(rows: int, tokens: int) -> list[GenerateRequest]:
+    return [ask([300 + i] * tokens, max_tokens=3) for i in range(rows)]
+
+
+def ended(job: Running) -> ErrorKind | None:
+    """The kind of error a job ends with."""
+    error = job.wait().events[-1].error
+    return None if error is None else error.kind
+
+
+def test_what_was_warmed_up_needs_no_more_memory(model: Path) -> None:
+    """The largest step and many others, with no byte left to take."""
+    with started_engine(model, **ON_GPU) as engine, no_memory_left():
+        before = torch.cuda.memory_stats(0)["num_device_alloc"]
+        shapes = ((128, 64), (40, 3), (7, 300), (1, 900), (100, 1))
+        jobs = [submit(engine, *prompts(rows, tokens)) for rows, tokens in shapes]
+        jobs.append(submit(engine, *translations(60)))
+        assert [ended(job) for job in jobs] == [None] * len(jobs)
+        assert torch.cuda.memory_stats(0)["num_device_alloc"] == before
+
+
+def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path) -> None:
+    with started_engine(model, warmup=False, **ON_GPU) as engine:
+        run(engine, ask("x", max_tokens=3))
+        free = call(engine, "status")["free_slots"]
+        torch.cuda.empty_cache()
+        with no_memory_left():
+            refused = submit(engine, *prompts(128, 64)).wait()
+        error = refused.events[-1].error
+        assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
+        assert ended(submit(engine, *prompts(128, 64))) is None
+        assert call(engine, "status")["free_slots"] == free
+
+
+BROKEN = """
+import sys
+from test.harness import ask, started_engine, submit
+from demo.files import ensure_model
+
+def breaking(engine):
+    engine.machine._last_tokens.fill_(10**9)  # no such token: reading its embedding breaks the device, inside a graph
+
+with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_tokens_per_step=256) as engine:
+    job = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True, chunk_size=1))
+    assert job.started.wait(60)
+    engine._put(lambda: breaking(engine))
+    print("ended", job.wait().events[-1].error.kind, flush=True)
+    engine._thread.join(60)
+    late = submit(engine, ask("x"))
+    print("alive", engine.is_alive, late.refusal.info.kind, flush=True)
+sys.exit(7)
+"""
+
+
+def test_a_graph_that_breaks_the_device_ends_the_process_in_order() -> None:
+    """Everyone is told; then the process can end, and the supervisor starts another."""
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=240, check=False)
+    assert "ended engine_lost" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "alive False engine_lost" in done.stdout
+    assert done.returncode == 7, done.stderr[-3000:]
