@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from native.transfer import pinned
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -33,13 +35,13 @@ class StepInputs:
     """[T] int64: the row of each token; made on the device by a backend that needs it"""
 
     def to(self, device: torch.device) -> StepInputs:
-        """The same inputs on another device, copied without blocking."""
+        """The same inputs on another device, copied without waiting for what that is doing."""
         return StepInputs(
-            tokens=self.tokens.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
-            read_slots=self.read_slots.to(device, non_blocking=True),
-            write_slots=self.write_slots.to(device, non_blocking=True),
-            logit_tokens=self.logit_tokens.to(device, non_blocking=True),
+            tokens=pinned(self.tokens, device).to(device, non_blocking=True),
+            cu_seqlens=pinned(self.cu_seqlens, device).to(device, non_blocking=True),
+            read_slots=pinned(self.read_slots, device).to(device, non_blocking=True),
+            write_slots=pinned(self.write_slots, device).to(device, non_blocking=True),
+            logit_tokens=pinned(self.logit_tokens, device).to(device, non_blocking=True),
             max_seqlen=self.max_seqlen,
         )
 

@@ -27,7 +27,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_rows: int = 8192
     """Rows admitted but not yet running; one more is refused with OVERLOADED."""
     prefill_tokens_per_step: int = 0
-    """Prompt tokens that ride along in one step; 0: decided by device."""
+    """Prompt tokens that are read in one step; 0: decided by device."""
+    prefill_tokens_beside: int = 0
+    """The same while rows decode, whose next tokens wait for them; 0: decided by device."""
     prefill_chunk: int = 512
     """Most prompt tokens of one row in one step."""
     gpu_memory_utilization: float = 0.9

@@ -26,6 +26,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from native.transfer import on_device
 from rwkv_batch.batch import StepInputs
 from rwkv_batch.stage import Stage
 
@@ -142,17 +143,18 @@ class DecodeGraphs:
         return None
 
     def warm_up(self) -> None:
-        """Capture every size with its draw now, largest first, so that the smaller ones fit into its memory."""
+        """Capture every size now, largest first, so that the smaller ones fit into its memory."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
-            self._graph(size, True)
-        logger.info("captured %d decode graphs in %.1f s", len(self.sizes), time.perf_counter() - started)
+            for sampled in (True, False):
+                self._graph(size, sampled)
+        logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
     def remember(self, seats: Sequence[int], tokens: Tensor | Sequence[int]) -> None:
         """The token that each seat feeds in its next step; a device tensor stays on the device."""
         values = torch.as_tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
-        self.last_tokens[torch.tensor(seats, device=self._device)] = values
+        self.last_tokens[on_device(seats, torch.int64, self._device)] = values
 
     @torch.inference_mode()
     def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:

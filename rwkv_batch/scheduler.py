@@ -3,7 +3,8 @@
 Fairness. Jobs take turns: a free seat goes to the job whose turn it is, and a job that already holds
 seats leaves the last few free for jobs that hold none, so that a bulk job of a thousand rows never
 keeps an interactive one waiting for a seat. Prompt tokens are shared out the same way: one chunk per
-job and round, until the step's budget is spent. Decoding rows are in every step.
+job and round, until the step's budget is spent. Decoding rows are in every step, and while there are some the
+budget is smaller, because the next token of each waits until the step ends.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Limits:
     max_waiting_rows: int
     prefill_tokens_per_step: int
     prefill_chunk: int
+    prefill_tokens_beside: int
+    """prompt tokens of a step in which rows decode"""
 
     @property
     def reserved_seats(self) -> int:
@@ -108,7 +111,8 @@ class Scheduler:
         self._admit_forked()
         self._admit()
         rows = [ScheduledRow(s, 1, s.draws) for s in self._running if s.num_unread == 1 and s.may_run]
-        return rows + self._prefill_rows()
+        limits = self.limits
+        return rows + self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)
 
     def _admit_forked(self) -> None:
         """Continuations first: they free the slots of the prompts they share."""
@@ -157,14 +161,13 @@ class Scheduler:
         self._running[sequence] = None
         self._slots.prepare(sequence)
 
-    def _prefill_rows(self) -> list[ScheduledRow]:
+    def _prefill_rows(self, budget: int) -> list[ScheduledRow]:
         """Prompt chunks within the budget: a chunk per job and round, none above its job's share, turns taken."""
         by_job: dict[RunningJob, deque[Sequence]] = {}
         for sequence in self._running:
             if sequence.num_unread > 1:
                 by_job.setdefault(sequence.job, deque()).append(sequence)
         rows: list[ScheduledRow] = []
-        budget = self.limits.prefill_tokens_per_step
         queues = deque(by_job.values())
         queues.rotate(-self._steps)
         share = max(LEAST_SHARE, budget // max(1, len(queues)))

@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from native.transfer import on_device
 from sampling.logprobs import raw_logprobs
 from sampling.naive import Plan, make_plan
 from sampling.params import Method, SamplingParams
@@ -107,9 +108,9 @@ def make_limits(table: SeatTable, seats: list[int]) -> Limits:
     top_p = [min(p.top_p, 1.0) if c else 1.0 for p, c in zip(params, cut, strict=True)]
     scale = [1.0 if is_greedy(p) else inverse_temperature(p) for p in params]
     return Limits(
-        scale=torch.tensor(scale, device=table.device),
-        top_k=torch.tensor(top_k, dtype=torch.int32, device=table.device),
-        top_p=torch.tensor(top_p, device=table.device),
+        scale=on_device(scale, torch.float32, table.device),
+        top_k=on_device(top_k, torch.int32, table.device),
+        top_p=on_device(top_p, torch.float32, table.device),
     )
 
 

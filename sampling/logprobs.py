@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from native.transfer import on_device
 from sampling.sampler import Logprobs
 
 
@@ -33,6 +34,6 @@ def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
     """log_softmax of these rows of logits [R, V]; None if there are none."""
     if not rows:
         return None
-    picked = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    picked = on_device(rows, torch.int64, logits.device)
     values = torch.log_softmax(logits[picked].float(), dim=1)
     return RawLogprobs(picked, values.nan_to_num_(nan=-float("inf"), neginf=-float("inf")))

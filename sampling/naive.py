@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from native.transfer import on_device
 from sampling import philox
 from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams
@@ -176,7 +177,12 @@ def make_plan(table: SeatTable, seats: list[int]) -> Plan:
             [params[row].alpha_presence, params[row].alpha_frequency, params[row].alpha_decay] for row in punished
         ]
         listed = [seats[row] for row in punished]
-        plan.penalised = (_ids(table, punished), _ids(table, listed), torch.tensor(alphas, device=table.device), listed)
+        plan.penalised = (
+            _ids(table, punished),
+            _ids(table, listed),
+            on_device(alphas, torch.float32, table.device),
+            listed,
+        )
     asked = [(row, p.top_logprobs) for row, p in enumerate(params) if p.top_logprobs is not None]
     plan.logprob_rows = [row for row, _ in asked]
     plan.num_logprobs = min(max((number for _, number in asked), default=0), table.vocab)
@@ -194,7 +200,7 @@ def _kind(params: SamplingParams, vocab: int) -> str | None:
 
 
 def _ids(table: SeatTable, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=table.device)
+    return on_device(values, torch.int64, table.device)
 
 
 def _group(table: SeatTable, seats: list[int], rows: list[int]) -> Group:
@@ -206,10 +212,10 @@ def _group(table: SeatTable, seats: list[int], rows: list[int]) -> Group:
         rows=_ids(table, rows),
         seats=_ids(table, listed),
         seeds=table.seeds(listed),
-        scale=torch.tensor([inverse_temperature(p) for p in params], device=table.device),
+        scale=on_device([inverse_temperature(p) for p in params], torch.float32, table.device),
         top_k=_ids(table, top_k),
-        top_p=torch.tensor(top_p, dtype=torch.float64, device=table.device),
-        noise=torch.tensor([p.noise for p in params], device=table.device),
+        top_p=on_device(top_p, torch.float64, table.device),
+        noise=on_device([p.noise for p in params], torch.float32, table.device),
         head=min(max(top_k), MAX_HEAD) + 1,
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from native import binding, build, machine
+from native.transfer import on_device, pinned
 from sampling.cpu import kind_of
 from sampling.logprobs import raw_logprobs
 from sampling.params import SamplingParams
@@ -173,7 +174,7 @@ class RapidSampler:
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.vocab} tokens")
         logits = (logits if logits.dtype is torch.float16 else logits.float()).contiguous()
         if self._seats is None or self._seats[0] != seats:
-            self._seats = (list(seats), torch.tensor(seats, dtype=torch.int32, device=self.device))
+            self._seats = (list(seats), on_device(seats, torch.int32, self.device))
         tokens = torch.empty(len(seats), dtype=torch.int64, device=self.device)
         self.sample_on_device(logits, self._seats[1], tokens)
         asked = [row for row, seat in enumerate(seats) if self._params[seat].top_logprobs is not None]
@@ -185,5 +186,6 @@ class RapidSampler:
 
 
 def _write(target: Tensor, source: ctypes.Structure | ctypes.Array[Entry]) -> None:
-    """Copy a C structure to bytes on the device; pageable memory is staged before the call returns."""
-    target.view(-1).copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8), non_blocking=True)
+    """Copy a C structure to bytes on the device."""
+    held = torch.frombuffer(bytearray(source), dtype=torch.uint8)
+    target.view(-1).copy_(pinned(held, target.device), non_blocking=True)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from native.transfer import on_device
 from sampling.params import Method, SamplingParams
 from sampling.philox import signed64
 
@@ -81,13 +82,13 @@ class SeatTable:
     def _write_bias(self, seat: int, bias: dict[int, float]) -> None:
         self.bias_ids = _widened(self.bias_ids, len(bias))
         self.bias_values = _widened(self.bias_values, len(bias))
-        self.bias_ids[seat, : len(bias)] = torch.tensor(list(bias), dtype=torch.int64, device=self.device)
-        self.bias_values[seat, : len(bias)] = torch.tensor(list(bias.values()), device=self.device)
+        self.bias_ids[seat, : len(bias)] = on_device(list(bias), torch.int64, self.device)
+        self.bias_values[seat, : len(bias)] = on_device(list(bias.values()), torch.float32, self.device)
 
     def seeds(self, seats: list[int]) -> Tensor:
         """The seeds' bits, [R] int64."""
         values = [signed64(self.params[seat].seed) for seat in seats]
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return on_device(values, torch.int64, self.device)
 
     def add_bias(self, logits: Tensor, rows: Tensor, seats: Tensor, counts: Tensor) -> None:
         """Add each seat's bias to its row, in place. logits [R, V]; rows, seats, counts [b] int64."""

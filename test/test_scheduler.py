@@ -30,9 +30,11 @@ class Slots:
         sequence.base = len(sequence.feed)
 
 
-def scheduler(seats: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16) -> tuple[Scheduler, Slots]:
+def scheduler(
+    seats: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, beside: int = 0
+) -> tuple[Scheduler, Slots]:
     source = Slots(slots)
-    return Scheduler(Limits(seats, 10_000, budget, chunk), source), source
+    return Scheduler(Limits(seats, 10_000, budget, chunk, beside or budget), source), source
 
 
 def job(rows: int, prompt_tokens: int = 1) -> tuple[RunningJob, list[Sequence]]:
@@ -124,6 +126,19 @@ def test_decoding_rows_are_in_every_step_whatever_is_read_beside_them() -> None:
         rows = plan.schedule()
         assert {row.sequence for row in decoding} <= {row.sequence for row in rows}
         read(rows)
+
+
+def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
+    plan, _ = scheduler(budget=64, beside=20, chunk=64)
+    plan.add(*job(1, prompt_tokens=70))
+    sizes = []
+    for turn in range(6):
+        if turn == 2:
+            plan.add(*job(1, prompt_tokens=50))
+        rows = plan.schedule()
+        sizes.append([row.num_tokens for row in rows])
+        read(rows)
+    assert sizes == [[64], [6], [1, 20], [1, 20], [1, 10], [1, 1]]
 
 
 def test_a_border_ends_a_chunk() -> None:
