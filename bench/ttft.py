@@ -28,6 +28,7 @@ from bench.serve import machine, percentile, service, summary
 LONG_LAUNCH_MS = 20.0
 _FIRST_TOKEN = re.compile(r"first token (\{.*\})")
 _CAPTURED = re.compile(r"captured a graph of \d+ rows in \d+ ms")
+_WORTH_SHOWING = re.compile(r"warmed up|decode graphs| ERROR | WARNING ")
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -62,12 +63,14 @@ def ask(load: Load, url: str, number: int) -> float:
     return float(first)
 
 
-def told(log: str, least_prompt: int) -> list[dict[str, Any]]:
-    """What the engine's log says of each single request; those with shorter prompts are the bulk's."""
+def told(lines: list[str], least_prompt: int) -> list[dict[str, Any]]:
+    """What the engine's log says of each single request; shorter prompts are the bulk's."""
     entries: list[dict[str, Any]] = []
     captured: list[str] = []
-    for line in log.splitlines():
-        if found := _CAPTURED.search(line):
+    for line in lines:
+        if "warmed up" in line:
+            captured.clear()
+        elif found := _CAPTURED.search(line):
             captured.append(found.group())
         elif found := _FIRST_TOKEN.search(line):
             entry = json.loads(found.group(1))
@@ -99,7 +102,10 @@ def main() -> None:
             seen = [(time.perf_counter() - started, ask(single, url, 1000 + n)) for n in range(options.requests)]
             over_at = time.perf_counter() - started
             thread.join()
-        entries = told(path.read_text(errors="replace"), options.words)
+        lines = path.read_text(errors="replace").splitlines()
+    entries = told(lines, options.words)
+    for line in filter(_WORTH_SHOWING.search, lines):
+        print(line)
     print("  sent s  client ms  engine ms  waited ms  steps")
     for (at, first), entry in zip(seen, entries, strict=False):
         engine = f"{entry['first_token_ms']:10.1f} {entry['waited_ms']:10.1f}"
