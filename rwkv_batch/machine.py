@@ -176,11 +176,18 @@ class Machine:
         rows, chunk = self.limits.max_running, self.limits.prefill_chunk
         steps = [[2**i] for i in range(chunk.bit_length())]
         steps.append([1 + self.limits.prefill_tokens_per_step // rows] * rows)
-        for lengths in steps:
-            prompts = [[0] * length for length in lengths]
-            count = len(lengths)
-            self.pipeline.forward(step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, list(range(count))))
-        torch.cuda.synchronize(self.device)
+        try:
+            for lengths in steps:
+                prompts, count = [[0] * length for length in lengths], len(lengths)
+                self.pipeline.forward(
+                    step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, list(range(count)))
+                )
+            torch.cuda.synchronize(self.device)
+        except torch.OutOfMemoryError as error:
+            raise StartupError(
+                f"too little memory on the GPU for a step of {sum(steps[-1])} tokens over {rows} rows; "
+                "lower --max-running, --prefill-tokens-per-step or --gpu-memory-utilization"
+            ) from error
         logger.info("warmed up in %.1f s", time.perf_counter() - started)
 
     def _give_up_graphs(self, error: CaptureError) -> None:

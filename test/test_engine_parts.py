@@ -15,8 +15,9 @@ from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.graphs import CaptureError
-from rwkv_batch.machine import Machine
+from rwkv_batch.machine import Launched, Machine
 from rwkv_batch.request import GenerateRequest
+from rwkv_batch.scheduler import ScheduledRow
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
@@ -93,6 +94,23 @@ def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
     bulk.wait()
 
 
+def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the first token of a new row is there before the next ones of all others."""
+    launch, parts = engine.machine.launch, []
+
+    def launching(rows: list[ScheduledRow]) -> Launched:
+        parts.append("read" if rows[0].num_tokens > 1 else "decode")
+        return launch(rows)
+
+    monkeypatch.setattr(engine.machine, "launch", launching)
+    bulk = submit(engine, *[ask("bulk", max_tokens=100, ignore_eos=True)] * 20)
+    run(engine, ask("a long prompt " * 60, max_tokens=3))
+    bulk.wait()
+    first = parts.index("decode")
+    assert "read" in parts[first:]
+    assert all(parts[i + 1] == "decode" for i in range(first, len(parts) - 1) if parts[i] == "read")
+
+
 def test_sessions_go_on(model: Path, engine: Engine) -> None:
     with started_engine(model, PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)) as whole:
         wanted = [run(whole, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)]
@@ -134,7 +152,7 @@ def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.Monk
     free = call(engine, "status")["free_slots"]
     launch, failing = engine.machine.launch, threading.Event()
 
-    def sometimes(rows: list) -> object:  # type: ignore[type-arg]
+    def sometimes(rows: list[ScheduledRow]) -> Launched:
         if failing.is_set() and any(row.num_tokens > 1 for row in rows):
             raise RuntimeError("broken")
         return launch(rows)

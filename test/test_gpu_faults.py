@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from demo.files import ensure_model
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.batch import StepInputs
+from rwkv_batch.errors import ErrorKind, StartupError
+from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.request import GenerateRequest
 from test.harness import Running, ask, call, run, started_engine, submit
 from test.test_gpu_engine import same, translations
@@ -119,6 +121,19 @@ def test_what_was_warmed_up_needs_no_more_memory(model: Path) -> None:
         jobs.append(submit(engine, *translations(60)))
         assert [ended(job) for job in jobs] == [None] * len(jobs)
         assert torch.cuda.memory_stats(0)["num_device_alloc"] == before
+
+
+def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Pipeline.forward
+
+    def limited(self: Pipeline, inputs: StepInputs) -> Tensor:
+        if len(inputs.tokens) > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory (for a test)")
+        return forward(self, inputs)
+
+    monkeypatch.setattr(Pipeline, "forward", limited)
+    with pytest.raises(StartupError, match="lower --max-running"), started_engine(model, **ON_GPU):
+        pass
 
 
 def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path) -> None:
