@@ -72,6 +72,10 @@ class Machine:
             raise StartupError(str(error)) from error
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
+        self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
+        if self._gpus:
+            torch.cuda.empty_cache()  # what loading has left over
+        self._weight_bytes = {device: torch.cuda.memory_allocated(device) for device in self._gpus}
         self.limits = self._limits()
         self._allocate_slots()
         try:
@@ -137,7 +141,6 @@ class Machine:
         """Memory of a device that slots may take."""
         if device.type != "cuda":
             return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
-        torch.cuda.empty_cache()  # what loading has left over
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - self._config.gpu_memory_utilization) * total)
 
@@ -148,6 +151,7 @@ class Machine:
         """Slots of running rows, an eighth more for marks and borders, and the parked ones."""
         rows = self.limits.max_running
         slots = rows + max(4, rows // 8) + self._parked_slots()
+        self._num_slots = slots
         try:
             self.pipeline.allocate_slots(slots)
         except (RuntimeError, MemoryError) as error:
@@ -164,8 +168,8 @@ class Machine:
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
 
-        Prompts are read from the zero state into the dummy slot: one of each length up to the chunk, then as much as
-        a step may hold with all the logits it may want. The memory which that takes serves all later steps.
+        Prompts are read from the zero state into the dummy slot: steps of one token, of two and so on, then the
+        longest with all the logits it may want. The memory which that takes serves all later steps.
         """
         started = time.perf_counter()
         if self._graphs is not None:
@@ -173,9 +177,10 @@ class Machine:
                 self._graphs.warm_up()
             except CaptureError as error:
                 self._give_up_graphs(error)
-        rows, chunk = self.limits.max_running, self.limits.prefill_chunk
-        steps = [[2**i] for i in range(chunk.bit_length())]
-        steps.append([1 + self.limits.prefill_tokens_per_step // rows] * rows)
+        longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.max_running
+        sizes = [2**i for i in range(longest.bit_length())]
+        steps = [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
+        steps.append([1 + longest // rows] * rows)
         try:
             for lengths in steps:
                 prompts, count = [[0] * length for length in lengths], len(lengths)
@@ -188,7 +193,7 @@ class Machine:
                 f"too little memory on the GPU for a step of {sum(steps[-1])} tokens over {rows} rows; "
                 "lower --max-running, --prefill-tokens-per-step or --gpu-memory-utilization"
             ) from error
-        logger.info("warmed up in %.1f s", time.perf_counter() - started)
+        logger.info("warmed up in %.1f s, work space %s", time.perf_counter() - started, self.work_mib())
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         logger.error("decoding goes on without graphs: %s", error)
@@ -316,9 +321,8 @@ class Machine:
         An error inside a kernel stays with the device and comes back at every call; others do not.
         """
         try:
-            for device in set(self.pipeline.devices):
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+            for device in self._gpus:
+                torch.cuda.synchronize(device)
         except RuntimeError:
             return True
         return False
@@ -327,6 +331,14 @@ class Machine:
     def is_out_of_memory(error: Exception) -> bool:
         """Whether a step failed for want of memory, so that a later one may succeed."""
         return isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+    def work_mib(self) -> dict[str, int]:
+        """Memory of each GPU that holds neither weights nor slots: graphs, samplers, tensors of steps; in MiB."""
+        found = {}
+        for device in self._gpus:
+            slots = self.pipeline.slot_bytes_on(device) * self._num_slots
+            found[str(device)] = (torch.cuda.memory_reserved(device) - self._weight_bytes[device] - slots) >> 20
+        return found
 
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data."""
@@ -349,5 +361,6 @@ class Machine:
             "max_running": self.limits.max_running,
             "free_slots": self.pool.num_free,
             "state_bytes": self.pipeline.slot_bytes,
+            "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
         }

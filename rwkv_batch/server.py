@@ -210,7 +210,9 @@ def _obey(engine: ManagedEngine, drain_timeout_s: float, supervisor: Connection)
     while True:
         while not supervisor.poll(_WATCH_S):
             if not engine.is_alive:
-                sys.exit("the engine's thread has died")
+                logger.critical("the engine's thread has died; so does the process")
+                logging.shutdown()
+                os._exit(1)  # an orderly end would free tensors on a device that may be lost, and abort
         match supervisor.recv():
             case "drain":
                 engine.drain(drain_timeout_s)
