@@ -27,10 +27,12 @@ QUIET = 1.4
 """How far relu's input is pushed below zero; gives 12 % positive ones with these weights."""
 
 
-def random_stage(size: str, device: torch.device, wkv_state: torch.dtype) -> Stage:
-    """All layers on one device in fp16, with no slots yet."""
+def random_stage(size: str, device: torch.device, wkv_state: torch.dtype, as_released: bool = True) -> Stage:
+    """All layers on one device in fp16, no slots yet; as_released: numbers that bf16 holds, as released files do."""
     layers, width, ranks = SIZES[size]
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
+    if as_released:
+        tensors = {name: tensor.bfloat16().half() for name, tensor in tensors.items()}
     for i in range(layers):
         _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
     weights = Weights(Path("random"), tensors, ModelShape(layers, width, VOCAB, 4 * width, *ranks), "")

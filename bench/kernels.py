@@ -25,7 +25,7 @@ from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_linear import SkinnyMap, skinny
+from rwkv_batch.kernels.cuda_linear import Map, multiply, multiply_turned
 from rwkv_batch.layer import Projections
 from rwkv_batch.loader import LayerLoader, Precision
 from rwkv_batch.weights import ModelShape, Weights
@@ -133,27 +133,14 @@ class Bench:
         yield case("output cublas", lambda layer: torch.mm(x, layer.output.weight.T), 2 * c * c)
         yield case("ffn key cublas", lambda layer: torch.mm(x, layer.ffn_key.weight.T), 8 * c * c)
         yield case("ffn value cublas", lambda layer: torch.mm(hidden, layer.value_rows), 8 * c * c)
-        turned = [layer.value_rows.T.contiguous() for layer in self.layers]
-        yield Case("ffn value cublas, as stored", rows, lambda i: torch.mm(hidden, turned[i].T), 8 * c * c)
         if rows <= cuda.MAX_SPARSE_ROWS:
             active = (hidden != 0).any(0).float().mean().item()
             yield case("ffn value sparse", lambda layer: self.ops.sparse_value(layer, hidden), 8 * c * c * active)
-        if rows <= 16:
-            yield case("output skinny", lambda layer: skinny([SkinnyMap(layer.output.weight, x, y)]), 2 * c * c)
-            wide = self.normal(rows, 4 * c)
-            yield case(
-                "ffn key skinny",
-                lambda layer: skinny([SkinnyMap(layer.ffn_key.weight, x, wide, "relu_square")]),
-                8 * c * c,
-            )
-        else:
-            wide = self.normal(rows, 4 * c)
-            yield Case(
-                "relu_square",
-                rows,
-                lambda i: cuda.library().call("rwkv_relu_square", wide.data_ptr(), wide.numel()),
-                16 * rows * c,
-            )
+        wide = self.normal(rows, 4 * c)
+        key = "ffn key, relu_square"
+        yield case("output", lambda layer: multiply([Map(layer.output.weight, x, y)]), 2 * c * c)
+        yield case(key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, "relu_square")]), 8 * c * c)
+        yield case("ffn value", lambda layer: multiply_turned(hidden, layer.value_rows), 8 * c * c)
 
     def head(self, rows: int) -> Iterator[Case]:
         """The map to logits."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from native import machine
 from native.build import CUDA_FLAGS
 
-CHECKED_ARCHS = ("sm_80", "sm_90")
-SKIPPED_FOLDERS = {".venv", ".git", ".build", "build", "node_modules"}
+CHECKED_ARCHS = ("sm_80", "sm_90", "sm_90a")
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,9 @@ class Compiled:
 
 
 def cuda_sources(root: Path) -> list[Path]:
-    """Every .cu under `root` that is part of the tree."""
-    found = (path for path in root.rglob("*.cu") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    """Every .cu under `root` that is part of the tree: not in a hidden folder, not in build/."""
+    inside = ((path, path.relative_to(root).parts) for path in root.rglob("*.cu"))
+    found = (path for path, parts in inside if parts[0] != "build" and not any(part.startswith(".") for part in parts))
     return sorted(found)
 
 
@@ -49,9 +49,10 @@ def compile_all(root: Path, archs: Iterable[str] = CHECKED_ARCHS) -> list[Compil
 
 
 def compile_one(source: Path, arch: str) -> Compiled:
-    """Compile one source to a cubin that is thrown away."""
+    """Compile one source to a cubin that is thrown away; an architecture with an "a" allows its own instructions."""
+    number = arch.removeprefix("sm_")
     with tempfile.TemporaryDirectory() as folder:
-        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, "-Xptxas", "-v", f"-arch={arch}", "-cubin"]
-        command += [str(source), "-o", f"{folder}/out.cubin"]
+        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, "-Xptxas", "-v", "-cubin"]
+        command += [f"-gencode=arch=compute_{number},code={arch}", str(source), "-o", f"{folder}/out.cubin"]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     return Compiled(source, arch, done.returncode == 0, done.stdout + done.stderr)

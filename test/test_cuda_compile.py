@@ -11,7 +11,6 @@ from native import cuda_check
 
 ROOT = Path(__file__).parent.parent
 MAX_SPILL_BYTES = 64
-ARCHS = ("sm_80", "sm_90")
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cuda_check.why_not()))
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cud
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("source", cuda_check.cuda_sources(ROOT), ids=lambda path: path.name)
 def test_compiles(source: Path) -> None:
-    for arch in ARCHS:
+    for arch in cuda_check.CHECKED_ARCHS:
         compiled = cuda_check.compile_one(source, arch)
         assert compiled.ok, compiled.output
         spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", compiled.output)]

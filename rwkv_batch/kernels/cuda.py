@@ -12,7 +12,8 @@ from native import machine
 from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, pointer, slots_pointer
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, CudaLinear, SkinnyMap, skinny
+from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_turned
+from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide
 from rwkv_batch.layer import Layer, Norm, Projections
 
 HEAD_SIZE = 64
@@ -71,6 +72,8 @@ class CudaOps:
             )
             self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
             library()
+            if has_wide(device):
+                prepare_wide(device)
         return prepare_layer(layer)
 
     def shift_mix(
@@ -109,9 +112,9 @@ class CudaOps:
     def project(self, layer: Layer, mixed: Tensor) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
-        if mixed.shape[1] <= MAX_SKINNY_ROWS:
-            return _project_few(layer, mixed)
-        return _project_many(layer, mixed, self._side_streams())
+        if is_grouped(mixed.shape[1], layer.rkv[0]):
+            return _project_grouped(layer, mixed)
+        return _project_batched(layer, mixed, self._side_streams())
 
     def _side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Two streams beside the current one."""
@@ -158,15 +161,15 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         rows = len(x)
         ffn = layer.ffn_key.weight.shape[0]
-        if rows > MAX_SKINNY_ROWS:
+        if is_grouped(rows, layer.ffn_key.weight):
+            hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
+            multiply([Map(layer.ffn_key.weight, x, hidden, "relu_square")])
+        else:
             hidden = layer.ffn_key(x)
             library().call("rwkv_relu_square", pointer(hidden), hidden.numel())
-            return torch.mm(hidden, layer.value_rows)
-        hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
-        skinny([SkinnyMap(layer.ffn_key.weight, x, hidden, "relu_square")])
-        if rows > MAX_SPARSE_ROWS:
-            return torch.mm(hidden, layer.value_rows)
-        return self.sparse_value(layer, hidden)
+        if rows <= MAX_SPARSE_ROWS:
+            return self.sparse_value(layer, hidden)
+        return multiply_turned(hidden, layer.value_rows)
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
         """ffn.value of hidden [B <= 8, 4C], reading only the rows whose input is not zero: -> [B, C]."""
@@ -206,8 +209,8 @@ def token_rows(inputs: StepInputs) -> Tensor:
     return inputs.token_rows
 
 
-def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
-    """Up to 16 tokens: every map of the entrance in one launch, the low ranks' exits in a second."""
+def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
+    """Every map of the entrance in one launch, the low ranks' exits in a second."""
     _, tokens, width = mixed.shape
     groups, rank, _ = layer.low_in.shape
     rkv = mixed.new_empty(3, tokens, width)
@@ -215,20 +218,21 @@ def _project_few(layer: CudaLayer, mixed: Tensor) -> Projections:
     gate = mixed.new_empty(tokens, len(layer.gate_in))
     out = mixed.new_empty(groups + 1, tokens, width)
     first = 5 - groups
-    maps = [SkinnyMap(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
+    maps = [Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
     maps += [
-        SkinnyMap(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none")
-        for i in range(groups)
+        Map(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none") for i in range(groups)
     ]
-    skinny([*maps, SkinnyMap(layer.gate_in, mixed[5], gate, "sigmoid")])
-    maps = [SkinnyMap(layer.low_out[i], low[i], out[i]) for i in range(groups)]
-    skinny([*maps, SkinnyMap(layer.gate_out, gate, out[groups])])
+    multiply([*maps, Map(layer.gate_in, mixed[5], gate, "sigmoid")])
+    maps = [Map(layer.low_out[i], low[i], out[i]) for i in range(groups)]
+    multiply([*maps, Map(layer.gate_out, gate, out[groups])])
     v_gate = out[0] if groups == 3 else None
     return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=out[groups], v_gate=v_gate)
 
 
-def _project_many(layer: CudaLayer, mixed: Tensor, sides: tuple[torch.cuda.Stream, torch.cuda.Stream]) -> Projections:
-    """Batched products over the stacked maps; low ranks and gate on streams of their own beside the large maps."""
+def _project_batched(
+    layer: CudaLayer, mixed: Tensor, sides: tuple[torch.cuda.Stream, torch.cuda.Stream]
+) -> Projections:
+    """Batched products (cuBLAS) over the stacked maps; low ranks and gate on streams of their own beside."""
     groups = len(layer.low_in)
     main = torch.cuda.current_stream()
     for side in sides:

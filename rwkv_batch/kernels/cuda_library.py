@@ -61,6 +61,26 @@ class SkinnyArgs(Structure):
     _fields_ = [("maps", SkinnyMap * MAX_MAPS), ("count", c_int), ("rows", c_int)]
 
 
+class WideMap(Structure):
+    """Mirrors the struct in wide.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "activation")],
+    ]
+
+
+class WideArgs(Structure):
+    """Mirrors the struct in wide.cu."""
+
+    _fields_ = [
+        ("maps", WideMap * MAX_MAPS),
+        *[(name, c_int) for name in ("count", "rows", "turned", "tile_rows", "splits")],
+        ("partial", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
@@ -71,13 +91,14 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
 }
+HOPPER_SIGNATURES: dict[str, list[type]] = {"rwkv_wide": [POINTER(WideArgs), c_void_p]}
 
 
 class Kernels:
     """The loaded library. `call` launches on the current stream of the current device."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._functions = {name: bind(library, name, *types) for name, types in SIGNATURES.items()}
+    def __init__(self, library: ctypes.CDLL, signatures: dict[str, list[type]]) -> None:
+        self._functions = {name: bind(library, name, *types) for name, types in signatures.items()}
 
     def call(self, name: str, *args: object) -> None:
         """Run a launcher; raises CudaError if the driver refuses the launch."""
@@ -90,7 +111,14 @@ class Kernels:
 def library() -> Kernels:
     """The kernels for the GPU present, compiled if this machine has not compiled these sources before."""
     sources = tuple(SOURCES / f"{name}.cu" for name in NAMES)
-    return Kernels(build.load(build.Library("rwkv_kernels", sources)))
+    return Kernels(build.load(build.Library("rwkv_kernels", sources)), SIGNATURES)
+
+
+@functools.cache
+def hopper_library() -> Kernels:
+    """The kernels that use Hopper's own instructions; for a machine whose GPUs all are of compute capability 9.0."""
+    sources = (SOURCES / "wide.cu",)
+    return Kernels(build.load(build.Library("rwkv_hopper", sources, arch_specific=True)), HOPPER_SIGNATURES)
 
 
 def pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:

@@ -1,4 +1,7 @@
-"""Linear maps on the GPU: our own kernel for few rows, cuBLAS for many. Other precisions would live here."""
+"""Linear maps on the GPU: our own kernels for few rows and, on Hopper, for up to 256; else cuBLAS.
+
+Other precisions would live here.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, library, pointer
+from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, has_wide, launch_wide
 from rwkv_batch.linear import Linear
 
 MAX_SKINNY_ROWS = 16
@@ -19,7 +23,7 @@ _ACTIVATIONS: dict[Activation, int] = {"none": 0, "tanh": 1, "sigmoid": 2, "relu
 
 
 @dataclass(slots=True)
-class SkinnyMap:
+class Map:
     """One map of a grouped launch: y = activation(x @ weight.T), weight [n, k], x [rows, k], y [rows, n]."""
 
     weight: Tensor
@@ -33,7 +37,22 @@ def fits_skinny(weight: Tensor) -> bool:
     return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
 
 
-def skinny(maps: Sequence[SkinnyMap]) -> None:
+def is_grouped(rows: int, weight: Tensor) -> bool:
+    """Whether a kernel of our own multiplies so many rows by such a weight, many maps in one launch."""
+    if rows <= MAX_SKINNY_ROWS:
+        return fits_skinny(weight)
+    return rows <= MAX_WIDE_ROWS and has_wide(weight.device) and fits_wide(WideShape(*weight.shape), turned=False)
+
+
+def multiply(maps: Sequence[Map]) -> None:
+    """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
+    if maps[0].x.shape[0] <= MAX_SKINNY_ROWS:
+        skinny(maps)
+    else:
+        launch_wide([(m.weight, m.x, m.y, _ACTIVATIONS[m.activation]) for m in maps], turned=False)
+
+
+def skinny(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows (at most 16) in one launch."""
     rows = maps[0].x.shape[0]
     if len(maps) > MAX_MAPS or rows > MAX_SKINNY_ROWS:
@@ -52,21 +71,32 @@ def skinny(maps: Sequence[SkinnyMap]) -> None:
     library().call("rwkv_skinny", ctypes.byref(args))
 
 
+def multiply_turned(x: Tensor, turned: Tensor) -> Tensor:
+    """x [rows, k] @ turned [k, n] -> [rows, n], for a weight that is stored with its inputs as rows."""
+    k, n = turned.shape
+    fits = MAX_SKINNY_ROWS < len(x) <= MAX_WIDE_ROWS and has_wide(x.device) and fits_wide(WideShape(n, k), turned=True)
+    if not fits:
+        return torch.mm(x, turned)
+    y = x.new_empty(x.shape[0], n)
+    launch_wide([(turned, x, y, _ACTIVATIONS["none"])], turned=True)
+    return y
+
+
 class CudaLinear(Linear):
     """fp16 weight [out, in], fp32 sums."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16."""
-        if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
-            y = torch.empty(x.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
-            skinny([SkinnyMap(self.weight, x, y)])
-            return y
-        return torch.nn.functional.linear(x, self.weight)
+        if not is_grouped(x.shape[0], self.weight):
+            return torch.nn.functional.linear(x, self.weight)
+        y = torch.empty(x.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
+        multiply([Map(self.weight, x, y)])
+        return y
 
     def to_fp32(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 on the way."""
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
             y = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
-            skinny([SkinnyMap(self.weight, x, y)])
+            skinny([Map(self.weight, x, y)])
             return y
         return torch.mm(x, self.weight.T, out_dtype=torch.float32)

@@ -32,9 +32,12 @@ inline const Machine& this_machine() {
     return machine;
 }
 
-// Launch on a stream so that, where the GPU can, the kernel's blocks come up while the kernel before still runs. Such
-// a kernel calls wait_for_inputs() before it reads what earlier kernels of the step wrote, or writes anything.
-template <typename... Params, typename... Args>
+enum class Start { EARLY, SPREAD };
+
+// Launch on a stream. EARLY: where the GPU can, the kernel's blocks come up while the kernel before still runs. Such a
+// kernel calls wait_for_inputs() before it reads what earlier kernels of the step wrote, or writes anything. SPREAD: they
+// come up when it has ended, over all processors; blocks that come early pile up on the first processors that are free.
+template <Start START = Start::EARLY, typename... Params, typename... Args>
 inline void launch_with_shared(
     void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, void* stream, const Args&... args) {
     cudaLaunchAttribute early = {};
@@ -46,13 +49,13 @@ inline void launch_with_shared(
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &early;
-    config.numAttrs = this_machine().early_launch ? 1 : 0;
+    config.numAttrs = START == Start::EARLY && this_machine().early_launch ? 1 : 0;
     cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
-template <typename... Params, typename... Args>
+template <Start START = Start::EARLY, typename... Params, typename... Args>
 inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
-    launch_with_shared(kernel, grid, threads, 0, stream, args...);
+    launch_with_shared<START>(kernel, grid, threads, 0, stream, args...);
 }
 
 // Everything that earlier kernels wrote is visible after this.

@@ -378,9 +378,9 @@ __global__ void __launch_bounds__(THREADS, 3) wkv_chunk_kernel(const WkvArgs p) 
 RWKV_API int rwkv_wkv_chunk(const WkvArgs* p, int state_bytes, void* stream) {
     const dim3 grid(p->heads, p->rows);
     if (state_bytes == 2) {
-        launch(wkv_chunk_kernel<__half>, grid, THREADS, stream, *p);
+        launch<Start::SPREAD>(wkv_chunk_kernel<__half>, grid, THREADS, stream, *p);
     } else {
-        launch(wkv_chunk_kernel<float>, grid, THREADS, stream, *p);
+        launch<Start::SPREAD>(wkv_chunk_kernel<float>, grid, THREADS, stream, *p);
     }
     return launch_result();
 }

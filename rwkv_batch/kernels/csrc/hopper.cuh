@@ -1,0 +1,128 @@
+// Hopper's asynchronous machinery as plain functions: mbarriers, bulk tensor copies, wgmma. sm_90a only.
+#pragma once
+
+#include <cuda.h>
+#include <stdint.h>
+
+namespace hopper {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// One lane of a converged warp. The compiler knows that it is one, and keeps its operands in uniform registers.
+__device__ __forceinline__ bool elect_lane() {
+    uint32_t elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+}
+
+// mbarriers --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Initialised barriers become visible to the copy engine.
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra.uni over;\n"
+        "bra.uni again;\n"
+        "over:\n"
+        "}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Bulk tensor copies -----------------------------------------------------------------------------------------------
+
+constexpr uint64_t EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A box of a stack of matrices, its first element at (inner, outer, plane), into this block's shared memory.
+__device__ __forceinline__ void copy_box(
+    uint32_t to, const CUtensorMap* map, int inner, int outer, int plane, uint32_t barrier, uint64_t hint) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(inner), "r"(outer), "r"(plane), "r"(barrier), "l"(hint)
+        : "memory");
+}
+
+// wgmma ------------------------------------------------------------------------------------------------------------
+
+// A tile of fp16 in shared memory with the 128-byte swizzle, rows of 128 bytes, 8 rows (1024 bytes) repeated.
+__device__ __forceinline__ uint64_t describe_tile(uint32_t address) {
+    return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (1ull << 16) | (static_cast<uint64_t>(1024 >> 4) << 32) |
+           (1ull << 62);
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// sums [64 x N] += a [64 x 16] * b [N x 16]^T, or = without `add`. A as [64][16] (k inner), or, TURNED, as [16][64].
+// Thread t of the warpgroup holds sums[4j + i] at row t / 32 * 16 + t % 32 / 4 + i / 2 * 8, column 8j + t % 4 * 2 + i % 2.
+template <int N, bool TURNED>
+__device__ __forceinline__ void multiply(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+
+#define HOPPER_P0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define HOPPER_P1 HOPPER_P0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define HOPPER_P2 HOPPER_P1 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define HOPPER_P3 HOPPER_P2 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define HOPPER_P4 HOPPER_P3 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define HOPPER_P5 HOPPER_P4 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define HOPPER_P6 HOPPER_P5 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define HOPPER_P7 HOPPER_P6 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define HOPPER_P8 HOPPER_P7 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define HOPPER_D8(i)                                                                                    \
+    "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
+        "+f"(s[i + 7])
+#define HOPPER_D16(i) HOPPER_D8(i), HOPPER_D8(i + 8)
+#define HOPPER_D32(i) HOPPER_D16(i), HOPPER_D16(i + 16)
+#define HOPPER_D64(i) HOPPER_D32(i), HOPPER_D32(i + 32)
+#define HOPPER_PRODUCT(N, PLACES, A, B, ADD, TURN, ...)                                                          \
+    template <>                                                                                                  \
+    __device__ __forceinline__ void multiply<N, false>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {     \
+        HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, 0, __VA_ARGS__)                                                 \
+    }                                                                                                            \
+    template <>                                                                                                  \
+    __device__ __forceinline__ void multiply<N, true>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {      \
+        HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, 1, __VA_ARGS__)                                                 \
+    }
+#define HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, turned, ...)                                                    \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" PLACES "}, %" #A ", %" #B            \
+                 ", add, 1, 1, %" #TURN ", 0;\n}"                                                                \
+                 : __VA_ARGS__                                                                                   \
+                 : "l"(a), "l"(b), "r"(add), "n"(turned));
+
+HOPPER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, HOPPER_D16(0))
+HOPPER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, HOPPER_D32(0))
+HOPPER_PRODUCT(96, HOPPER_P3, 48, 49, 50, 51, HOPPER_D32(0), HOPPER_D16(32))
+HOPPER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, HOPPER_D64(0))
+HOPPER_PRODUCT(160, HOPPER_P5, 80, 81, 82, 83, HOPPER_D64(0), HOPPER_D16(64))
+HOPPER_PRODUCT(192, HOPPER_P6, 96, 97, 98, 99, HOPPER_D64(0), HOPPER_D32(64))
+HOPPER_PRODUCT(224, HOPPER_P7, 112, 113, 114, 115, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
+HOPPER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, HOPPER_D64(0), HOPPER_D64(64))
+
+}  // namespace hopper

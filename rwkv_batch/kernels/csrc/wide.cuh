@@ -1,0 +1,342 @@
+// y = act(x @ W^T) for 17 to 256 rows, several maps in one launch, on Hopper's tensor cores.
+//
+// A map: W [n, k] fp16, or [k, n] when it is stored turned; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
+// turned), k of 64 times the splits. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
+// of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply 64 outputs each. W is
+// the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
+//
+// Blocks stay for several tiles. Where there are fewer tiles than processors, SPLITS blocks share a tile's k and add up
+// through memory (not as a cluster: an H200 has room for 30 clusters of four, not for 33). The first tiles of W are on
+// their way before the kernel that makes x has ended (programmatic dependent launch).
+//
+// Bytes: 2nk per map, once; x 2k * rows per tile of outputs, from the L2 cache; splits 4 * 128 * ROWS each way, likewise.
+// Shared memory: ring [STAGES] of W [2][64][64] fp16 and x [ROWS][64] fp16, 128-byte swizzle; 2 x 16 rows of 16 outputs
+// per warp on their way out; full and empty barriers.
+#pragma once
+
+#include <cuda.h>
+
+#include "common.cuh"
+
+constexpr int MAX_WIDE_MAPS = 8;
+constexpr int OUTPUTS = 128;  // of a tile
+constexpr int DEPTH = 64;     // k of a tile
+constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
+
+enum WideActivation { WIDE_NONE, WIDE_TANH, WIDE_SIGMOID, WIDE_RELU_SQUARE };
+
+// What a launch needs on the device; the tensor maps say where W and x are.
+struct WideLaunch {
+    CUtensorMap weights[MAX_WIDE_MAPS];
+    CUtensorMap inputs[MAX_WIDE_MAPS];
+    __half* y[MAX_WIDE_MAPS];
+    int n[MAX_WIDE_MAPS];
+    int k[MAX_WIDE_MAPS];
+    int activation[MAX_WIDE_MAPS];
+    int first_tile[MAX_WIDE_MAPS + 1];  // of each map
+    int count;
+    int rows;
+    float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
+    int* counters;    // likewise [tiles][2], zero between launches
+};
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define WIDE_ON_DEVICE 1
+#include "hopper.cuh"
+#endif
+
+template <int ROWS>
+struct WideTile {
+    static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * 2, INPUT_BYTES = ROWS * DEPTH * 2;
+    static constexpr int BYTES = WEIGHT_BYTES + INPUT_BYTES;
+    static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
+    static constexpr int ROOM = 227 * 1024 - 1024 - STAGING_BYTES - 512;
+    static constexpr int STAGES = ROOM / BYTES < 12 ? ROOM / BYTES : 12;
+    static constexpr int SHARED_BYTES = STAGES * BYTES + STAGING_BYTES + 512 + 1024;  // 1024: for the ring's alignment
+};
+
+#ifdef WIDE_ON_DEVICE
+struct WidePlace {
+    int map, output;  // which map; the tile's first output
+};
+
+__device__ __forceinline__ WidePlace wide_place(const WideLaunch& p, int tile) {
+    int map = 0;
+    while (map + 1 < p.count && tile >= p.first_tile[map + 1]) ++map;
+    return {map, (tile - p.first_tile[map]) * OUTPUTS};
+}
+
+template <WideActivation ACTIVATION>
+__device__ __forceinline__ float wide_activate(float v) {
+    if constexpr (ACTIVATION == WIDE_RELU_SQUARE) return fmaxf(v, 0.0f) * fmaxf(v, 0.0f);
+    if constexpr (ACTIVATION == WIDE_TANH) return tanh_exp(v);
+    if constexpr (ACTIVATION == WIDE_SIGMOID) return sigmoidf(v);
+    return v;
+}
+
+// Two 8x8 matrices (outputs x rows, as wgmma leaves them) turned into rows of 16 outputs.
+__device__ __forceinline__ void store_turned(uint32_t to, uint32_t low, uint32_t high) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ uint32_t pack_half2(float lo, float hi) {
+    const __half2 pair = __floats2half2_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Where a warp's 16 outputs of a tile's rows go.
+struct WideOut {
+    __half* y;  // of row 0
+    int pitch, first_row, rows;
+};
+
+// 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
+template <int CHUNKS, WideActivation ACTIVATION, int SUMS>
+__device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
+    constexpr int PITCH = STAGING_PITCH;
+    const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
+    int row = out.first_row + lane / 2;
+    __half* y = out.y + static_cast<int64_t>(row) * out.pitch + (lane & 1) * 8;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c += 2) {
+        const uint32_t buffer = (c / 2 & 1) * 16 * PITCH;
+#pragma unroll
+        for (int d = 0; d < 2; ++d) {
+            if (c + d < CHUNKS) {
+                float v[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[i] = wide_activate<ACTIVATION>(sums[4 * (c + d) + i]);
+                store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+            }
+        }
+        __syncwarp();
+        if (row < out.rows && (c + 2 <= CHUNKS || lane < 16)) {
+            uint4 v;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                         : "r"(from + buffer)
+                         : "memory");
+            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(y), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+        }
+        row += 16, y += static_cast<int64_t>(out.pitch) * 16;
+    }
+    __syncwarp();
+}
+#endif
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A place in the ring and the parity of the barrier phase to wait for there.
+template <int STAGES>
+struct RingSlot {
+    uint32_t stage, parity;
+
+    __device__ __forceinline__ explicit RingSlot(uint32_t first_parity) : stage(0), parity(first_parity) {}
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// Steps of DEPTH in a split's share of k, which the number of splits divides.
+template <int SPLITS>
+__device__ __forceinline__ int wide_steps(const WideLaunch& p, int map) { return p.k[map] / (DEPTH * SPLITS); }
+
+// The sums of a tile's splits, exchanged through memory: each block ends with an equal share of the chunks of 8 rows, in
+// sums[0 ..], the splits added in their order. All blocks of the launch run at once, so waiting for the others is safe.
+template <int ROWS, int SPLITS>
+__device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLaunch& p, int tile, int my_split) {
+    constexpr int CHUNKS = ROWS / 8, MINE = CHUNKS / SPLITS;
+    constexpr int BATCH = MINE % 4 == 0 ? 4 : MINE % 3 == 0 ? 3 : MINE % 2 == 0 ? 2 : 1;
+    const int thread = threadIdx.x - 128;
+    float4* const partial = p.partial + static_cast<int64_t>(tile) * SPLITS * CHUNKS * 256 + thread;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+        if (j / MINE == my_split) continue;
+        __stcg(partial + (my_split * CHUNKS + j) * 256,
+               make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
+    }
+    __threadfence();
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+    if (thread == 0) {
+        int* const arrived = p.counters + 2 * tile;
+        atomicAdd(arrived, 1);
+        while (*static_cast<volatile int*>(arrived) < SPLITS) {}
+        __threadfence();
+        if (atomicAdd(arrived + 1, 1) == SPLITS - 1) arrived[0] = arrived[1] = 0;  // the last to see them all
+    }
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+#pragma unroll
+    for (int first = 0; first < MINE; first += BATCH) {
+        float4 parts[SPLITS][BATCH];
+#pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int j = 4 * (s * MINE + first + b);
+                if (s == my_split) {
+                    parts[s][b] = make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
+                } else {
+                    parts[s][b] = __ldcg(partial + (s * CHUNKS + my_split * MINE + first + b) * 256);
+                }
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            float4 total = parts[0][b];
+#pragma unroll
+            for (int s = 1; s < SPLITS; ++s) {
+                total.x += parts[s][b].x, total.y += parts[s][b].y, total.z += parts[s][b].z, total.w += parts[s][b].w;
+            }
+            const int j = 4 * (first + b);  // of split 0: its own, or written out above
+            sums[j] = total.x, sums[j + 1] = total.y, sums[j + 2] = total.z, sums[j + 3] = total.w;
+        }
+    }
+}
+
+// One lane: W's tiles of all of this block's work into the ring.
+template <int ROWS, int SPLITS, bool TURNED>
+__device__ __forceinline__ void fetch_weights(
+    const WideLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+    using namespace hopper;
+    using Tile = WideTile<ROWS>;
+    RingSlot<Tile::STAGES> slot(1);
+    for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
+        const WidePlace at = wide_place(p, tile);
+        const CUtensorMap* map = &p.weights[at.map];
+        const int steps = wide_steps<SPLITS>(p, at.map), begin = my_split * steps;
+        for (int k = begin * DEPTH; k < (begin + steps) * DEPTH; k += DEPTH) {
+            wait_barrier(empty + 8 * slot.stage, slot.parity);
+            const uint32_t barrier = full + 8 * slot.stage, to = ring + slot.stage * Tile::BYTES;
+            expect_bytes(barrier, Tile::BYTES);
+            if (TURNED) {
+                copy_box(to, map, 0, k, at.output / 64, barrier, EVICT_FIRST);
+            } else {
+                copy_box(to, map, k, at.output, 0, barrier, EVICT_FIRST);
+            }
+            slot.advance();
+        }
+    }
+}
+
+// One lane of another warp: x's tiles likewise, once the kernel that makes x has ended.
+template <int ROWS, int SPLITS>
+__device__ __forceinline__ void fetch_inputs(
+    const WideLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+    using namespace hopper;
+    using Tile = WideTile<ROWS>;
+    const uint32_t to = ring + Tile::WEIGHT_BYTES;
+    RingSlot<Tile::STAGES> slot(1);
+    wait_for_inputs();
+    for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
+        const WidePlace at = wide_place(p, tile);
+        const CUtensorMap* map = &p.inputs[at.map];
+        const int steps = wide_steps<SPLITS>(p, at.map), begin = my_split * steps;
+        for (int k = begin * DEPTH; k < (begin + steps) * DEPTH; k += DEPTH) {
+            wait_barrier(empty + 8 * slot.stage, slot.parity);
+            copy_box(to + slot.stage * Tile::BYTES, map, k, 0, 0, full + 8 * slot.stage, EVICT_LAST);
+            slot.advance();
+        }
+    }
+}
+#endif
+
+template <int ROWS, int SPLITS, bool TURNED>
+__global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ WideLaunch p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace hopper;
+    using Tile = WideTile<ROWS>;
+    constexpr int STAGES = Tile::STAGES;
+    extern __shared__ unsigned char dynamic[];
+    const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;
+    const uint32_t staging = ring + STAGES * Tile::BYTES;
+    const uint32_t full = staging + Tile::STAGING_BYTES, empty = full + 8 * STAGES;
+    const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
+    const int my_split = blockIdx.x % SPLITS, first = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            init_barrier(full + 8 * i, 1);
+            init_barrier(empty + 8 * i, 2);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    let_next_start();
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int warp = __shfl_sync(FULL, tid / 32, 0);
+        if (warp == 0 && elect_lane()) {
+            fetch_weights<ROWS, SPLITS, TURNED>(p, ring, full, empty, my_split, first, blocks);
+        } else if (warp == 1 && elect_lane()) {
+            fetch_inputs<ROWS, SPLITS>(p, ring, full, empty, my_split, first, blocks);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int half = group - 1, warp = tid / 32, lane = tid % 32;
+        float sums[ROWS / 2];
+        const uint32_t mine = staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
+        const uint64_t weights_at = describe_tile(ring + half * (64 * DEPTH * 2));
+        const uint64_t inputs_at = describe_tile(ring + Tile::WEIGHT_BYTES);
+        RingSlot<STAGES> slot(0);
+        int add = 0;
+        const auto release = [&](uint32_t barrier) {
+            if (tid == 0) arrive(barrier);
+        };
+        for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
+            const WidePlace at = wide_place(p, tile);
+            uint32_t before = 0;  // the slot whose products may still run
+            for (int i = wide_steps<SPLITS>(p, at.map); i > 0; --i) {
+                wait_barrier(full + 8 * slot.stage, slot.parity);
+                const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
+                const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
+                begin_products();
+#pragma unroll
+                for (int j = 0; j < DEPTH / 16; ++j) {
+                    multiply<ROWS, TURNED>(sums, weight + j * (TURNED ? 16 * 128 : 32) / 16, input + j * 32 / 16, add);
+                    add = 1;
+                }
+                commit_products();
+                wait_products<1>();
+                if (before != 0) release(before);
+                before = empty + 8 * slot.stage;
+                slot.advance();
+            }
+            wait_products<0>();
+            release(before);
+            add = 0;
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+
+            constexpr int CHUNKS = ROWS / 8 / SPLITS;  // of 8 rows, that this block finishes
+            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p, tile, my_split);
+            const WideOut out = {p.y[at.map] + at.output + half * 64 + warp * 16, p.n[at.map], my_split * CHUNKS * 8, p.rows};
+            if (at.output + half * 64 + warp * 16 >= p.n[at.map]) continue;  // the map's last tile may be narrower
+            switch (p.activation[at.map]) {
+                case WIDE_NONE: write_out<CHUNKS, WIDE_NONE>(sums, out, mine, lane); break;
+                case WIDE_TANH: write_out<CHUNKS, WIDE_TANH>(sums, out, mine, lane); break;
+                case WIDE_SIGMOID: write_out<CHUNKS, WIDE_SIGMOID>(sums, out, mine, lane); break;
+                case WIDE_RELU_SQUARE: write_out<CHUNKS, WIDE_RELU_SQUARE>(sums, out, mine, lane); break;
+            }
+        }
+    }
+#endif
+}
+
+// As many blocks as run at once and have work; all of them at once when k is split.
+template <int ROWS, int SPLITS, bool TURNED>
+int launch_wide(const WideLaunch& p, void* stream) {
+    constexpr int SHARED = WideTile<ROWS>::SHARED_BYTES;
+    const auto kernel = wide_kernel<ROWS, SPLITS, TURNED>;
+    static bool raised[64] = {};
+    int device = 0;
+    cudaGetDevice(&device);
+    if (!raised[device & 63]) {
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+        if (error != cudaSuccess) return static_cast<int>(error);
+        raised[device & 63] = true;
+    }
+    const int units = p.first_tile[p.count] * SPLITS, room = this_machine().processors;
+    if (SPLITS > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
+    launch_with_shared(kernel, dim3(min(units, room)), 384, SHARED, stream, p);
+    return launch_result();
+}

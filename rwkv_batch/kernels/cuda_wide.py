@@ -1,0 +1,98 @@
+"""Products of 17 to 256 rows on Hopper's tensor cores (csrc/wide.cuh): how a launch is cut up, and the launch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from native import machine
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, hopper_library, pointer
+
+OUTPUTS = 128
+DEPTH = 64
+TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
+"""Tiles of rows there are kernels for; one tile holds all rows of a launch."""
+MAX_WIDE_ROWS = TILE_ROWS[-1]
+SPLITS = (1, 2, 4)
+
+
+class WideShape(NamedTuple):
+    """Outputs and inputs of one map."""
+
+    n: int
+    k: int
+
+
+class Plan(NamedTuple):
+    """How a launch is cut up."""
+
+    tile_rows: int
+    splits: int
+    """blocks that share a tile's k"""
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Where the blocks that share a tile's k exchange their sums, on one device."""
+
+    partial: Tensor
+    """[processors, 128 * 256] fp32"""
+    counters: Tensor
+    """[processors, 2] int32, zero between launches"""
+
+
+@functools.cache
+def has_wide(device: torch.device) -> bool:
+    """Whether these kernels serve a device: every GPU here is a Hopper (one build serves them all)."""
+    return machine.gpu_archs() == ("sm_90",) and device.type == "cuda"
+
+
+@functools.cache
+def prepare_wide(device: torch.device) -> Workspace:
+    """Build the kernels and take their work space; called once per device, at load."""
+    hopper_library()
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Workspace(
+        torch.empty(processors, OUTPUTS * MAX_WIDE_ROWS, dtype=torch.float32, device=device),
+        torch.zeros(processors, 2, dtype=torch.int32, device=device),
+    )
+
+
+def fits_wide(shape: WideShape, turned: bool) -> bool:
+    """Whether the kernels take a map of this shape."""
+    return shape.k % DEPTH == 0 and shape.n % (64 if turned else 16) == 0
+
+
+@functools.cache
+def plan_wide(rows: int, shapes: tuple[WideShape, ...], processors: int) -> Plan:
+    """The smallest tile that holds the rows; k shared by as many blocks as run at once and find work."""
+    tiles = sum(-(-shape.n // OUTPUTS) for shape in shapes)
+    fitting = (s for s in SPLITS if tiles * s <= processors and all(shape.k % (DEPTH * s) == 0 for shape in shapes))
+    return Plan(next(size for size in TILE_ROWS if size >= rows), max(fitting, default=1))
+
+
+def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], turned: bool) -> None:
+    """Up to 8 maps (weight, x, y, activation's number) over the same rows; weights [n, k], or [k, n] if turned."""
+    rows, device = maps[0][1].shape[0], maps[0][1].device
+    if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
+        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
+    work = prepare_wide(device)
+    args = WideArgs(count=len(maps), rows=rows, turned=turned)
+    shapes = []
+    for slot, (weight, x, y, activation) in zip(args.maps, maps, strict=False):
+        shape = WideShape(*(reversed(weight.shape) if turned else weight.shape))
+        if not fits_wide(shape, turned) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
+            raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
+        slot.weight, slot.x, slot.y = pointer(weight), pointer(x), pointer(y)
+        slot.n, slot.k, slot.activation = shape.n, shape.k, activation
+        shapes.append(shape)
+    plan = plan_wide(rows, tuple(shapes), len(work.partial))
+    args.tile_rows, args.splits = plan
+    args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
+    hopper_library().call("rwkv_wide", ctypes.byref(args))

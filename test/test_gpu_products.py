@@ -1,0 +1,88 @@
+"""Our own matrix products on a GPU against fp32: every plan, shapes that fill no tile, on poisoned memory."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda_linear import Activation, Map, multiply, multiply_turned
+from rwkv_batch.kernels.cuda_wide import has_wide
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+ROWS = (1, 5, 8, 9, 16, 17, 32, 50, 64, 90, 97, 130, 180, 200, 256)
+ACTIVATIONS = {
+    "none": lambda v: v,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu_square": lambda v: torch.relu(v).square(),
+}
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(*size, device=GPU, dtype=torch.float16)
+
+
+def weight(n: int, k: int) -> Tensor:
+    return normal(n, k) / k**0.5
+
+
+def poisoned(rows: int, n: int) -> Tensor:
+    return torch.full((rows + 4, n), torch.nan, device=GPU, dtype=torch.float16)
+
+
+def assert_near(y: Tensor, true: Tensor) -> None:
+    assert torch.isfinite(y).all()
+    assert (y.float() - true).norm() < 1e-3 * true.norm() + 1e-6
+
+
+def skip_where_missing(rows: int) -> None:
+    if rows > 16 and not has_wide(GPU):
+        pytest.skip("products of many rows are cuBLAS's here")
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_grouped_maps(rows: int) -> None:
+    """Maps of several shapes and activations in one launch; nothing is written past the last row."""
+    skip_where_missing(rows)
+    shapes: list[tuple[int, int, Activation]] = [(768, 768, "none"), (96, 768, "tanh"), (160, 768, "sigmoid")]
+    shapes += [(512, 64, "relu_square"), (1056, 320, "none")]
+    maps = [Map(weight(n, k), normal(rows, k), poisoned(rows, n), activation) for n, k, activation in shapes]
+    multiply([Map(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
+    for m in maps:
+        assert_near(m.y[:rows], ACTIVATIONS[m.activation](m.x.float() @ m.weight.float().T))
+        assert torch.isnan(m.y[rows:]).all()
+
+
+@pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(256, 1024), (1024, 4096), (4096, 1024)]))
+def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
+    """Few outputs make the blocks share k; the same again, to see that their counters are back at zero."""
+    skip_where_missing(rows)
+    w, y = weight(*shape), poisoned(rows, shape[0])
+    for _ in range(3):
+        x = normal(rows, shape[1])
+        y.fill_(torch.nan)
+        multiply([Map(w, x, y[:rows])])
+        assert_near(y[:rows], x.float() @ w.float().T)
+    assert torch.isnan(y[rows:]).all()
+
+
+@pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(1024, 256), (4096, 1024), (1024, 4096)]))
+def test_turned(rows: int, shape: tuple[int, int]) -> None:
+    k, n = shape
+    x, turned = normal(rows, k), weight(n, k).T.contiguous()
+    assert_near(multiply_turned(x, turned), x.float() @ turned.float())
+
+
+def test_equal_runs_give_equal_bits() -> None:
+    """Sums shared by blocks are added in one order, whoever comes first."""
+    skip_where_missing(64)
+    x, w = normal(64, 4096), weight(512, 4096)
+    ys = [torch.empty(64, 512, device=GPU, dtype=torch.float16) for _ in range(20)]
+    for y in ys:
+        multiply([Map(w, x, y)])
+    assert all(torch.equal(y, ys[0]) for y in ys)

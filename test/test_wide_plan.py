@@ -1,0 +1,42 @@
+"""How products of many rows are cut up: every plan can be launched, and fills the processors where it can."""
+
+from __future__ import annotations
+
+import pytest
+
+from rwkv_batch.kernels.cuda_wide import DEPTH, OUTPUTS, TILE_ROWS, WideShape, fits_wide, plan_wide
+
+PROCESSORS = 132
+SHAPES = {
+    "entrance": (WideShape(4096, 4096),) * 3 + (WideShape(128, 4096),) * 3 + (WideShape(512, 4096),),
+    "exits": (WideShape(4096, 128),) * 3 + (WideShape(4096, 512),),
+    "output": (WideShape(4096, 4096),),
+    "key": (WideShape(16384, 4096),),
+    "value": (WideShape(4096, 16384),),
+    "narrow": (WideShape(768, 768), WideShape(64, 768)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 128, 250, 256])
+def test_every_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
+    plan = plan_wide(rows, SHAPES[name], PROCESSORS)
+    assert plan.tile_rows in TILE_ROWS
+    assert rows <= plan.tile_rows < rows + 32
+    tiles = sum(-(-shape.n // OUTPUTS) for shape in SHAPES[name])
+    assert plan.splits == 1 or tiles * plan.splits <= PROCESSORS
+    assert all(shape.k % (DEPTH * plan.splits) == 0 for shape in SHAPES[name])
+
+
+def test_few_outputs_share_k() -> None:
+    """4096 outputs are 32 tiles: 132 processors want four blocks on each; 16384 are enough for all."""
+    assert plan_wide(64, SHAPES["value"], PROCESSORS).splits == 4
+    assert plan_wide(64, SHAPES["key"], PROCESSORS).splits == 1
+    assert plan_wide(64, (WideShape(7168, 4096),), PROCESSORS).splits == 2
+
+
+def test_what_fits() -> None:
+    assert fits_wide(WideShape(96, 768), turned=False)
+    assert not fits_wide(WideShape(96, 768), turned=True)
+    assert not fits_wide(WideShape(96, 96), turned=False)
+    assert not fits_wide(WideShape(72, 128), turned=False)
