@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_linear import Activation, Map, multiply, multiply_turned
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Activation, Map, multiply, multiply_turned, skinny
 from rwkv_batch.kernels.cuda_wide import has_wide
 
 GPU = torch.device("cuda", 0)
@@ -41,18 +42,20 @@ def assert_near(y: Tensor, true: Tensor) -> None:
 
 
 def skip_where_missing(rows: int) -> None:
-    if rows > 16 and not has_wide(GPU):
+    if rows > MAX_SKINNY_ROWS and not has_wide(GPU):
         pytest.skip("products of many rows are cuBLAS's here")
 
 
-@pytest.mark.parametrize("rows", ROWS)
-def test_grouped_maps(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("run", "rows"), [*product([multiply], ROWS), *product([skinny], [r for r in ROWS if r <= MAX_SKINNY_ROWS])]
+)
+def test_grouped_maps(run: Callable[[list[Map]], None], rows: int) -> None:
     """Maps of several shapes and activations in one launch; nothing is written past the last row."""
     skip_where_missing(rows)
     shapes: list[tuple[int, int, Activation]] = [(768, 768, "none"), (96, 768, "tanh"), (160, 768, "sigmoid")]
     shapes += [(512, 64, "relu_square"), (1056, 320, "none")]
     maps = [Map(weight(n, k), normal(rows, k), poisoned(rows, n), activation) for n, k, activation in shapes]
-    multiply([Map(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
+    run([Map(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
     for m in maps:
         assert_near(m.y[:rows], ACTIVATIONS[m.activation](m.x.float() @ m.weight.float().T))
         assert torch.isnan(m.y[rows:]).all()

@@ -1,4 +1,4 @@
-"""Linear maps on the GPU: our own kernels for few rows and, on Hopper, for up to 256; else cuBLAS.
+"""Linear maps on the GPU: our own kernels up to 256 rows on Hopper, up to 16 elsewhere; else cuBLAS.
 
 Other precisions would live here.
 """
@@ -37,19 +37,24 @@ def fits_skinny(weight: Tensor) -> bool:
     return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
 
 
+def is_wide(rows: int, weight: Tensor, turned: bool = False) -> bool:
+    """Whether Hopper's kernel multiplies so many rows by a weight [n, k], or [k, n] if turned."""
+    n, k = reversed(weight.shape) if turned else weight.shape
+    return rows <= MAX_WIDE_ROWS and has_wide(weight.device) and fits_wide(WideShape(n, k), turned)
+
+
 def is_grouped(rows: int, weight: Tensor) -> bool:
     """Whether a kernel of our own multiplies so many rows by such a weight, many maps in one launch."""
-    if rows <= MAX_SKINNY_ROWS:
-        return fits_skinny(weight)
-    return rows <= MAX_WIDE_ROWS and has_wide(weight.device) and fits_wide(WideShape(*weight.shape), turned=False)
+    return is_wide(rows, weight) or (rows <= MAX_SKINNY_ROWS and fits_skinny(weight))
 
 
 def multiply(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
-    if maps[0].x.shape[0] <= MAX_SKINNY_ROWS:
-        skinny(maps)
-    else:
+    rows, weight = maps[0].x.shape[0], maps[0].weight
+    if is_wide(rows, weight):
         launch_wide([(m.weight, m.x, m.y, _ACTIVATIONS[m.activation]) for m in maps], turned=False)
+    else:
+        skinny(maps)
 
 
 def skinny(maps: Sequence[Map]) -> None:
@@ -73,11 +78,9 @@ def skinny(maps: Sequence[Map]) -> None:
 
 def multiply_turned(x: Tensor, turned: Tensor) -> Tensor:
     """x [rows, k] @ turned [k, n] -> [rows, n], for a weight that is stored with its inputs as rows."""
-    k, n = turned.shape
-    fits = MAX_SKINNY_ROWS < len(x) <= MAX_WIDE_ROWS and has_wide(x.device) and fits_wide(WideShape(n, k), turned=True)
-    if not fits:
+    if not is_wide(len(x), turned, turned=True):
         return torch.mm(x, turned)
-    y = x.new_empty(x.shape[0], n)
+    y = x.new_empty(len(x), turned.shape[1])
     launch_wide([(turned, x, y, _ACTIVATIONS["none"])], turned=True)
     return y
 

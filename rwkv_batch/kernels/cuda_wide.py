@@ -1,4 +1,4 @@
-"""Products of 17 to 256 rows on Hopper's tensor cores (csrc/wide.cuh): how a launch is cut up, and the launch."""
+"""Products of up to 256 rows on Hopper's tensor cores (csrc/wide.cuh): how a launch is cut up, and the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Entry of the products of 17 to 256 rows (wide.cuh): makes the tensor maps, and launches what the caller has planned.
+// Entry of the products of up to 256 rows (wide.cuh): makes the tensor maps, and launches what the caller has planned.
 #include "wide.cuh"
 
 struct WideMap {

@@ -1,4 +1,4 @@
-// y = act(x @ W^T) for 17 to 256 rows, several maps in one launch, on Hopper's tensor cores.
+// y = act(x @ W^T) for up to 256 rows, several maps in one launch, on Hopper's tensor cores.
 //
 // A map: W [n, k] fp16, or [k, n] when it is stored turned; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
 // turned), k of 64 times the splits. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
