@@ -18,6 +18,8 @@ from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, ha
 from rwkv_batch.linear import Linear
 
 MAX_SKINNY_ROWS = 16
+LEAST_WIDE_DEPTH = 4096
+"""Inputs from which on Hopper's kernel is the faster one for few rows too: its ring of tiles is worth filling."""
 Activation = Literal["none", "tanh", "sigmoid", "relu_square"]
 _ACTIVATIONS: dict[Activation, int] = {"none": 0, "tanh": 1, "sigmoid": 2, "relu_square": 3}
 
@@ -40,7 +42,8 @@ def fits_skinny(weight: Tensor) -> bool:
 def is_wide(rows: int, weight: Tensor, turned: bool = False) -> bool:
     """Whether Hopper's kernel multiplies so many rows by a weight [n, k], or [k, n] if turned."""
     n, k = reversed(weight.shape) if turned else weight.shape
-    return rows <= MAX_WIDE_ROWS and has_wide(weight.device) and fits_wide(WideShape(n, k), turned)
+    worth_it = MAX_SKINNY_ROWS < rows <= MAX_WIDE_ROWS or (rows <= MAX_SKINNY_ROWS and k >= LEAST_WIDE_DEPTH)
+    return worth_it and has_wide(weight.device) and fits_wide(WideShape(n, k), turned)
 
 
 def is_grouped(rows: int, weight: Tensor) -> bool:
