@@ -43,6 +43,9 @@ class Engine:
         self._draining = False
         self._dead: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loaded = threading.Event()
+        self._failure: Exception | None = None
+        """why it could not be loaded"""
         self.speed = Speed()
         self._in_flight: list[Launched] = []
         self._files = SessionFiles(self._put, self._refusal)
@@ -51,11 +54,10 @@ class Engine:
 
     def start(self) -> None:
         """Load the model and begin to serve. Raises StartupError, naming what is wrong and the remedy."""
-        self.machine = Machine(self.config, self._wake.set)
-        self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
-        self.scheduler = Scheduler(self.machine.limits, self.keeper)
-        self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
         self._thread.start()
+        self._loaded.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new jobs and wait at most `timeout_s` for the running ones; what is left is cancelled by `stop`."""
@@ -167,7 +169,23 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self.machine.on_thread_start()
+            self._load()
+        except Exception as error:
+            self._failure = error
+            return
+        finally:
+            self._loaded.set()
+        self._serve()
+
+    def _load(self) -> None:
+        # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
+        self.machine = Machine(self.config, self._wake.set)
+        self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
+        self.scheduler = Scheduler(self.machine.limits, self.keeper)
+        self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
+
+    def _serve(self) -> None:
+        try:
             step = self.step_overlapped if self.machine.overlaps else self.step
             while not self._stopping:
                 self._drain_inbox()

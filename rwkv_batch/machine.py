@@ -57,7 +57,7 @@ class Launched:
 
 
 class Machine:
-    """Loads the model at construction. Raises StartupError, one line naming the thing and the remedy."""
+    """Loads the model at construction, on the engine's thread. Raises StartupError: one line, the thing and the remedy."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
@@ -74,6 +74,7 @@ class Machine:
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
         if self._gpus:
+            torch.cuda.set_device(self.device if self.device.type == "cuda" else self._gpus[-1])
             torch.cuda.empty_cache()  # what loading has left over
         self._weight_bytes = {device: torch.cuda.memory_allocated(device) for device in self._gpus}
         self.limits = self._limits()
@@ -96,13 +97,6 @@ class Machine:
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
-
-    def on_thread_start(self) -> None:
-        """The engine's thread begins: thread-local settings of torch."""
-        if self._config.threads:
-            torch.set_num_threads(self._config.threads)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
 
     def device_names(self) -> list[str]:
         """The stages' devices."""
@@ -168,8 +162,8 @@ class Machine:
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
 
-        Prompts are read from the zero state into the dummy slot: steps of one token, of two and so on, then the
-        longest with all the logits it may want. The memory which that takes serves all later steps.
+        Prompts are read from the zero state into the dummy slot: the longest step with all the logits it may want,
+        then ever shorter ones. The memory which that takes serves all later steps.
         """
         started = time.perf_counter()
         if self._graphs is not None:
@@ -178,9 +172,10 @@ class Machine:
             except CaptureError as error:
                 self._give_up_graphs(error)
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.max_running
-        sizes = [2**i for i in range(longest.bit_length())]
-        steps = [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
-        steps.append([1 + longest // rows] * rows)
+        beside = 0 if self._graphs is not None else 1  # a token of each row that decodes
+        sizes = [2**i for i in reversed(range(longest.bit_length()))]
+        steps = [[max(1, longest // rows) + beside] * rows]
+        steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
         try:
             for lengths in steps:
                 prompts, count = [[0] * length for length in lengths], len(lengths)
@@ -190,7 +185,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:
             raise StartupError(
-                f"too little memory on the GPU for a step of {sum(steps[-1])} tokens over {rows} rows; "
+                f"too little memory on the GPU for a step of {sum(steps[0])} tokens over {rows} rows; "
                 "lower --max-running, --prefill-tokens-per-step or --gpu-memory-utilization"
             ) from error
         logger.info("warmed up in %.1f s, work space %s", time.perf_counter() - started, self.work_mib())
