@@ -57,7 +57,7 @@ class Launched:
 
 
 class Machine:
-    """Loads the model at construction, on the engine's thread. Raises StartupError: one line, the thing and the remedy."""
+    """Loads the model at construction. Engine thread. Raises StartupError: one line naming the thing and the remedy."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
