@@ -69,13 +69,17 @@ def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
     patch.setattr(Kernels, "call", calling)
 
 
-@pytest.mark.parametrize("warmup", [True, False], ids=["at start", "at first use"])
-@pytest.mark.parametrize("where", ["draw", "side stream"])
+@pytest.mark.parametrize(
+    ("where", "warmup"),
+    [("draw", True), ("draw", False), ("side stream", True)],
+    ids=["the draw, at start", "the draw, at first use", "a side stream, at start"],
+)
 def test_without_graphs_when_they_cannot_be_captured(
     model: Path, wanted: list[bytes], warmup: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_memory_while_capturing(monkeypatch, where)
-    with started_engine(model, warmup=warmup, **ON_GPU) as engine:
+    many = {**ON_GPU, "max_running": 320}  # side streams are for more than 256 rows
+    with started_engine(model, warmup=warmup, **many) as engine:
         first = run(engine, *translations(30)).all_texts
         assert same(first, wanted) >= 0.95
         assert "OutOfMemoryError: CUDA out of memory (for a test)" in call(engine, "status")["decode_graphs"]
