@@ -3,7 +3,8 @@
     python -m bench.gpu --size 7.2b --wkv-state fp16
 
 A decode step is the service's own CUDA graph: embedding, layers, head, sampling with mixed parameters and penalties,
-the token fed back on the device. One JSON line per measurement; the last line holds them all.
+the token fed back on the device. One JSON line per measurement; the last line holds them all. What binds: the bytes of
+weights and states below some 200 rows, the products above, and there the power limit of the card (`watts`, `sm_mhz`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,42 @@ def timed(work: Callable[[], object], seconds: float = SECONDS) -> float:
     return float(begin.elapsed_time(end)) / repeats
 
 
+@dataclass(slots=True)
+class Power:
+    """What nvidia-smi says while something runs: the median of the later half of its samples; None without it."""
+
+    watts: float | None = None
+    sm_mhz: float | None = None
+
+
+@contextmanager
+def watched() -> Iterator[Power]:
+    """Sample power and clock of the GPU 20 times a second; the figures are there when the block has ended."""
+    power = Power()
+    command = [
+        "nvidia-smi",
+        "-i",
+        "0",
+        "--query-gpu=power.draw,clocks.sm",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "50",
+    ]
+    try:
+        sampler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        yield power
+        return
+    try:
+        yield power
+    finally:
+        sampler.terminate()
+        lines = [line.split(",") for line in sampler.communicate()[0].splitlines()]
+    samples = [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
+    if late := samples[len(samples) // 2 :]:
+        power.watts, power.sm_mhz = (statistics.median(column) for column in zip(*late, strict=True))
+
+
 def measure_ceilings() -> Ceilings:
     """A copy of 4 GiB (read and written), and a square product of random fp16 matrices."""
     source = torch.randn(1 << 30, device=GPU)
@@ -98,7 +137,8 @@ def decode(stage: Stage, batch: int) -> dict[str, Any]:
     graphs = DecodeGraphs(stage, batch, sampler)
     seats, slots = list(range(batch)), list(range(2, batch + 2))
     graphs.remember(seats, torch.randint(VOCAB, (batch,)))
-    ms = timed(lambda: graphs.run(seats, slots, slots))
+    with watched() as power:
+        ms = timed(lambda: graphs.run(seats, slots, slots))
     bare_ms = timed(lambda: graphs.run_logits(seats, slots, slots), SECONDS / 2)
     return {
         "kind": "decode",
@@ -108,6 +148,8 @@ def decode(stage: Stage, batch: int) -> dict[str, Any]:
         "tok_s": batch / ms * 1e3,
         "sampler": name,
         "sampling_share": 1 - bare_ms / ms,
+        "watts": power.watts,
+        "sm_mhz": power.sm_mhz,
     }
 
 
@@ -123,8 +165,17 @@ def prefill(stage: Stage, batch: int, length: int) -> dict[str, Any]:
             x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
             stage.logits(x, inputs)
 
-    ms = timed(run)
-    return {"kind": "prefill", "B": batch, "T": length, "ms": ms, "tok_s": batch * length / ms * 1e3}
+    with watched() as power:
+        ms = timed(run)
+    return {
+        "kind": "prefill",
+        "B": batch,
+        "T": length,
+        "ms": ms,
+        "tok_s": batch * length / ms * 1e3,
+        "watts": power.watts,
+        "sm_mhz": power.sm_mhz,
+    }
 
 
 def prefill_inputs(rows: range, length: int) -> StepInputs:
