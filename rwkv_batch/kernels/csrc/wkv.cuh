@@ -1,10 +1,10 @@
-// What the two WKV kernels (one token per row; whole rows) share: inputs, prologue, epilogue, and one head's state spread
-// over 128 threads.
+// What the two WKV kernels (one token per row; whole rows) share: inputs, prologue, epilogue. And one step of one head's
+// state by a warp.
 //
 //   S[i value, j key]:  sa_i = sum_j S_ij * (-kk_j);  S_ij = S_ij*w_j + sa_i*(kk_j*a_j) + v_i*k_j;  y_i = sum_j S_ij*r_j
 //
-// A thread holds 4 value rows (tid / 8, 16 apart) x 8 keys; the 8 threads of an octet hold the 64 keys of a row, so that
-// every access of a warp covers whole 128-byte lines (half lines kept the L2 cache 82 % busy at 68 % of the memory's speed).
+// The value rows do not see each other: a lane takes ROWS of them at a time, 4 apart, of each 8 keys; the 8 lanes of an
+// octet hold the 64 keys of a row, so that the warp reads whole rows that lie together.
 // kk enters unnormalised: with kk = raw / n, sa_i * kk_j * a_j = -(sum_j S_ij*raw_j) * n^-2 * (raw_j*a_j), so that
 // n (one number per head) need not be known before the vectors are shared.
 #pragma once
@@ -74,11 +74,10 @@ __device__ __forceinline__ StepVectors step_vectors(
 // n^-2 of max(|kk|, 1e-12), from the sum of squares.
 __device__ __forceinline__ float inverse_square(float squares) { return reciprocal(fmaxf(squares, 1e-24f)); }
 
-constexpr int ROWS = 4;       // value rows of a thread
-constexpr int ROW_STEP = 16;  // between them
-constexpr int KEYS = 8;       // keys of a thread
+constexpr int ROW_STEP = 4;  // between the value rows of a lane
+constexpr int KEYS = 8;      // keys of a lane
 
-// Which 8 of the 64 keys thread q of an octet holds: pieces of 16 bytes, so that an octet reads 128 contiguous bytes.
+// Which 8 of the 64 keys lane q of an octet holds: pieces of 16 bytes, so that an octet reads 128 contiguous bytes.
 template <typename State>
 struct Keys {
     static constexpr int PIECE = 16 / sizeof(State);  // elements per access: 4 (fp32) or 8 (fp16)
@@ -86,7 +85,7 @@ struct Keys {
     __device__ static __forceinline__ int at(int q, int piece) { return piece * 8 * PIECE + q * PIECE; }
 };
 
-// A thread's keys of one value row as they lie in memory.
+// A lane's keys of one value row as they lie in memory.
 template <typename State>
 struct RawKeys {
     uint4 pieces[Keys<State>::PIECES];
@@ -111,7 +110,7 @@ __device__ __forceinline__ void store_keys(State* row, int q, const float (&s)[K
     }
 }
 
-// This thread's 8 of the 64 floats of a vector in shared memory.
+// This lane's 8 of the 64 floats of a vector in shared memory.
 template <typename State>
 __device__ __forceinline__ void read_keys(const float* vector, int q, float (&out)[KEYS]) {
     constexpr int second = sizeof(State) == 2 ? 4 : 32;
@@ -134,45 +133,46 @@ __device__ __forceinline__ float dot(const float (&a)[KEYS], const float (&b)[KE
     return sum[0] + sum[1];
 }
 
-// Vectors of one token in shared memory, [64] fp32 each.
-struct TokenVectors {
-    const float *r, *decay, *kk, *kka, *k, *v;
+// A lane's keys of one token's vectors; kk carries the factor -n^-2.
+struct KeyVectors {
+    float r[KEYS], decay[KEYS], kk[KEYS], kka[KEYS], k[KEYS];
 };
 
-// One step of this thread's rows; y of all rows goes to `y`.
-template <typename State>
-__device__ __forceinline__ void wkv_step(
-    float (&s)[ROWS][KEYS], const TokenVectors& t, float inv_square, int q, int first_row, float* y) {
-    float sa[ROWS];
-    {
-        float kk[KEYS];
-        read_keys<State>(t.kk, q, kk);
+// One step of ROWS (a multiple of 4) value rows of a lane, in place: `state`, `v` and `y` begin at its first one.
+template <typename State, int ROWS>
+__device__ __forceinline__ void wkv_step(State* state, const KeyVectors& t, const float* v, int q, float* y) {
+    float s[ROWS][KEYS], sa[ROWS];
 #pragma unroll
-        for (int m = 0; m < ROWS; ++m) sa[m] = -octet_sum(dot(s[m], kk)) * inv_square;
+    for (int m = 0; m < ROWS; ++m) {
+        RawKeys<State> raw;
+#pragma unroll
+        for (int i = 0; i < Keys<State>::PIECES; ++i)
+            raw.pieces[i] = load16(state + m * ROW_STEP * HEAD + Keys<State>::at(q, i));
+        raw.unpack(s[m]);
     }
-    {
-        float decay[KEYS], kka[KEYS], k[KEYS];
-        read_keys<State>(t.decay, q, decay);
-        read_keys<State>(t.kka, q, kka);
-        read_keys<State>(t.k, q, k);
 #pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
-            const float v = t.v[first_row + m * ROW_STEP];
+    for (int m = 0; m < ROWS; ++m) sa[m] = octet_sum(dot(s[m], t.kk));
 #pragma unroll
-            for (int j = 0; j < KEYS; ++j) s[m][j] = fmaf(s[m][j], decay[j], fmaf(sa[m], kka[j], v * k[j]));
-        }
+    for (int m = 0; m < ROWS; ++m) {
+        const float value = v[m * ROW_STEP];
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) s[m][j] = fmaf(s[m][j], t.decay[j], fmaf(sa[m], t.kka[j], value * t.k[j]));
     }
-    float r[KEYS], part[ROWS];
-    read_keys<State>(t.r, q, r);
 #pragma unroll
-    for (int m = 0; m < ROWS; ++m) part[m] = dot(s[m], r);
-    // The four sums over the octet, handing halves over: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
+    for (int m = 0; m < ROWS; ++m) store_keys(state + m * ROW_STEP * HEAD, q, s[m]);
+    // Four sums over the octet at a time, handing halves over: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
     const bool upper = q & 4, odd = q & 2;
-    const float lo = (upper ? part[2] : part[0]) + __shfl_xor_sync(FULL, upper ? part[0] : part[2], 4);
-    const float hi = (upper ? part[3] : part[1]) + __shfl_xor_sync(FULL, upper ? part[1] : part[3], 4);
-    float sum = (odd ? hi : lo) + __shfl_xor_sync(FULL, odd ? lo : hi, 2);
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    if ((q & 1) == 0) y[first_row + ((upper ? 2 : 0) + (odd ? 1 : 0)) * ROW_STEP] = sum;
+#pragma unroll
+    for (int m = 0; m < ROWS; m += 4) {
+        float part[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[i] = dot(s[m + i], t.r);
+        const float lo = (upper ? part[2] : part[0]) + __shfl_xor_sync(FULL, upper ? part[0] : part[2], 4);
+        const float hi = (upper ? part[3] : part[1]) + __shfl_xor_sync(FULL, upper ? part[1] : part[3], 4);
+        float sum = (odd ? hi : lo) + __shfl_xor_sync(FULL, odd ? lo : hi, 2);
+        sum += __shfl_xor_sync(FULL, sum, 1);
+        if ((q & 1) == 0) y[(m + (upper ? 2 : 0) + (odd ? 1 : 0)) * ROW_STEP] = sum;
+    }
 }
 
 // Group norm, bonus and gate of one token for two channels of a lane; the whole warp takes part.

@@ -1,30 +1,119 @@
-// WKV with its prologue and epilogue for rows of one token. A group of 128 threads takes one head of every n-th row.
+// WKV with its prologue and epilogue for rows of one token. A warp takes one item, a head of a row, after another; one
+// block per processor. The first two items of a warp are dealt out, all others are claimed by whoever is free, as
+// processors get unequal shares of the memory's bandwidth (dealt out evenly, the first were done after two thirds of the
+// time). So all of them sweep over a few neighbouring rows at a time.
 //
-// Memory bound: per (head, row) it reads and writes 64x64 of state (8 KiB each in fp16, 16 in fp32) and touches 9 x 128
-// bytes of activations. So the states of the next STAGES rows are on their way into a ring in shared memory (each thread
-// copies and reads its own pieces, no barrier) while a row is computed; warp 0 prepares the vectors of a row, warp 1
-// finishes the row before, all four warps do the recurrence in between: one barrier of the group per row. All groups
-// together sweep over a few neighbouring rows at a time, as the states lie in memory. A block holds as many groups as
-// fill a processor.
+// Memory bound: per item it reads and writes 64x64 of state (8 KiB in fp16, 16 in fp32) and touches 9 x 128 bytes of
+// activations. So every warp has a ring of STAGES states in shared memory of its own: one is computed, in place, while
+// the next comes in; on sm_90 the copy engine moves them whole, before it the lanes do. Whatever else an item needs is
+// loaded while the one before is computed: under full load a load takes microseconds, and one that is waited for on the
+// spot keeps the ring from being refilled. No two warps ever wait for each other.
 //
-// Shared memory per group: ring [2][4][128] x 16 bytes (fp16; fp32: [1][8][128]), vectors [3][6][64] fp32, y [2][64].
+// Shared memory per warp: ring [2][64][64], vectors [6][64] fp32, y [64] fp32, an mbarrier per stage.
 #include <cuda_pipeline.h>
+
+#include <atomic>
 
 #include "wkv.cuh"
 
-constexpr int THREADS = 128;  // of a group
+constexpr int STAGES = 2;
+// Warps of a block at most, and value rows that a lane takes at once. Many items: as many warps as fit into sm_90's
+// shared memory, few registers each. Few: what counts is how soon one is done.
 template <typename State>
-constexpr int STAGES = sizeof(State) == 2 ? 2 : 1;
-template <typename State>
-constexpr int GROUPS = sizeof(State) == 2 ? 5 : 4;
+constexpr int MANY_WARPS = sizeof(State) == 2 ? 12 : 6;
+constexpr int MANY_ROWS = 4, FEW_WARPS = 4, FEW_ROWS = 16;
 enum Vec { VR, VDECAY, VKK, VKKA, VK, VV, VECS };
 
 template <typename State>
 struct Shared {
-    uint4 ring[STAGES<State>][ROWS * Keys<State>::PIECES][THREADS];
-    float vectors[3][VECS][HEAD];
-    float y[2][HEAD];
-    float inv_square[3], bonus[3];
+    alignas(128) State ring[STAGES][HEAD * HEAD];
+    float vectors[VECS][HEAD];
+    float y[HEAD];
+    uint64_t arrived[STAGES];  // mbarriers
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// A head's state on its way into a warp's shared memory and out of it.
+template <typename State>
+struct HeadCopy {
+    static constexpr int BYTES = HEAD * HEAD * sizeof(State);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    static constexpr int ARRIVALS = 1;
+
+    __device__ static __forceinline__ void load(State* to, const State* from, uint64_t* arrived, int lane) {
+        if (lane != 0) return;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)), "r"(BYTES)
+                     : "memory");
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                shared_address(to)),
+            "l"(from), "r"(BYTES), "r"(shared_address(arrived))
+            : "memory");
+    }
+
+    // Of what the whole warp wrote.
+    __device__ static __forceinline__ void store(State* to, const State* from, int lane) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane != 0) return;
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                     "r"(BYTES)
+                     : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+
+    // The shared memory of all stores is free again.
+    __device__ static __forceinline__ void wait_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+#else
+    static constexpr int ARRIVALS = 32;
+    static constexpr int PIECES = BYTES / (32 * sizeof(uint4));
+
+    __device__ static __forceinline__ void load(State* to, const State* from, uint64_t* arrived, int lane) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            __pipeline_memcpy_async(reinterpret_cast<uint4*>(to) + i * 32 + lane,
+                                    reinterpret_cast<const uint4*>(from) + i * 32 + lane, sizeof(uint4));
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrived)) : "memory");
+    }
+
+    __device__ static __forceinline__ void store(State* to, const State* from, int lane) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            reinterpret_cast<uint4*>(to)[i * 32 + lane] = reinterpret_cast<const uint4*>(from)[i * 32 + lane];
+    }
+
+    __device__ static __forceinline__ void wait_stored() {}
+#endif
+
+    __device__ static __forceinline__ void prepare(uint64_t* arrived) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(arrived)), "r"(ARRIVALS) : "memory");
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+
+    __device__ static __forceinline__ void wait_loaded(uint64_t* arrived, int parity) {
+        int done;
+        do {
+            asm volatile(
+                "{\n"
+                ".reg .pred done;\n"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+                "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
+#else
+                "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+#endif
+                "selp.b32 %0, 1, 0, done;\n"
+                "}"
+                : "=r"(done)
+                : "r"(shared_address(arrived)), "r"(parity)
+                : "memory");
+        } while (done == 0);
+    }
 };
 
 // One row's activations of a head, 2 channels a lane.
@@ -39,11 +128,14 @@ struct Inputs {
     }
 };
 
-// The constants come out of L1 for every row: there are no registers to spare for them.
+struct Scalars {
+    float inv_square, bonus;
+};
+
+// Leaves the vectors in shared memory.
 template <typename State>
-__device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Shared<State>& sh, int slot, int pair, int channel) {
-    const HeadParams h(p, channel);
-    const bool residual = p.v_first != nullptr;
+__device__ __forceinline__ Scalars prologue(
+    const HeadParams& h, const Inputs& in, bool residual, Shared<State>& sh, int pair) {
     const float2 r = __half22float2(in.r), w = __half22float2(in.w), k = __half22float2(in.k), v = __half22float2(in.v);
     const float2 a = __half22float2(in.a), gate = __half22float2(in.gate), first = __half22float2(in.first);
     const StepVectors x = step_vectors(r.x, w.x, k.x, v.x, a.x, gate.x, first.x, residual, h.w0.x, h.a0.x, h.v0.x,
@@ -51,120 +143,141 @@ __device__ __forceinline__ void prologue(const WkvArgs& p, const Inputs& in, Sha
     const StepVectors z = step_vectors(r.y, w.y, k.y, v.y, a.y, gate.y, first.y, residual, h.w0.y, h.a0.y, h.v0.y,
                                        h.k_k.y, h.k_a.y, h.r_k.y);
     const auto put = [&](int vec, float lo, float hi) {
-        *reinterpret_cast<float2*>(&sh.vectors[slot][vec][pair]) = make_float2(lo, hi);
+        *reinterpret_cast<float2*>(&sh.vectors[vec][pair]) = make_float2(lo, hi);
     };
     put(VR, x.r, z.r), put(VDECAY, x.decay, z.decay), put(VKK, x.kk, z.kk);
     put(VKKA, x.kka, z.kka), put(VK, x.k, z.k), put(VV, x.v, z.v);
-    const float squares = warp_sum(x.kk * x.kk + z.kk * z.kk), bonus = warp_sum(x.bonus + z.bonus);
-    if (pair == 0) sh.inv_square[slot] = inverse_square(squares), sh.bonus[slot] = bonus;
+    return {inverse_square(warp_sum(x.kk * x.kk + z.kk * z.kk)), warp_sum(x.bonus + z.bonus)};
 }
 
-template <typename State>
-__global__ void __launch_bounds__(THREADS * GROUPS<State>, 1) wkv_decode_kernel(const WkvArgs p, int rows_per_sweep) {
-    extern __shared__ __align__(16) unsigned char dynamic[];
-    const int group = threadIdx.x / THREADS, tid = threadIdx.x % THREADS, warp = tid >> 5, pair = (tid & 31) * 2;
-    Shared<State>& sh = reinterpret_cast<Shared<State>*>(dynamic)[group];
-    const int q = tid & 7, first_row = tid >> 3, me = blockIdx.x * (blockDim.x / THREADS) + group;
-    const int head = me % p.heads, begin = me / p.heads;
-    if (begin >= min(rows_per_sweep, p.rows)) return;
-    State* const states = static_cast<State*>(p.state) + head * (HEAD * HEAD) + first_row * HEAD;
-    const int64_t width = static_cast<int64_t>(p.heads) * HEAD;
-    const int channel = head * HEAD + pair;
-    using K = Keys<State>;
+// Of a launch: items claimed beyond those that are dealt out, and warps that have ended; the last one puts both back to
+// 0. The launches take turns with many of them: two stages on one device may run at the same time.
+struct Claims {
+    int claimed, ended;
+};
+constexpr int TURNS = 4096;
+__device__ Claims claims_of_turn[TURNS];
 
-    int ahead = begin;
-    int64_t ahead_slot = p.read_slots[begin];  // known one row early: a load that waits for it would hold up the warp
-    const auto fetch = [&](int stage) {
-        if (ahead < p.rows) {
-            const State* in = states + ahead_slot * p.slot_stride;
-#pragma unroll
-            for (int i = 0; i < ROWS * K::PIECES; ++i) {
-                const State* at = in + (i / K::PIECES) * ROW_STEP * HEAD + K::at(q, i % K::PIECES);
-                __pipeline_memcpy_async(&sh.ring[stage][i][tid], at, 16);
-            }
-            ahead += rows_per_sweep;
-            if (ahead < p.rows) ahead_slot = p.read_slots[ahead];
-        }
-        __pipeline_commit();
+template <typename State, int WARPS, int ROWS>
+__global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs p, int turn) {
+    extern __shared__ __align__(128) unsigned char dynamic[];
+    using Copy = HeadCopy<State>;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = lane * 2, q = lane & 7, octet = lane >> 3;
+    Shared<State>& sh = reinterpret_cast<Shared<State>*>(dynamic)[warp];
+    // Head n % heads of row n / heads is item n; its activations begin at n * HEAD.
+    const int items = p.rows * p.heads, warps = gridDim.x * (blockDim.x >> 5);
+    int item = warp * gridDim.x + blockIdx.x, next = item + warps;
+    if (item >= items) return;
+    const auto state_of = [&](int64_t slot, int n) {
+        return static_cast<State*>(p.state) + slot * p.slot_stride + n % p.heads * (HEAD * HEAD);
     };
-    for (int stage = 0; stage < STAGES<State>; ++stage) fetch(stage);
+    const auto load_state = [&](int stage, int64_t slot, int n) {
+        Copy::load(sh.ring[stage], state_of(slot, n), &sh.arrived[stage], lane);
+    };
+
+    if (lane == 0)
+        for (int stage = 0; stage < STAGES; ++stage) Copy::prepare(&sh.arrived[stage]);
+    __syncwarp();
+    load_state(0, p.read_slots[item / p.heads], item);
+    if (next < items) load_state(1, p.read_slots[next / p.heads], next);
     let_next_start();
+
+    const auto channel_of = [&](int n) { return n % p.heads * HEAD + pair; };
+    HeadParams params(p, channel_of(item));
+    float2 weight, bias;
+    const auto load_norm = [&](int channel) {
+        weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
+        bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
+    };
+    load_norm(channel_of(item));
     wait_for_inputs();
+    int64_t write_slot = p.write_slots[item / p.heads];
     Inputs in;
     __half2 gate;
-    if (warp == 0) in.load(p, begin * width + channel);
-    const auto finish = [&](int row, int slot, int turn) {
-        const float2 weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
-        const float2 bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
-        const float2 out = wkv_epilogue(
-            *reinterpret_cast<const float2*>(&sh.y[turn][pair]), sh.bonus[slot],
-            *reinterpret_cast<const float2*>(&sh.vectors[slot][VV][pair]), __half22float2(gate), weight, bias);
-        *reinterpret_cast<__half2*>(p.y + row * width + channel) = __floats2half2_rn(out.x, out.y);
+    const auto activations_of = [&](int n) { return static_cast<int64_t>(n) * HEAD + pair; };
+    const auto load_gate = [&](int n) { gate = *reinterpret_cast<const __half2*>(p.g + activations_of(n)); };
+    in.load(p, activations_of(item));
+    load_gate(item);
+    Claims& claims = claims_of_turn[turn];
+    int claim = 0;
+    const auto claim_one = [&] {
+        if (lane == 0 && next < items && items > STAGES * warps) claim = atomicAdd(&claims.claimed, 1);
     };
-    const auto barrier = [&] { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
-    int row = begin, slot = 0, turn = 0, stage = 0;
-    for (; row < p.rows; row += rows_per_sweep) {
-        __pipeline_wait_prior(STAGES<State> - 1);
-        float s[ROWS][KEYS];
+    claim_one();
+
+    for (int stage = 0, parity = 0; item < items; parity ^= stage, stage ^= 1) {
+        const bool more = next < items;
+        const Scalars scalars = prologue(params, in, p.v_first != nullptr, sh, pair);
+        if (more) in.load(p, activations_of(next)), params = HeadParams(p, channel_of(next));
+        const int ahead = STAGES * warps + __shfl_sync(FULL, claim, 0);
+        const bool refill = more && ahead < items;
+        int64_t ahead_slot = 0;
+        if (refill) ahead_slot = p.read_slots[ahead / p.heads];
+        __syncwarp();
+        KeyVectors t;
+        read_keys<State>(sh.vectors[VKK], q, t.kk);
+        read_keys<State>(sh.vectors[VDECAY], q, t.decay);
+        read_keys<State>(sh.vectors[VKKA], q, t.kka);
+        read_keys<State>(sh.vectors[VK], q, t.k);
+        read_keys<State>(sh.vectors[VR], q, t.r);
 #pragma unroll
-        for (int m = 0; m < ROWS; ++m) {
-            RawKeys<State> raw;
-#pragma unroll
-            for (int i = 0; i < K::PIECES; ++i) raw.pieces[i] = sh.ring[stage][m * K::PIECES + i][tid];
-            raw.unpack(s[m]);
-        }
-        fetch(stage);
-        stage = stage + 1 == STAGES<State> ? 0 : stage + 1;
-        State* const out = states + p.write_slots[row] * p.slot_stride;
-        if (warp == 0) {
-            prologue(p, in, sh, slot, pair, channel);
-            if (row + rows_per_sweep < p.rows) in.load(p, (row + rows_per_sweep) * width + channel);
-        }
-        barrier();
-        if (warp == 1) {
-            if (row > begin) finish(row - rows_per_sweep, slot == 0 ? 2 : slot - 1, turn ^ 1);
-            gate = *reinterpret_cast<const __half2*>(p.g + row * width + channel);
-        }
-        const float(&v)[VECS][HEAD] = sh.vectors[slot];
-        const TokenVectors t{v[VR], v[VDECAY], v[VKK], v[VKKA], v[VK], v[VV]};
-        wkv_step<State>(s, t, sh.inv_square[slot], q, first_row, sh.y[turn]);
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) store_keys(out + m * ROW_STEP * HEAD, q, s[m]);
-        slot = slot == 2 ? 0 : slot + 1;
-        turn ^= 1;
+        for (int j = 0; j < KEYS; ++j) t.kk[j] *= -scalars.inv_square;
+        State* const state = sh.ring[stage];
+        Copy::wait_loaded(&sh.arrived[stage], parity);
+#pragma unroll 1
+        for (int row = octet; row < HEAD; row += ROWS * ROW_STEP)
+            wkv_step<State, ROWS>(state + row * HEAD, t, &sh.vectors[VV][row], q, &sh.y[row]);
+        Copy::store(state_of(write_slot, item), state, lane);
+        if (more) write_slot = p.write_slots[next / p.heads];
+        const float2 out = wkv_epilogue(*reinterpret_cast<const float2*>(&sh.y[pair]), scalars.bonus,
+                                        *reinterpret_cast<const float2*>(&sh.vectors[VV][pair]), __half22float2(gate),
+                                        weight, bias);
+        *reinterpret_cast<__half2*>(p.y + activations_of(item)) = __floats2half2_rn(out.x, out.y);
+        if (more) load_gate(next), load_norm(channel_of(next));
+        __syncwarp();
+        if (lane == 0) Copy::wait_stored();
+        if (refill) load_state(stage, ahead_slot, ahead);
+        item = next, next = refill ? ahead : items;
+        claim_one();
     }
-    barrier();
-    if (warp == 1) finish(row - rows_per_sweep, slot == 0 ? 2 : slot - 1, turn ^ 1);
+    if (lane == 0 && items > STAGES * warps && atomicAdd(&claims.ended, 1) == warps - 1) claims = {0, 0};
 }
 
-// Groups of a block that the current device's shared memory holds; raises the kernel's limit at the first call on it.
-template <typename State>
-int fitting_groups() {
-    static int known[64] = {};
+static std::atomic<unsigned> launches;
+
+// What a block may have of the current device's shared memory.
+static int most_shared_bytes() {
+    int device = 0, bytes = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return bytes;
+}
+
+// One block per processor, at most `warps` in each.
+template <typename State, int WARPS, int ROWS>
+int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
+    const auto kernel = wkv_decode_kernel<State, WARPS, ROWS>;
+    static bool raised[64] = {};
     int device = 0;
     cudaGetDevice(&device);
-    if (known[device & 63] == 0) {
-        int bytes = 0;
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        const int groups = min(bytes / static_cast<int>(sizeof(Shared<State>)), GROUPS<State>);
-        cudaFuncSetAttribute(wkv_decode_kernel<State>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             groups * static_cast<int>(sizeof(Shared<State>)));
-        known[device & 63] = groups;
-    }
-    return known[device & 63];
+    if (!raised[device & 63]) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    raised[device & 63] = true;
+    const dim3 blocks(min(p.rows * p.heads, this_machine().processors));
+    launch_with_shared(kernel, blocks, 32 * warps, shared_bytes, stream, p, static_cast<int>(launches++ % TURNS));
+    return launch_result();
 }
 
-// One block per processor, as many groups in each as there is work for; a sweep takes whole rows.
 template <typename State>
 int run(const WkvArgs& p, void* stream) {
-    const int fitting = fitting_groups<State>(), places = this_machine().processors;
-    const int most = max(1, places * fitting / p.heads), sweeps = (p.rows + most - 1) / most;
-    const int rows_per_sweep = (p.rows + sweeps - 1) / sweeps;
-    const int groups = min((rows_per_sweep * p.heads + places - 1) / places, fitting);
-    const dim3 blocks((rows_per_sweep * p.heads + groups - 1) / groups);
-    launch_with_shared(wkv_decode_kernel<State>, blocks, groups * THREADS, groups * sizeof(Shared<State>), stream, p,
-                       rows_per_sweep);
-    return launch_result();
+    // All of the shared memory even for few warps: blocks that start early would share a processor.
+    static const int shared_bytes = most_shared_bytes();
+    const int fitting = shared_bytes / static_cast<int>(sizeof(Shared<State>)), processors = this_machine().processors;
+    const int needed = (p.rows * p.heads + processors - 1) / processors;
+    if (needed <= min(FEW_WARPS, fitting)) {
+        return launch_kernel<State, FEW_WARPS, FEW_ROWS>(p, needed, shared_bytes, stream);
+    }
+    const int warps = min(needed, min(fitting, MANY_WARPS<State>));
+    return launch_kernel<State, MANY_WARPS<State>, MANY_ROWS>(p, warps, shared_bytes, stream);
 }
 
 RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, void* stream) {
