@@ -41,6 +41,8 @@ GPU_PREFILL_BESIDE = 1024
 CPU_SLOTS_SHARE = 0.25
 """Share of the machine's memory that slots may take on a CPU."""
 LAST_RESORTS = ("cpu", "naive")
+ASKED_FOR_BY_ROUTES = ("flashinfer",)
+"""Samplers that requests name (/v2): made at start, because the first time on a machine their kernels are compiled."""
 
 
 @dataclass(slots=True)
@@ -166,6 +168,8 @@ class Machine:
         then ever shorter ones. The memory which that takes serves all later steps.
         """
         started = time.perf_counter()
+        for name in ASKED_FOR_BY_ROUTES:
+            self.sampler(name)
         if self._graphs is not None:
             try:
                 self._graphs.warm_up()

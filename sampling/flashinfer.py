@@ -9,6 +9,8 @@ token id, and the draw is the Gumbel-max of the definition by (seed, step, token
 from __future__ import annotations
 
 import importlib.util
+import logging
+import time
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -22,6 +24,8 @@ from sampling.params import Method, SamplingParams
 from sampling.rapid import RapidSampler
 from sampling.sampler import Sampled
 from sampling.seats import MAX_LOGIT, SeatTable, inverse_temperature, is_greedy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,9 +59,19 @@ class FlashInferSampler:
         if reason is not None:
             raise RuntimeError(reason)
         self._filters: ModuleType = importlib.import_module("flashinfer.sampling")
+        self._build_filters(vocab, device)
         self.table = SeatTable(max_rows, vocab, device, countless_ids)
         self._drawer = RapidSampler(max_rows, vocab, device, countless_ids=[])
         self._steady: tuple[tuple[int, list[int]], Plan, Limits] | None = None
+
+    def _build_filters(self, vocab: int, device: torch.device) -> None:
+        """FlashInfer compiles each kernel at its first call: now, rather than while rows wait for a step."""
+        log.info("making FlashInfer's filters ready (the first time on a machine they are compiled: a minute or two)")
+        started = time.perf_counter()
+        even = torch.full((1, vocab), 1 / vocab, device=device)
+        self._filters.top_k_renorm_probs(even, torch.ones(1, dtype=torch.int32, device=device))
+        self._filters.top_p_renorm_probs(even, torch.ones(1, device=device))
+        log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
     def admit(self, seat: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias."""
