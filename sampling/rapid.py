@@ -26,6 +26,10 @@ MAX_ENTRIES = 8192
 """Most tokens with a bias or a penalty that a row may have; of further distinct tokens it takes no note."""
 ENTRY_BYTES = 16
 MAX_VOCAB = 2**18
+MAX_CHUNKS = 2048
+"""Of a row, as the kernel sums it up"""
+MAX_PARTS = 8
+"""Blocks that share a row"""
 
 
 class Seat(ctypes.Structure):
@@ -69,10 +73,15 @@ class Launch(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("entries", ctypes.c_void_p),
         ("countless", ctypes.c_void_p),
+        ("chunks", ctypes.c_void_p),
+        ("best", ctypes.c_void_p),
+        ("arrived", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
         ("max_rows", ctypes.c_int32),
         ("capacity", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+        ("chunk_batches", ctypes.c_int32),
     )
 
 
@@ -101,7 +110,11 @@ class RapidSampler:
         self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
         self._countless = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
         self._countless[torch.tensor(countless_ids, dtype=torch.int64, device=self.device)] = 1
-        self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._chunks = torch.zeros(max_rows, MAX_CHUNKS, 2, device=self.device)
+        self._best = torch.zeros(max_rows, MAX_PARTS, dtype=torch.int64, device=self.device)
+        self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        properties = torch.cuda.get_device_properties(self.device)
+        self._processors, self._early = properties.multi_processor_count, int(properties.major >= 9)
         self._seats: tuple[list[int], Tensor] | None = None
         self._prepare_library()
 
@@ -110,7 +123,7 @@ class RapidSampler:
         prepare = binding.bind(library, "rapid_prepare", ctypes.c_int32)
         with torch.cuda.device(self.device):
             binding.raise_on(prepare(self.vocab), "rapid_prepare")
-        types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
+        types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
         self._launch = binding.bind(library, "rapid_sample", *types)
 
     def admit(self, seat: int, params: SamplingParams) -> None:
@@ -156,6 +169,9 @@ class RapidSampler:
             table=self._table.data_ptr(),
             entries=self._entries.data_ptr(),
             countless=self._countless.data_ptr(),
+            chunks=self._chunks.data_ptr(),
+            best=self._best.data_ptr(),
+            arrived=self._arrived.data_ptr(),
             rows=rows,
             vocab=self.vocab,
             max_rows=self.max_rows,
@@ -165,7 +181,8 @@ class RapidSampler:
             return
         half = int(dtype is torch.float16)
         with torch.cuda.device(self.device):
-            code = self._launch(ctypes.byref(launch), half, self._processors, binding.stream_pointer(self.device))
+            stream = binding.stream_pointer(self.device)
+            code = self._launch(ctypes.byref(launch), half, self._processors, self._early, stream)
         binding.raise_on(code, "rapid_sample")
 
     def sample(self, logits: Tensor, seats: list[int]) -> Sampled:

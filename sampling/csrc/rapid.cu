@@ -1,8 +1,13 @@
-// "rapid": one block of threads per row draws a token from logits in one pass over them where the parameters allow,
-// and counts it for the penalties. The definition is sampling/naive.py; all state is in device memory by seat, nothing
-// is allocated and the host is not asked, so launches can be captured in a graph.
+// "rapid": draws a token for each row of logits in one pass over them where the parameters allow, and counts it for
+// the penalties. The definition is sampling/naive.py; all state is in device memory by seat, nothing is allocated and the
+// host is not asked, so launches can be captured in a graph.
 //
-// Shared memory of a block: Chunk[256 * chunk blocks] | uint32 marks[words] | List
+// `parts` blocks share a row. Each looks at its part of the logits and leaves its best token, or the maxima and masses of
+// its chunks, in device memory; the block that comes last draws. So rows that are done are drawn from while others are
+// still read, and a single row is read by several multiprocessors.
+//
+// Bytes: logits once; rows that are cut 8 per chunk of 32 tokens written and read, and some chunks again.
+// Shared memory of a block: Shared | uint32 marks[words]
 #include <cuda_runtime.h>
 
 #include "rapid_list.cuh"
@@ -10,114 +15,206 @@
 namespace sampling {
 
 struct Launch {
-  const void* logits;     // [rows, vocab]
-  const int32_t* seats;   // [rows]; anything outside 0 .. max_rows-1 is padding
-  int64_t* tokens;        // [rows]
-  Seat* table;            // [max_rows]
-  Entry* entries;         // [max_rows, capacity]
+  const void* logits;        // [rows, vocab]
+  const int32_t* seats;      // [rows]; anything outside 0 .. max_rows-1 is padding
+  int64_t* tokens;           // [rows]
+  Seat* table;               // [max_rows]
+  Entry* entries;            // [max_rows, capacity]
   const uint8_t* countless;  // [vocab]
-  int32_t rows, vocab, max_rows, capacity;
+  Chunk* chunks;             // [max_rows, kMaxChunks]
+  uint64_t* best;            // [max_rows, kMaxBlocks]
+  uint32_t* arrived;         // [max_rows], zero between launches
+  int32_t rows, vocab, max_rows, capacity, parts, chunk_batches;
 };
 
-// Values the tokens with entries and marks them.
-template <int kThreads, class T>
-__device__ void value_entries(const Row<T>& row, const Seat& seat, uint32_t* marks) {
-  for (int word = threadIdx.x; word < (row.vocab + 31) / 32; word += kThreads) marks[word] = 0;
+// Earlier kernels' writes are visible after this.
+__device__ __forceinline__ void wait_for_inputs() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The changed logit of a token with an entry.
+template <class T>
+__device__ __forceinline__ float value_of_entry(const Row<T>& row, const Seat& seat, const Entry& entry) {
+  float value = __fadd_rn(to_float(row.logits[entry.token]), entry.bias);
+  if (seat.penalised && entry.count >= 0.0f)
+    value = __fsub_rn(value, __fadd_rn(__fmul_rn(entry.count, seat.frequency), seat.presence));
+  return cleaned(value);
+}
+
+// An entry's count after this step, if its token is not drawn.
+__device__ __forceinline__ float decayed(const Entry& entry, const Seat& seat) {
+  return seat.penalised && entry.count >= 0.0f ? __fmul_rn(entry.count, seat.decay) : entry.count;
+}
+
+// The changed logits of all entries; their counts decay.
+template <class T>
+__device__ __forceinline__ void take_entries(Row<T>& row, const Seat& seat) {
+  const auto take = [&](int i, Entry& entry) {
+    entry = row.entries[i];
+    entry.value = value_of_entry(row, seat, entry);
+    entry.count = decayed(entry, seat);
+    row.entries[i] = entry;
+  };
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h)
+    if (static_cast<int>(threadIdx.x) + h * kThreads < row.num_entries) take(threadIdx.x + h * kThreads, row.held[h]);
+  Entry entry;
+  for (int i = threadIdx.x + kHeld * kThreads; i < row.num_entries; i += kThreads) take(i, entry);
+}
+
+// Counts the token, in counts that have decayed.
+template <class T>
+__device__ void count_token(const Row<T>& row, Seat& stored, int token, const uint8_t* countless, int capacity) {
+  bool known = false;
+  const auto look_at = [&](int i, int entry_token, float count) {
+    if (entry_token != token) return;
+    known = true;
+    row.entries[i].count = __fadd_rn(fmaxf(count, 0.0f), countless[token] ? 0.0f : 1.0f);
+  };
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h)
+    if (static_cast<int>(threadIdx.x) + h * kThreads < row.num_entries)
+      look_at(threadIdx.x + h * kThreads, row.held[h].token, row.held[h].count);
+  for (int i = threadIdx.x + kHeld * kThreads; i < row.num_entries; i += kThreads)
+    look_at(i, row.entries[i].token, row.entries[i].count);
+  known = __syncthreads_or(known);
+  if (threadIdx.x == 0 && !known && row.num_entries < capacity) {
+    row.entries[row.num_entries] = Entry{token, 0.0f, countless[token] ? 0.0f : 1.0f, 0.0f};
+    stored.num_entries = row.num_entries + 1;
+  }
+}
+
+// True for the last of the blocks of a row; what the others wrote is visible to it (past the L1 cache).
+__device__ __forceinline__ bool is_last_block(uint32_t* arrived, int parts, Shared& shared) {
   __syncthreads();
+  if (parts == 1) return true;
+  if (threadIdx.x == 0) {
+    uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+    if (before + 1 == static_cast<uint32_t>(parts)) *arrived = 0;
+    shared.reached = static_cast<int>(before);
+  }
+  __syncthreads();
+  return shared.reached == parts - 1;
+}
+
+// Looks at a part of a row: leaves chunks, or the best token.
+template <class T>
+__device__ void look(
+    Row<T>& row, Range range, const Ring<T>& ring, const Seat& seat, Chunk* chunks, uint64_t* best_of_part,
+    Shared& shared, Room& room) {
+  if (row.num_entries) {
+    mark_entries(row, range, shared.marks());
+    row.marks = shared.marks();
+  }
+  if (seat.kind == kCut) return scan_chunks(row, range, ring, seat, chunks);
+  uint64_t best = seat.kind == kGreedy  ? largest_logit(row, range, ring)
+                  : seat.kind == kNoise ? best_score<true>(row, range, ring, seat, kBehindAll, &shared.found)
+                                        : best_score<false>(row, range, ring, seat, kBehindAll, &shared.found);
+  const int first_token = 4 * kBatchQuads * range.first, last_token = 4 * kBatchQuads * range.last;
   for (int i = threadIdx.x; i < row.num_entries; i += kThreads) {
     const Entry entry = row.entries[i];
-    float value = __fadd_rn(to_float(row.logits[entry.token]), entry.bias);
-    if (seat.penalised && entry.count >= 0.0f)
-      value = __fsub_rn(value, __fadd_rn(__fmul_rn(entry.count, seat.frequency), seat.presence));
-    row.entries[i].value = cleaned(value);
-    atomicOr(&marks[entry.token >> 5], 1u << (entry.token & 31));
+    if (entry.token < first_token || entry.token >= last_token) continue;
+    const float value = value_of_entry(row, seat, entry);
+    if (value == minus_infinity()) continue;
+    const float score = seat.kind == kGreedy ? value : exact_score(seat, entry.token, value);
+    best = larger(best, pair_of(score, entry.token));
   }
-  __syncthreads();
+  best = max_over_block(best, room);
+  if (threadIdx.x == 0) *best_of_part = best;
 }
 
-// Decays the counts and counts the token.
-template <int kThreads>
-__device__ void count_token(Entry* entries, Seat& stored, const Seat& seat, int token, bool countless, int capacity) {
-  bool known = false;
-  for (int i = threadIdx.x; i < seat.num_entries; i += kThreads) {
-    Entry entry = entries[i];
-    const bool is_it = entry.token == token;
-    if (entry.count >= 0.0f) entry.count = __fmul_rn(entry.count, seat.decay);
-    if (is_it) entry.count = __fadd_rn(fmaxf(entry.count, 0.0f), countless ? 0.0f : 1.0f);
-    if (is_it || entry.count >= 0.0f) entries[i].count = entry.count;
-    known |= is_it;
+// Draws from what the parts' blocks left.
+template <class T>
+__device__ int draw(
+    Row<T>& row, Range all, const Seat& seat, const Chunk* chunks, const uint64_t* best_of_parts, int parts,
+    Shared& shared, Room& room) {
+  if (row.num_entries && (seat.kind == kCut || seat.penalised)) take_entries(row, seat);
+  if (seat.kind != kCut) {
+    const int lane = threadIdx.x % 32;
+    const uint64_t best = max_over_warp(lane < parts ? __ldcg(best_of_parts + lane) : 0);
+    return best ? token_of(best) : 0;
   }
-  known = __syncthreads_or(known);
-  if (threadIdx.x == 0 && !known && seat.num_entries < capacity) {
-    entries[seat.num_entries] = Entry{token, 0.0f, countless ? 0.0f : 1.0f, 0.0f};
-    stored.num_entries = seat.num_entries + 1;
+  if (row.num_entries) {
+    mark_entries(row, all, shared.marks());
+    row.marks = shared.marks();
   }
+  return draw_cut(row, all, seat, chunks, shared, room);
 }
 
-template <int kThreads, class T>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) sample_rows(Launch launch) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ uint64_t words[64];
-  Room room{words, 0};
-  const int number = launch.seats[blockIdx.x];
+// Blocks of a multiprocessor: as many as its shared memory holds.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocks = 2;
+#else
+constexpr int kBlocks = 3;
+#endif
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  Room room{shared.half, 0};
+  const int row_number = blockIdx.x / launch.parts, part = blockIdx.x % launch.parts;
+  let_next_start();
+  wait_for_inputs();
+  const T* logits = static_cast<const T*>(launch.logits) + static_cast<int64_t>(row_number) * launch.vocab;
+  Row<T> row;
+  row.logits = logits, row.vocab = launch.vocab, row.chunk_batches = launch.chunk_batches;
+  row.marks = nullptr;
+  const int batches = (row.quads() + kBatchQuads - 1) / kBatchQuads;
+  const int blocks = (batches + row.chunk_batches - 1) / row.chunk_batches;
+  const Range all{0, blocks * row.chunk_batches};
+  const Range range{blocks * part / launch.parts * row.chunk_batches, blocks * (part + 1) / launch.parts * row.chunk_batches};
+  const Ring<T> ring{reinterpret_cast<Quad<T>*>(shared.ring)};
+  ring.begin(row, range);
+  const int number = launch.seats[row_number];
   if (number < 0 || number >= launch.max_rows) {
-    if (threadIdx.x == 0) launch.tokens[blockIdx.x] = 0;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (part == 0 && threadIdx.x == 0) launch.tokens[row_number] = 0;
     return;
   }
+  row.entries = launch.entries + static_cast<int64_t>(number) * launch.capacity;
+  row.num_entries = launch.table[number].num_entries;
+  Chunk* chunks = launch.chunks + static_cast<int64_t>(number) * kMaxChunks;
+  uint64_t* best_of_parts = launch.best + static_cast<int64_t>(number) * kMaxBlocks;
+  look(row, range, ring, launch.table[number], chunks, best_of_parts + part, shared, room);
+  if (!is_last_block(launch.arrived + number, launch.parts, shared)) return;
   const Seat seat = launch.table[number];
-  Entry* entries = launch.entries + static_cast<int64_t>(number) * launch.capacity;
-  const T* logits = static_cast<const T*>(launch.logits) + static_cast<int64_t>(blockIdx.x) * launch.vocab;
-  Row<T> row{logits, launch.vocab, nullptr, entries, seat.num_entries};
-  Chunk* chunks = reinterpret_cast<Chunk*>(shared);
-  uint32_t* marks = reinterpret_cast<uint32_t*>(chunks + kLanes * row.chunk_blocks());
-  List* list = reinterpret_cast<List*>(marks + ((launch.vocab + 127) / 128) * 4);
-  if (row.num_entries) {
-    value_entries<kThreads>(row, seat, marks);
-    row.marks = marks;
-  }
-  int token;
-  if (seat.kind == kCut) {
-    token = draw_cut<kThreads>(row, seat, chunks, list, room);
-  } else {
-    const uint64_t best = seat.kind == kGreedy ? largest_logit<kThreads>(row, room)
-                                               : best_score<kThreads>(row, seat, kBehindAll, room);
-    token = best ? token_of(best) : 0;
-  }
+  const int token = draw(row, all, seat, chunks, best_of_parts, launch.parts, shared, room);
   if (seat.penalised)
-    count_token<kThreads>(entries, launch.table[number], seat, token, launch.countless[token], launch.capacity);
+    count_token(row, launch.table[number], token, launch.countless, launch.capacity);
   if (threadIdx.x == 0) {
-    launch.tokens[blockIdx.x] = token;
+    launch.tokens[row_number] = token;
     launch.table[number].step = seat.step + 1;
   }
 }
 
 size_t shared_bytes(int vocab) {
-  const size_t quads = (vocab + 3) / 4, blocks = (quads + kChunkBlock - 1) / kChunkBlock;
-  return blocks * kLanes * sizeof(Chunk) + (static_cast<size_t>(vocab) + 127) / 128 * 16 + sizeof(List);
-}
-
-template <int kThreads, class T>
-int launch_rows(const Launch& launch, cudaStream_t stream) {
-  const size_t bytes = shared_bytes(launch.vocab);
-  sample_rows<kThreads, T><<<launch.rows, kThreads, bytes, stream>>>(launch);
-  return cudaGetLastError();
+  return sizeof(Shared) + (static_cast<size_t>(vocab) + 127) / 128 * 16;
 }
 
 template <class T>
-int launch_typed(const Launch& launch, int processors, cudaStream_t stream) {
-  // Few rows: many threads each; many rows: several blocks on each processor, so that all run at once.
-  if (launch.rows <= processors) return launch_rows<1024, T>(launch, stream);
-  if (launch.rows <= 2 * processors) return launch_rows<512, T>(launch, stream);
-  return launch_rows<256, T>(launch, stream);
-}
-
-template <class T>
-int allow_shared(int bytes) {
-  const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  int code = cudaFuncSetAttribute(sample_rows<1024, T>, attribute, bytes);
-  if (code == 0) code = cudaFuncSetAttribute(sample_rows<512, T>, attribute, bytes);
-  if (code == 0) code = cudaFuncSetAttribute(sample_rows<256, T>, attribute, bytes);
-  return code;
+int launch_rows(const Launch& launch, bool early, cudaStream_t stream) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(launch.rows * launch.parts);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes(launch.vocab);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  const int code = cudaLaunchKernelEx(&config, sample_rows<T>, launch);
+  return code ? code : cudaGetLastError();
 }
 
 }  // namespace sampling
@@ -127,13 +224,25 @@ int allow_shared(int bytes) {
 // Once per device, before the first launch: makes room for the vocabulary. A CUDA error code.
 EXPORT int rapid_prepare(int32_t vocab) {
   const int bytes = static_cast<int>(sampling::shared_bytes(vocab));
-  const int code = sampling::allow_shared<float>(bytes);
-  return code ? code : sampling::allow_shared<__half>(bytes);
+  const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  const int code = cudaFuncSetAttribute(sampling::sample_rows<float>, attribute, bytes);
+  return code ? code : cudaFuncSetAttribute(sampling::sample_rows<__half>, attribute, bytes);
 }
 
-// `processors`: multiprocessors of the device. A CUDA error code.
-EXPORT int rapid_sample(const sampling::Launch* launch, int32_t half, int32_t processors, void* stream) {
+// `processors`: multiprocessors of the device; `early`: it can start a kernel before the one before it has ended.
+// A CUDA error code.
+EXPORT int rapid_sample(const sampling::Launch* launch, int32_t half, int32_t processors, int32_t early, void* stream) {
+  using namespace sampling;
+  Launch sized = *launch;
+  const int batches = ((sized.vocab + 3) / 4 + kBatchQuads - 1) / kBatchQuads;
+  sized.chunk_batches = (batches + kMaxBlocks - 1) / kMaxBlocks;
+  if (sized.chunk_batches < 2) sized.chunk_batches = 2;
+  const int blocks = (batches + sized.chunk_batches - 1) / sized.chunk_batches;
+  if (sized.parts == 0) {
+    sized.parts = 1;
+    while (2 * sized.parts <= blocks && 2 * sized.rows * sized.parts <= processors) sized.parts *= 2;
+  }
+  if (sized.parts > blocks) sized.parts = blocks;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  return half ? sampling::launch_typed<__half>(*launch, processors, on)
-              : sampling::launch_typed<float>(*launch, processors, on);
+  return half ? launch_rows<__half>(sized, early, on) : launch_rows<float>(sized, early, on);
 }

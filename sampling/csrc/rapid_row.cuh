@@ -1,8 +1,10 @@
 // A row of logits as a block of threads sees it: reading it in quads, the tokens with bias or penalties, reductions.
 //
-// Quad q is the four tokens 4q .. 4q+3, which also share one Philox block. A chunk is eight quads, 256 apart, all read
-// by one thread; which quads make a chunk does not depend on the number of threads, so sums over chunks are the same
-// for every launch shape. Masses are added as integers (2^-40 of the largest token's), in any order.
+// Quad q is the four tokens 4q .. 4q+3, which also share one Philox block. A batch is 4 x 256 quads that follow each
+// other; a thread reads four of them, 256 apart. A chunk is what one thread reads of `chunk_batches` batches that follow
+// each other: two (32 tokens) up to a vocabulary of 65536, more above, so that a row has at most 2048 chunks. Which quads
+// make a chunk does not depend on how many blocks share a row, so sums over chunks are the same for every launch shape.
+// Masses are added as integers (2^-40 of the largest token's), in any order.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,10 +15,13 @@
 
 namespace sampling {
 
-constexpr int kLanes = 256;             // threads that share a block of chunks
-constexpr int kBatch = 4;               // quads a thread reads at once
-constexpr int kChunkBatches = 2;        // batches in a chunk
-constexpr int kChunkBlock = kLanes * kBatch * kChunkBatches;  // quads in a block of chunks
+constexpr int kThreads = 256;  // of a block
+constexpr int kWarps = kThreads / 32;
+constexpr int kBatch = 4;                       // quads of a batch that a thread reads
+constexpr int kBatchQuads = kThreads * kBatch;  // quads in a batch
+constexpr int kMaxBlocks = 8;                   // chunks of a row that a thread reads, at most
+constexpr int kMaxChunks = kThreads * kMaxBlocks;
+constexpr unsigned kAll = 0xffffffffu;
 constexpr float kMaxLogit = 1e30f;
 constexpr float kLowest = -3.402823466e38f;
 constexpr float kLog2e = 1.44269504088896341f;
@@ -47,16 +52,19 @@ struct __align__(16) Entry {
   float value;  // the changed logit of this step
 };
 
+constexpr int kHeld = 2;  // entries that each thread holds in registers
+
 template <class T>
 struct Row {
   const T* logits;
   int vocab;
+  int chunk_batches;
   const uint32_t* marks;  // bit per token in shared memory: has an entry; null if there are none
   Entry* entries;
   int num_entries;
+  Entry held[kHeld];  // entries threadIdx.x and 256 further, while the row is drawn from
 
   __device__ int quads() const { return (vocab + 3) / 4; }
-  __device__ int chunk_blocks() const { return (quads() + kChunkBlock - 1) / kChunkBlock; }
 };
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
@@ -67,57 +75,65 @@ __device__ __forceinline__ float cleaned(float value) { return fminf(fmaxf(value
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 
-__device__ __forceinline__ void load_aligned(const float* at, float out[4]) {
-  const float4 quad = __ldg(reinterpret_cast<const float4*>(at));
-  out[0] = quad.x, out[1] = quad.y, out[2] = quad.z, out[3] = quad.w;
+// The logits of a quad as they lie in memory.
+template <class T>
+struct __align__(4 * sizeof(T)) Quad {
+  T at[4];
+};
+
+__device__ __forceinline__ Quad<float> load_aligned(const float* at) {
+  const float4 raw = __ldg(reinterpret_cast<const float4*>(at));
+  return Quad<float>{{raw.x, raw.y, raw.z, raw.w}};
 }
 
-__device__ __forceinline__ void load_aligned(const __half* at, float out[4]) {
+__device__ __forceinline__ Quad<__half> load_aligned(const __half* at) {
   const uint2 raw = __ldg(reinterpret_cast<const uint2*>(at));
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
-  out[0] = low.x, out[1] = low.y, out[2] = high.x, out[3] = high.y;
+  return *reinterpret_cast<const Quad<__half>*>(&raw);
+}
+
+// 16 or 8 bytes to shared memory, past the L1 cache where that can be.
+template <class T>
+__device__ __forceinline__ void copy_async(Quad<T>* to, const T* from) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (sizeof(Quad<T>) == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(at), "l"(from) : "memory");
+  }
 }
 
 // The raw logits of a quad; -inf beyond the vocabulary.
 template <class T>
-__device__ __forceinline__ void load_quad(const Row<T>& row, int quad, float out[4]) {
-  if (row.vocab % 4 == 0) {
-    if (quad < row.quads()) {
-      load_aligned(row.logits + 4 * static_cast<int64_t>(quad), out);
-    } else {
-      out[0] = out[1] = out[2] = out[3] = minus_infinity();
-    }
-    return;
-  }
+__device__ __forceinline__ Quad<T> load_quad(const Row<T>& row, int quad) {
+  if (row.vocab % 4 == 0 && quad < row.quads()) return load_aligned(row.logits + 4 * static_cast<int64_t>(quad));
+  Quad<T> raw;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = 4 * quad + i;
-    out[i] = token < row.vocab ? to_float(row.logits[token]) : minus_infinity();
+    raw.at[i] = token < row.vocab ? row.logits[token] : static_cast<T>(minus_infinity());
   }
+  return raw;
 }
 
-// Tokens with entries read as -inf here; they take part through their entries.
+// Bits of the four tokens of a quad: have entries.
 template <class T>
-__device__ __forceinline__ void clean_quad(const Row<T>& row, int quad, float values[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = cleaned(values[i]);
-  if (row.marks && quad < row.quads()) {
-    const uint32_t nibble = row.marks[quad >> 3] >> (4 * (quad & 7));
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (nibble >> i & 1) values[i] = minus_infinity();
-  }
+__device__ __forceinline__ uint32_t marked(const Row<T>& row, int quad) {
+  return quad < row.quads() ? row.marks[quad >> 3] >> (4 * (quad & 7)) & 15u : 0u;
 }
 
-// Four quads of a thread: value[4 j + i] belongs to token 4 (first + 256 j) + i.
+template <class T>
+__device__ __forceinline__ bool has_entry(const Row<T>& row, int token) {
+  return row.marks && row.marks[token >> 5] >> (token & 31) & 1;
+}
+
+// A thread's share of a batch: value[4 j + i] belongs to token 4 (first + 256 j) + i.
 static_assert(kBatch == 4, "Batch::largest is written out");
 
 struct Batch {
   float value[4 * kBatch];
   int first;
 
-  __device__ __forceinline__ int token(int index) const { return 4 * (first + kLanes * (index / 4)) + index % 4; }
+  __device__ __forceinline__ int token(int index) const { return 4 * (first + kThreads * (index / 4)) + index % 4; }
 
   __device__ __forceinline__ float largest() const {
     float most[4];
@@ -127,37 +143,137 @@ struct Batch {
   }
 };
 
+// The same as it lies in memory.
 template <class T>
-__device__ __forceinline__ Batch load_batch(const Row<T>& row, int first) {
-  Batch batch;
-  batch.first = first;
+struct RawBatch {
+  Quad<T> quad[kBatch];
+  int first;
+
+  __device__ __forceinline__ Batch arrived() const {
+    Batch batch;
+    batch.first = first;
 #pragma unroll
-  for (int j = 0; j < kBatch; ++j) load_quad(row, first + kLanes * j, batch.value + 4 * j);
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j) clean_quad(row, first + kLanes * j, batch.value + 4 * j);
-  return batch;
+    for (int i = 0; i < 4 * kBatch; ++i) batch.value[i] = to_float(quad[i / 4].at[i % 4]);
+    return batch;
+  }
+};
+
+template <class T>
+__device__ __forceinline__ bool is_whole(const Row<T>& row, int first) {
+  return row.vocab % 4 == 0 && first + kThreads * (kBatch - 1) < row.quads();
 }
 
-// Calls visit(chunk, batch) for the calling thread's share of the row; the batches of a chunk follow each other.
-template <int kThreads, class T, class Visit>
-__device__ __forceinline__ void for_each_batch(const Row<T>& row, Visit visit) {
-  const int lane = threadIdx.x % kLanes;
-  for (int block = threadIdx.x / kLanes; block < row.chunk_blocks(); block += kThreads / kLanes)
+template <class T>
+__device__ __forceinline__ RawBatch<T> load_batch(const Row<T>& row, int first) {
+  RawBatch<T> raw;
+  raw.first = first;
+  if (is_whole(row, first)) {
+    const T* at = row.logits + 4 * static_cast<int64_t>(first);
 #pragma unroll
-    for (int part = 0; part < kChunkBatches; ++part)
-      visit(block * kLanes + lane, load_batch(row, block * kChunkBlock + part * kLanes * kBatch + lane));
+    for (int j = 0; j < kBatch; ++j) raw.quad[j] = load_aligned(at + 4 * kThreads * j);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) raw.quad[j] = load_quad(row, first + kThreads * j);
+  }
+  return raw;
+}
+
+// Cleans a batch; tokens with entries read as -inf, they take part through their entries.
+template <class T>
+__device__ __forceinline__ void clean(const Row<T>& row, Batch& batch) {
+#pragma unroll
+  for (int i = 0; i < 4 * kBatch; ++i) batch.value[i] = cleaned(batch.value[i]);
+  if (!row.marks) return;
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const uint32_t bits = marked(row, batch.first + kThreads * j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (bits >> i & 1) batch.value[4 * j + i] = minus_infinity();
+  }
+}
+
+// Batches of a row: first, ..., last - 1.
+struct Range {
+  int first, last;
+};
+
+// Batches on their way to shared memory. Each thread reads only what it copied itself, so there are no barriers.
+constexpr int kAhead = 3;
+constexpr int kRingBytes = kAhead * kBatchQuads * 16;
+
+template <class T>
+struct Ring {
+  Quad<T>* at;  // [kAhead][kBatch][kThreads]
+
+  __device__ __forceinline__ Quad<T>* slot(int number) const {
+    return at + number % kAhead * kBatchQuads + threadIdx.x;
+  }
+
+  // The quads of a batch, 256 apart, once they are there; it was the first of those sent for and not looked at.
+  __device__ __forceinline__ const Quad<T>* arrived(int number) const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
+    return slot(number);
+  }
+
+  // Sends for a batch, if it is one of the range.
+  __device__ __forceinline__ void send_for(const Row<T>& row, Range range, int number) const {
+    if (number < range.last) {
+      const int first = number * kBatchQuads + static_cast<int>(threadIdx.x);
+      Quad<T>* const to = slot(number);
+      if (is_whole(row, first)) {
+        const T* from = row.logits + 4 * static_cast<int64_t>(first);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) copy_async(to + kThreads * j, from + 4 * kThreads * j);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) to[kThreads * j] = load_quad(row, first + kThreads * j);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Sends for the first batches of a range.
+  __device__ __forceinline__ void begin(const Row<T>& row, Range range) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) send_for(row, range, range.first + i);
+  }
+};
+
+// Calls visit(number, batch) for the calling thread's share of the batches; begin comes first.
+template <class T, class Visit>
+__device__ __forceinline__ void for_each_batch(const Row<T>& row, Range range, const Ring<T>& ring, Visit visit) {
+#pragma unroll 1
+  for (int number = range.first; number < range.last; ++number) {
+    const Quad<T>* const quads = ring.arrived(number);
+    RawBatch<T> raw;
+    raw.first = number * kBatchQuads + static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) raw.quad[j] = quads[kThreads * j];
+    const Batch batch = raw.arrived();
+    ring.send_for(row, range, number + kAhead);
+    visit(number, batch);
+  }
 }
 
 // Calls visit(token, value) for the calling thread's share of the tokens with entries.
-template <int kThreads, class T, class Visit>
+template <class T, class Visit>
 __device__ __forceinline__ void for_each_entry(const Row<T>& row, Visit visit) {
-  for (int i = threadIdx.x; i < row.num_entries; i += kThreads) visit(row.entries[i].token, row.entries[i].value);
+#pragma unroll
+  for (int h = 0; h < kHeld; ++h)
+    if (static_cast<int>(threadIdx.x) + h * kThreads < row.num_entries) visit(row.held[h].token, row.held[h].value);
+  for (int i = threadIdx.x + kHeld * kThreads; i < row.num_entries; i += kThreads)
+    visit(row.entries[i].token, row.entries[i].value);
 }
 
-// An integer that orders like the float; -0 and 0 are equal.
+// An integer that orders like the float; -0 and 0 are equal. 0 orders before all floats.
 __device__ __forceinline__ uint32_t ordered(float value) {
   const uint32_t raw = __float_as_uint(value + 0.0f);
   return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
+}
+
+__device__ __forceinline__ float value_of(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
 // A (value, token) pair whose maximum is the largest value's, of equal ones the lowest token's.
@@ -167,36 +283,87 @@ __device__ __forceinline__ uint64_t pair_of(float value, int token) {
 
 __device__ __forceinline__ int token_of(uint64_t pair) { return static_cast<int>(~static_cast<uint32_t>(pair)); }
 
-__device__ __forceinline__ float value_of(uint64_t pair) {
-  const uint32_t key = static_cast<uint32_t>(pair >> 32);
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-struct Largest {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
-};
-struct Sum {
-  __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
-};
+__device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
 // Shared memory for reductions. Two halves are used in turn, so that one barrier for each reduction is enough.
 struct Room {
-  uint64_t* at;  // 64 words
+  uint64_t (*half)[2 * kWarps];
   int turn;
+
+  __device__ __forceinline__ uint64_t* next() { return half[turn++ & 1]; }
 };
 
-// Every thread's value combined, for every thread; 0 must be neutral.
-template <int kThreads, class Combine>
-__device__ __forceinline__ uint64_t over_block(uint64_t value, Combine combine, Room& room) {
-  uint64_t* const half = room.at + 32 * (room.turn++ & 1);
-#pragma unroll
-  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  if (threadIdx.x % 32 == 0) half[threadIdx.x / 32] = value;
+// 32 values, 0 neutral; every lane gets the result.
+__device__ __forceinline__ uint64_t max_over_warp(uint64_t value) {
+  const uint32_t high = static_cast<uint32_t>(value >> 32), most = __reduce_max_sync(kAll, high);
+  const uint32_t low = __reduce_max_sync(kAll, high == most ? static_cast<uint32_t>(value) : 0u);
+  return static_cast<uint64_t>(most) << 32 | low;
+}
+
+__device__ __forceinline__ uint64_t sum_over_warp(uint64_t value) {
+  constexpr uint32_t kLimb = (1u << 27) - 1;
+  const uint64_t low = __reduce_add_sync(kAll, static_cast<uint32_t>(value) & kLimb);
+  const uint64_t middle = __reduce_add_sync(kAll, static_cast<uint32_t>(value >> 27) & kLimb);
+  const uint64_t high = __reduce_add_sync(kAll, static_cast<uint32_t>(value >> 54));
+  return low + (middle << 27) + (high << 54);
+}
+
+// Over the block, for every thread; 0 must be neutral.
+__device__ __forceinline__ uint64_t max_over_block(uint64_t value, Room& room) {
+  uint64_t* const at = room.next();
+  value = max_over_warp(value);
+  if (threadIdx.x % 32 == 0) at[threadIdx.x / 32] = value;
   __syncthreads();
-  value = threadIdx.x % 32 < kThreads / 32 ? half[threadIdx.x % 32] : 0;
+  return max_over_warp(at[threadIdx.x % kWarps]);
+}
+
+struct TwoKeys {
+  uint32_t a, b;
+};
+
+// The maxima of two values.
+__device__ __forceinline__ TwoKeys max_over_block(TwoKeys keys, Room& room) {
+  uint64_t* const at = room.next();
+  keys = TwoKeys{__reduce_max_sync(kAll, keys.a), __reduce_max_sync(kAll, keys.b)};
+  if (threadIdx.x % 32 == 0) at[threadIdx.x / 32] = static_cast<uint64_t>(keys.a) << 32 | keys.b;
+  __syncthreads();
+  const uint64_t both = at[threadIdx.x % kWarps];
+  return TwoKeys{__reduce_max_sync(kAll, static_cast<uint32_t>(both >> 32)),
+                 __reduce_max_sync(kAll, static_cast<uint32_t>(both))};
+}
+
+// How many tokens, and their mass.
+struct Tally {
+  uint64_t mass;
+  uint32_t count;
+};
+
+__device__ __forceinline__ Tally sum_over_block(Tally tally, Room& room) {
+  uint64_t* const at = room.next();
+  tally = Tally{sum_over_warp(tally.mass), __reduce_add_sync(kAll, tally.count)};
+  if (threadIdx.x % 32 == 0) at[threadIdx.x / 32] = tally.mass, at[kWarps + threadIdx.x / 32] = tally.count;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  const uint64_t mass = lane < kWarps ? at[lane] : 0, count = lane < kWarps ? at[kWarps + lane] : 0;
+  return Tally{sum_over_warp(mass), __reduce_add_sync(kAll, static_cast<uint32_t>(count))};
+}
+
+// The sum of the values of this thread and all before it; V is 4 bytes.
+template <class V>
+__device__ __forceinline__ V sum_up_to(V value, Room& room) {
+  V* const at = reinterpret_cast<V*>(room.next());
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-  for (int offset = 16; offset; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  return value;
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const V other = __shfl_up_sync(kAll, value, offset);
+    if (lane >= offset) value += other;
+  }
+  if (lane == 31) at[warp] = value;
+  __syncthreads();
+  V before = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) before += i < warp ? at[i] : V(0);
+  return before + value;
 }
 
 // 2^x within 2 ulp, 0 below -126.

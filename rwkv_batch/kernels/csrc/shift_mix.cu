@@ -1,8 +1,9 @@
 // Residual add, LayerNorm, token shift and the mixes of one half layer, in one pass.
 //
-// One block owns tokens_per_block consecutive tokens and the whole width; a thread owns 8 channels and hands h on to
-// the next token in registers; x and delta of the next token are loaded while one is reduced. Norm and mix weights
-// are read again for every token, from L1: in registers they would leave room for only one block per processor.
+// A thread owns 8 channels. Decoding, a block owns one token; three blocks fit on a processor. As long as every block has
+// a processor of its own, the norm and mix weights are loaded into registers while the kernel before still runs. Prompts:
+// a block owns tokens_per_block consecutive tokens and hands h on to the next one in registers; x and delta of the next
+// token are loaded while one is reduced, and weights are read again for every token, from L1.
 //
 //   x      [T, C]     fp16  read  (and the token before the block's first one)
 //   delta  [T, C]     fp16  read  (may be null)
@@ -14,6 +15,8 @@
 //
 // Bytes per token: 2C * (2 + 1 + M) plus 4C at the ends of a row. C <= 4096, a multiple of 8.
 #include "common.cuh"
+
+constexpr int MAX_WARPS = 16;
 
 struct ShiftMixArgs {
     const __half* x;
@@ -33,23 +36,17 @@ struct ShiftMixArgs {
     int tokens;
     int width;
     int mixes;
-    int tokens_per_block;
+    int tokens_per_block;  // of prompts
 };
 
-// h of one token for this thread's 8 channels; s is x + delta as stored.
-__device__ __forceinline__ void normalise(
-    const float (&s)[8], const float (&weight)[8], const float (&bias)[8], bool active, float inv_width,
-    float* scratch, float (&h)[8]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum += active ? s[i] : 0.0f;
-    const float mean = block_sum(sum, scratch) * inv_width;
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) squares += active ? (s[i] - mean) * (s[i] - mean) : 0.0f;
-    const float scale = rsqrtf(block_sum(squares, scratch + 32) * inv_width + NORM_EPS);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) h[i] = (s[i] - mean) * scale * weight[i] + bias[i];
+// Written in assembly because the compiler splits a 16-byte store into four where that saves it a copy of registers.
+__device__ __forceinline__ void store_whole(void* p, const uint4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The same, to be written back to memory early: what is not read soon, and more than the cache would keep.
+__device__ __forceinline__ void store_early(void* p, const uint4& v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 __device__ __forceinline__ uint4 add_packed(const uint4& a, const uint4& b) {
@@ -61,70 +58,188 @@ __device__ __forceinline__ uint4 add_packed(const uint4& a, const uint4& b) {
     return pack8(x);
 }
 
+struct Moments {
+    float mean, scale;  // scale: 1 / deviation
+};
+
+__device__ __forceinline__ float channels_of(int warp, int width) {
+    return static_cast<float>(min(max(width - 256 * warp, 0), 256));
+}
+
+// 1 / channels of this warp.
+__device__ __forceinline__ float share_of_warp(int width) {
+    return 1.0f / fmaxf(channels_of(threadIdx.x >> 5, width), 1.0f);
+}
+
+// Mean and deviation of a token, 8 channels per thread (zeros from `width` on). Every warp takes the squares about its own
+// mean and they are joined after (Chan et al.): one barrier, and nothing cancels. `scratch` may be used again after
+// the next barrier.
+__device__ __forceinline__ Moments moments(
+    const uint4& packed, bool active, int width, float share_of_warp, float2* scratch) {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    float s[8], squares = 0.0f;
+    unpack8(packed, s);
+    const float own_mean = warp_sum(((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))) * share_of_warp;
+    if (active) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares += (s[i] - own_mean) * (s[i] - own_mean);
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) scratch[threadIdx.x >> 5] = make_float2(own_mean, squares);
+    __syncthreads();
+    const float2 part = lane < warps ? scratch[lane] : make_float2(0.0f, 0.0f);
+    const float channels = lane < warps ? channels_of(lane, width) : 0.0f, inv_width = 1.0f / width;
+    const float mean = warp_sum(part.x * channels) * inv_width, off = part.x - mean;
+    return Moments{mean, rsqrtf(warp_sum(part.y + channels * off * off) * inv_width + NORM_EPS)};
+}
+
+__device__ __forceinline__ void normalise(
+    const uint4& packed, const Moments& of, const float (&weight)[8], const float (&bias)[8], float (&h)[8]) {
+    unpack8(packed, h);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) h[i] = (h[i] - of.mean) * of.scale * weight[i] + bias[i];
+}
+
+// A mixed input: h and a share of the change from the token before.
+__device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&change)[8], const uint4& mix) {
+    float mu[8];
+    unpack8(mix, mu);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) mu[i] = h[i] + change[i] * mu[i];
+    return pack8(mu);
+}
+
+// Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for.
+template <int MIXES, bool HELD>
+__global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const ShiftMixArgs a) {
+    __shared__ float2 scratch[MAX_WARPS];
+    constexpr int GROUP = HELD || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
+    const int width = a.width, channel = threadIdx.x * 8, token = blockIdx.x;
+    const bool active = channel < width;
+    float weight[8] = {}, bias[8] = {};
+    uint4 mix[GROUP];
+    if (HELD && active) {
+        load_floats8(a.weight + channel, weight);
+        load_floats8(a.bias + channel, bias);
+#pragma unroll
+        for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
+    }
+    let_next_start();
+    wait_for_inputs();
+    const int64_t at = static_cast<int64_t>(token) * width + channel;
+    const int64_t read_at = a.read_slots[token] * a.slot_stride + channel;
+    const int64_t write_at = a.write_slots[token] * a.slot_stride + channel;
+    uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
+    if (active) {
+        packed = load16(a.x + at);
+        if (a.delta != nullptr) packed = add_packed(packed, load16(a.delta + at));
+        previous = load16(a.shift + read_at);
+    }
+    const Moments of = moments(packed, active, width, share_of_warp(width), scratch);
+    if (!active) return;
+    if (!HELD) {
+        load_floats8(a.weight + channel, weight);
+        load_floats8(a.bias + channel, bias);
+    }
+    float h[8], change[8];
+    normalise(packed, of, weight, bias, h);
+    store_early(a.x_out + at, packed);
+    store_early(a.shift + write_at, pack8(h));
+    unpack8(previous, change);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) change[i] -= h[i];
+#pragma unroll
+    for (int first = 0; first < MIXES; first += GROUP) {
+        if (!HELD) {
+#pragma unroll
+            for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (first + m) * width + channel);
+        }
+#pragma unroll
+        for (int m = 0; m < GROUP; ++m)
+            store_early(
+                a.mixed + static_cast<int64_t>(first + m) * a.tokens * width + at, mixed_with(h, change, mix[m]));
+    }
+}
+
+// Prompts.
 template <int MIXES>
 __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
-    __shared__ float scratch[64];
-    const int width = a.width, channel = threadIdx.x * 8;
+    __shared__ float2 scratch[2][MAX_WARPS];  // used in turn: one barrier per token
+    constexpr int GROUP = MIXES == 1 ? 1 : 3;
+    const int width = a.width;
+    int channel = threadIdx.x * 8;
     const bool active = channel < width;
-    const int first = blockIdx.x * a.tokens_per_block;
-    const int last = min(first + a.tokens_per_block, a.tokens);
-    const float inv_width = 1.0f / width;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    uint4 x_next = zero, delta_next = zero;
+    const int first = blockIdx.x * a.tokens_per_block, last = min(first + a.tokens_per_block, a.tokens);
+    const float share = share_of_warp(width);
+    uint4 x_next = make_uint4(0, 0, 0, 0), delta_next = x_next;
     const auto fetch = [&](int token) {
         if (!active) return;
         const int64_t at = static_cast<int64_t>(token) * width + channel;
         x_next = load16(a.x + at);
         if (a.delta != nullptr) delta_next = load16(a.delta + at);
     };
-    const auto normalised = [&](const uint4& packed, float (&h)[8]) {
-        float s[8], weight[8] = {}, bias[8] = {};
-        unpack8(packed, s);
-        if (active) {
-            load_floats8(a.weight + channel, weight);
-            load_floats8(a.bias + channel, bias);
-        }
-        normalise(s, weight, bias, active, inv_width, scratch, h);
+    const auto normalised = [&](const uint4& packed, const Moments& of, float (&h)[8]) {
+        float weight[8], bias[8];
+        load_floats8(a.weight + channel, weight);
+        load_floats8(a.bias + channel, bias);
+        normalise(packed, of, weight, bias, h);
     };
     let_next_start();
     wait_for_inputs();
-    float previous[8] = {}, h[8];
-    const int64_t first_row = a.token_rows == nullptr ? first : a.token_rows[first];
-    if (a.cu_seqlens != nullptr && a.cu_seqlens[first_row] != first) {
+    int turn = 0;
+    uint4 previous = make_uint4(0, 0, 0, 0);
+    int64_t row = a.token_rows[first];
+    int end = static_cast<int>(a.cu_seqlens[row + 1]);
+    bool starts = a.cu_seqlens[row] == first;
+    if (!starts) {
         fetch(first - 1);
-        normalised(add_packed(x_next, delta_next), h);
-        unpack8(pack8(h), previous);
-        __syncthreads();
+        const uint4 packed = add_packed(x_next, delta_next);
+        fetch(first);
+        const Moments of = moments(packed, active, width, share, scratch[turn]);
+        turn ^= 1;
+        if (active) {
+            float h[8];
+            normalised(packed, of, h);
+            previous = pack8(h);
+        }
+    } else {
+        fetch(first);
     }
-    fetch(first);
     for (int token = first; token < last; ++token) {
-        const int64_t row = a.token_rows == nullptr ? token : a.token_rows[token];
-        const bool starts = a.cu_seqlens == nullptr || a.cu_seqlens[row] == token;
-        const bool ends = a.cu_seqlens == nullptr || a.cu_seqlens[row + 1] == token + 1;
-        if (starts && active) unpack8(load16(a.shift + a.read_slots[row] * a.slot_stride + channel), previous);
+        asm volatile("" : "+r"(channel));  // or the addresses of all weights are held in registers
+        if (starts && active) previous = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
         const uint4 packed = add_packed(x_next, delta_next);
         if (token + 1 < last) fetch(token + 1);
-        normalised(packed, h);
-        if (active) {
-            const int64_t at = static_cast<int64_t>(token) * width + channel;
-            store16(a.x_out + at, packed);
-            const uint4 h_packed = pack8(h);
-            if (ends) {
-                __half* out = a.cu_seqlens == nullptr ? a.shift + a.write_slots[row] * a.slot_stride : a.tail + row * width;
-                store16(out + channel, h_packed);
-            }
-#pragma unroll
-            for (int m = 0; m < MIXES; ++m) {
-                float mu[8], out[8];
-                unpack8(load16(a.mix + static_cast<int64_t>(m) * width + channel), mu);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) out[i] = h[i] + (previous[i] - h[i]) * mu[i];
-                store16(a.mixed + (static_cast<int64_t>(m) * a.tokens + token) * width + channel, pack8(out));
-            }
-            // What a later step would find in the slot: chunked and whole prefill agree.
-            unpack8(h_packed, previous);
+        const int64_t at = static_cast<int64_t>(token) * width + channel;
+        if (active) store_whole(a.x_out + at, packed);
+        const Moments of = moments(packed, active, width, share, scratch[turn]);
+        turn ^= 1;
+        __half* const tail = a.tail + row * width + channel;
+        const bool ends = token + 1 == end;
+        starts = ends;  // the token after it
+        if (ends && token + 1 < last) {
+            row = a.token_rows[token + 1];
+            end = static_cast<int>(a.cu_seqlens[row + 1]);
         }
-        __syncthreads();  // scratch is used again
+        if (!active) continue;
+        float h[8], change[8];
+        normalised(packed, of, h);
+        unpack8(previous, change);
+        // What a later step would find in the slot: chunked and whole prefill agree.
+        previous = pack8(h);
+        if (ends) store_whole(tail, previous);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) change[i] -= h[i];
+#pragma unroll
+        for (int begin = 0; begin < MIXES; begin += GROUP) {
+            uint4 mix[GROUP];
+#pragma unroll
+            for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (begin + m) * width + channel);
+#pragma unroll
+            for (int m = 0; m < GROUP; ++m)
+                store_whole(
+                    a.mixed + static_cast<int64_t>(begin + m) * a.tokens * width + at, mixed_with(h, change, mix[m]));
+        }
     }
 }
 
@@ -143,10 +258,10 @@ __global__ void store_rows_kernel(
 // x[rows[i]] (+ delta) normalised -> out[i]; rows may be null (identity). out fp16 [R, C].
 __global__ void __launch_bounds__(512) norm_rows_kernel(
     const __half* x, const int64_t* rows, const float* norm_weight, const float* norm_bias, __half* out, int width) {
-    __shared__ float scratch[64];
+    __shared__ float2 scratch[MAX_WARPS];
     const int channel = threadIdx.x * 8;
     const bool active = channel < width;
-    float weight[8] = {}, bias[8] = {}, s[8] = {}, h[8];
+    float weight[8] = {}, bias[8] = {}, h[8];
     if (active) {
         load_floats8(norm_weight + channel, weight);
         load_floats8(norm_bias + channel, bias);
@@ -154,18 +269,30 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     let_next_start();
     wait_for_inputs();
     const int64_t row = rows == nullptr ? blockIdx.x : rows[blockIdx.x];
-    if (active) unpack8(load16(x + row * width + channel), s);
-    normalise(s, weight, bias, active, 1.0f / width, scratch, h);
+    uint4 packed = make_uint4(0, 0, 0, 0);
+    if (active) packed = load16(x + row * width + channel);
+    normalise(packed, moments(packed, active, width, share_of_warp(width), scratch), weight, bias, h);
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
+}
+
+template <int MIXES>
+void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
+    if (a.cu_seqlens != nullptr) {
+        const dim3 blocks((a.tokens + a.tokens_per_block - 1) / a.tokens_per_block);
+        launch(shift_mix_kernel<MIXES>, blocks, threads, stream, a);
+    } else if (a.tokens <= this_machine().processors) {
+        launch(shift_mix_rows_kernel<MIXES, true>, dim3(a.tokens), threads, stream, a);
+    } else {
+        launch(shift_mix_rows_kernel<MIXES, false>, dim3(a.tokens), threads, stream, a);
+    }
 }
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const int threads = (a->width / 8 + 31) / 32 * 32;
-    const dim3 blocks((a->tokens + a->tokens_per_block - 1) / a->tokens_per_block);
     if (a->mixes == 6) {
-        launch(shift_mix_kernel<6>, blocks, threads, stream, *a);
+        launch_shift_mix<6>(*a, threads, stream);
     } else {
-        launch(shift_mix_kernel<1>, blocks, threads, stream, *a);
+        launch_shift_mix<1>(*a, threads, stream);
     }
     if (a->cu_seqlens != nullptr) {
         launch(store_rows_kernel, dim3(rows), threads, stream, a->tail, a->shift, a->write_slots, a->slot_stride, a->width);
