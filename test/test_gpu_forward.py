@@ -97,7 +97,7 @@ def test_ragged_prefill(stages: tuple[Stage, Stage], lengths: list[int]) -> None
     assert_same(fast, true)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 9, 16, 17, 40, 78])
 def test_decode_after_prefill(stages: tuple[Stage, Stage], batch: int) -> None:
     slots = list(range(2, 2 + batch))
     prefill = step_inputs(random_rows([11] * batch), [0] * batch, slots, [])

@@ -74,7 +74,7 @@ def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
     assert torch.isnan(y[rows:]).all()
 
 
-@pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(1024, 256), (4096, 1024), (1024, 4096)]))
+@pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(1024, 256), (4096, 1024), (1024, 4096), (512, 448)]))
 def test_turned(rows: int, shape: tuple[int, int]) -> None:
     k, n = shape
     x, turned = normal(rows, k), weight(n, k).T.contiguous()

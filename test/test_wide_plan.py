@@ -35,6 +35,15 @@ def test_few_outputs_share_k() -> None:
     assert plan_wide(64, (WideShape(7168, 4096),), PROCESSORS).splits == 2
 
 
+def test_blocks_do_not_wait_where_others_may_hold_the_processors() -> None:
+    assert plan_wide(64, SHAPES["value"], PROCESSORS, may_wait=False).splits == 1
+
+
+def test_fewer_processors_share_less() -> None:
+    """114 of an H100 PCIe: 32 tiles leave room for three blocks each, and there are kernels for two."""
+    assert plan_wide(64, SHAPES["value"], 114).splits == 2
+
+
 def test_what_fits() -> None:
     assert fits_wide(WideShape(96, 768), turned=False)
     assert not fits_wide(WideShape(96, 768), turned=True)

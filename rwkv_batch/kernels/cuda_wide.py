@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from native import machine
+from native import build, machine
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, hopper_library, pointer
 
+logger = logging.getLogger(__name__)
+
+MPS_PIPES = "/tmp/nvidia-mps"  # noqa: S108  where MPS listens unless it is told otherwise
 OUTPUTS = 128
 DEPTH = 64
 TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -49,8 +55,21 @@ class Workspace:
 
 @functools.cache
 def has_wide(device: torch.device) -> bool:
-    """Whether these kernels serve a device: every GPU here is a Hopper (one build serves them all)."""
-    return machine.gpu_archs() == ("sm_90",) and device.type == "cuda"
+    """Whether these kernels serve a device: all GPUs here are Hoppers (one build serves them), and they compile."""
+    if machine.gpu_archs() != ("sm_90",) or device.type != "cuda":
+        return False
+    try:
+        hopper_library()
+    except (build.BuildError, OSError) as error:
+        logger.warning("products of up to 256 rows are left to cuBLAS: %s", error)
+        return False
+    return True
+
+
+@functools.cache
+def shares_processors() -> bool:
+    """Whether other processes may hold processors at the same time (NVIDIA's MPS): blocks must not wait for others."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES), "control").exists()
 
 
 @functools.cache
@@ -70,10 +89,14 @@ def fits_wide(shape: WideShape, turned: bool) -> bool:
 
 
 @functools.cache
-def plan_wide(rows: int, shapes: tuple[WideShape, ...], processors: int) -> Plan:
-    """The smallest tile that holds the rows; k shared by as many blocks as run at once and find work."""
+def plan_wide(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
+    """The smallest tile that holds the rows; k shared by as many blocks as run at once and find work.
+
+    Without `may_wait`, blocks that share a tile are not certain to run at once: each then has a tile of its own.
+    """
     tiles = sum(-(-shape.n // OUTPUTS) for shape in shapes)
-    fitting = (s for s in SPLITS if tiles * s <= processors and all(shape.k % (DEPTH * s) == 0 for shape in shapes))
+    choices = SPLITS if may_wait else SPLITS[:1]
+    fitting = (s for s in choices if tiles * s <= processors and all(shape.k % (DEPTH * s) == 0 for shape in shapes))
     return Plan(next(size for size in TILE_ROWS if size >= rows), max(fitting, default=1))
 
 
@@ -92,7 +115,7 @@ def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], turned: bool
         slot.weight, slot.x, slot.y = pointer(weight), pointer(x), pointer(y)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation
         shapes.append(shape)
-    plan = plan_wide(rows, tuple(shapes), len(work.partial))
+    plan = plan_wide(rows, tuple(shapes), len(work.partial), not shares_processors())
     args.tile_rows, args.splits = plan
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
     hopper_library().call("rwkv_wide", ctypes.byref(args))

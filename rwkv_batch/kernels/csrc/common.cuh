@@ -18,17 +18,30 @@ inline int launch_result() { return static_cast<int>(cudaGetLastError()); }
 
 struct Machine {
     int processors;
+    int shared_bytes;   // most that a block may have
     bool early_launch;  // a kernel may start before the one before it has ended (sm_90 and later)
 };
 
+constexpr int MAX_DEVICES = 64;
+
+// The current device's number, for what is kept per device.
+inline int this_device() {
+    int device = 0;
+    cudaGetDevice(&device);
+    return device % MAX_DEVICES;
+}
+
 inline const Machine& this_machine() {
-    static const Machine machine = [] {
-        int device = 0, major = 0, processors = 0;
+    static Machine known[MAX_DEVICES] = {};
+    Machine& machine = known[this_device()];
+    if (machine.processors == 0) {
+        int device = 0, major = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-        return Machine{processors, major >= 9};
-    }();
+        machine.early_launch = major >= 9;
+        cudaDeviceGetAttribute(&machine.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        cudaDeviceGetAttribute(&machine.processors, cudaDevAttrMultiProcessorCount, device);
+    }
     return machine;
 }
 

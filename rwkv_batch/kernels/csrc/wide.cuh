@@ -118,6 +118,7 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
                          : "memory");
             asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(y), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
         }
+        __syncwarp();
         row += 16, y += static_cast<int64_t>(out.pitch) * 16;
     }
     __syncwarp();
@@ -141,7 +142,7 @@ template <int SPLITS>
 __device__ __forceinline__ int wide_steps(const WideLaunch& p, int map) { return p.k[map] / (DEPTH * SPLITS); }
 
 // The sums of a tile's splits, exchanged through memory: each block ends with an equal share of the chunks of 8 rows, in
-// sums[0 ..], the splits added in their order. All blocks of the launch run at once, so waiting for the others is safe.
+// sums[0 ..], the splits added in their order. All blocks of the launch run at once (the caller sees to it), so waiting is safe.
 template <int ROWS, int SPLITS>
 __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLaunch& p, int tile, int my_split) {
     constexpr int CHUNKS = ROWS / 8, MINE = CHUNKS / SPLITS;
@@ -327,13 +328,11 @@ template <int ROWS, int SPLITS, bool TURNED>
 int launch_wide(const WideLaunch& p, void* stream) {
     constexpr int SHARED = WideTile<ROWS>::SHARED_BYTES;
     const auto kernel = wide_kernel<ROWS, SPLITS, TURNED>;
-    static bool raised[64] = {};
-    int device = 0;
-    cudaGetDevice(&device);
-    if (!raised[device & 63]) {
+    static bool raised[MAX_DEVICES] = {};
+    if (!raised[this_device()]) {
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
         if (error != cudaSuccess) return static_cast<int>(error);
-        raised[device & 63] = true;
+        raised[this_device()] = true;
     }
     const int units = p.first_tile[p.count] * SPLITS, room = this_machine().processors;
     if (SPLITS > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);

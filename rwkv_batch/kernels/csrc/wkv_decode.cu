@@ -151,7 +151,7 @@ __device__ __forceinline__ Scalars prologue(
 }
 
 // Of a launch: items claimed beyond those that are dealt out, and warps that have ended; the last one puts both back to
-// 0. The launches take turns with many of them: two stages on one device may run at the same time.
+// 0. The launches take turns with many of them, so that one that starts early finds its own at 0.
 struct Claims {
     int claimed, ended;
 };
@@ -245,23 +245,16 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs
 
 static std::atomic<unsigned> launches;
 
-// What a block may have of the current device's shared memory.
-static int most_shared_bytes() {
-    int device = 0, bytes = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes;
-}
-
 // One block per processor, at most `warps` in each.
 template <typename State, int WARPS, int ROWS>
 int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
     const auto kernel = wkv_decode_kernel<State, WARPS, ROWS>;
-    static bool raised[64] = {};
-    int device = 0;
-    cudaGetDevice(&device);
-    if (!raised[device & 63]) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    raised[device & 63] = true;
+    static bool raised[MAX_DEVICES] = {};
+    if (!raised[this_device()]) {
+        const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaSuccess) return static_cast<int>(error);
+        raised[this_device()] = true;
+    }
     const dim3 blocks(min(p.rows * p.heads, this_machine().processors));
     launch_with_shared(kernel, blocks, 32 * warps, shared_bytes, stream, p, static_cast<int>(launches++ % TURNS));
     return launch_result();
@@ -270,8 +263,8 @@ int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
 template <typename State>
 int run(const WkvArgs& p, void* stream) {
     // All of the shared memory even for few warps: blocks that start early would share a processor.
-    static const int shared_bytes = most_shared_bytes();
-    const int fitting = shared_bytes / static_cast<int>(sizeof(Shared<State>)), processors = this_machine().processors;
+    const int shared_bytes = this_machine().shared_bytes, processors = this_machine().processors;
+    const int fitting = shared_bytes / static_cast<int>(sizeof(Shared<State>));
     const int needed = (p.rows * p.heads + processors - 1) / processors;
     if (needed <= min(FEW_WARPS, fitting)) {
         return launch_kernel<State, FEW_WARPS, FEW_ROWS>(p, needed, shared_bytes, stream);
