@@ -25,7 +25,7 @@ from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, multiply, multiply_turned, skinny
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_turned, skinny
 from rwkv_batch.layer import Projections
 from rwkv_batch.loader import LayerLoader, Precision
 from rwkv_batch.weights import ModelShape, Weights
@@ -138,10 +138,11 @@ class Bench:
             yield case("ffn value sparse", lambda layer: self.ops.sparse_value(layer, hidden), 8 * c * c * active)
         wide = self.normal(rows, 4 * c)
         key = "ffn key, relu_square"
-        yield case("output", lambda layer: multiply([Map(layer.output.weight, x, y)]), 2 * c * c)
+        yield case("output", lambda layer: layer.output(x), 2 * c * c)
         if rows <= MAX_SKINNY_ROWS:
             yield case("output skinny", lambda layer: skinny([Map(layer.output.weight, x, y)]), 2 * c * c)
-        yield case(key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, "relu_square")]), 8 * c * c)
+        if is_grouped(rows, self.layers[0].ffn_key.weight):
+            yield case(key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, "relu_square")]), 8 * c * c)
         yield case("ffn value", lambda layer: multiply_turned(hidden, layer.value_rows), 8 * c * c)
 
     def head(self, rows: int) -> Iterator[Case]:
