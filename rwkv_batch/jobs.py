@@ -16,7 +16,7 @@ from rwkv_batch.face import Sink
 from rwkv_batch.output import RowOutput, StopRules
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.sequence import NO_SEAT, PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.sequence import PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.slot_keeper import SlotKeeper
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -203,9 +203,13 @@ class JobTable:
     def _end(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         """A row ends and leaves nothing behind."""
         self._leased.pop(sequence, None)
+        self._drop(sequence)
+        self._send_finish(sequence, reason, error)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """A row leaves the steps; its slots and its session go back. What it has recorded is still acknowledged."""
         self._keeper.release(sequence)
         self._scheduler.remove(sequence)
-        self._send_finish(sequence, reason, error)
 
     def _send_finish(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         job = sequence.job
@@ -263,28 +267,42 @@ class JobTable:
         """End a job's rows. A turn that has its answer is kept, and says so when it is stored unless nobody listens."""
         self._scheduler.forget_waiting(job)
         for sequence in list(job.live):
-            if not (sequence.output.tokens and sequence.seat == NO_SEAT):
+            if not sequence.has_answered:
                 self._end(sequence, reason)
             elif reason is not FinishReason.TIMEOUT:
                 self._send_finish(sequence, reason)
 
     def fail(self, job: RunningJob, error: ErrorInfo) -> None:
-        """End a job because the engine failed under it; rows that were told of their end may still be reading."""
+        """End a job because a step failed under it. A turn that has its answer ends as the pool says: kept or not."""
+        rows = self._rows_of(job)
+        if not all(sequence.has_answered for sequence in rows):
+            self._abort(job, error)
+            return
+        for sequence in rows:
+            self._drop(sequence)
+
+    def _rows_of(self, job: RunningJob) -> list[Sequence]:
+        """Rows that have not ended, and those that were told of their end and are still reading."""
+        return list(dict.fromkeys([*job.live, *self._scheduler.running_of(job)]))
+
+    def _abort(self, job: RunningJob, error: ErrorInfo) -> None:
+        """End a job with an error, now."""
         self._scheduler.forget_waiting(job)
-        for sequence in dict.fromkeys([*job.live, *self._scheduler.running_of(job)]):
+        rows = self._rows_of(job)
+        job.live.clear()  # the error is all that is told
+        for sequence in rows:
             self._leased.pop(sequence, None)
-            self._keeper.release(sequence)
-            self._scheduler.remove(sequence)
-        job.live.clear()
+            self._drop(sequence)
         self._news.pop(job, None)
         if self._jobs.get(job.job.job_id) is job:
             del self._jobs[job.job.job_id]
-            job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=error))
+            told = error if job.unfinished else None
+            job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=told))
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every job."""
         for job in list(self._jobs.values()):
-            self.fail(job, error)
+            self._abort(job, error)
 
     # Going out -----------------------------------------------------------------------------------------------
 

@@ -138,6 +138,11 @@ class Sequence:
         return self.spare != NO_SLOT and self.shared is None and self.feed[self.fed] == PENDING
 
     @property
+    def has_answered(self) -> bool:
+        """Whether its turn is recorded: it draws no more, and what is left is to be told that the turn is stored."""
+        return bool(self.output.tokens) and self.seat == NO_SEAT
+
+    @property
     def num_unread(self) -> int:
         """Tokens that no launched step has read."""
         return len(self.feed) - self.fed

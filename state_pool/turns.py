@@ -125,7 +125,7 @@ class Turns:
             self._number(lease)
         turn = PendingTurn(session.turn + 1, list(tokens), on_durable)
         session.pending = turn
-        if self._store is None or self._config.durability == "lazy":
+        if self._store is not None and self._config.durability == "lazy":
             self._deliver(lambda: self._conclude(session, turn, None))
         if self._store is not None and self._stores_log and not session.log_broken:
             session.unlogged += 1
@@ -154,6 +154,8 @@ class Turns:
         if self._stores_states:
             self._unsaved.append(lambda: self._store_state(session, turn, slot))
             self.begin_saves()
+        elif self._store is None:  # not before: the state is all there is of the turn
+            self._deliver(lambda: self._conclude(session, turn, None))
         self._settle(session)
 
     def _store_state(self, session: Session, turn: PendingTurn, slot: int) -> bool:

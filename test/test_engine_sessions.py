@@ -10,7 +10,10 @@ import pytest
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.machine import Launched
 from rwkv_batch.request import FinishReason
+from rwkv_batch.scheduler import ScheduledRow
+from rwkv_batch.sequence import Phase
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
@@ -139,6 +142,39 @@ def test_cancelled_and_timed_out_turns_leave_the_session_as_it_was(engine: Engin
     timed_out = run(engine, turn("kept", " endless", max_tokens=10**6, ignore_eos=True), timeout_s=0.3)
     assert timed_out.finishes[0].reason is FinishReason.TIMEOUT
     assert conversation(engine, "kept", [" go on"]) == conversation(engine, "twin", [" go on"])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("durability", ["log", "lazy", "turn", "memory"])
+def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, overlap: bool
+) -> None:
+    """The step that reads a closed turn's last tokens fails: with a log the turn stays, without it never happened."""
+    db, words = ("", "log") if durability == "memory" else (str(tmp_path / "s.db"), durability)
+    pool = PoolConfig(state_db=db, durability=words, l1_sessions=4, l2_sessions=4)
+    with started_engine(model, pool, overlap_on_cpu=overlap) as engine:
+        conversation(engine, "s", ["one"], max_tokens=6)
+        free, launch = call(engine, "status")["free_slots"], engine.machine.launch
+
+        def failing(rows: list[ScheduledRow]) -> Launched:
+            if any(row.sequence.phase is Phase.CLOSING for row in rows):
+                raise RuntimeError("broken")
+            return launch(rows)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.machine, "launch", failing)
+            failed = run(engine, turn("s", " two", max_tokens=6))
+        assert failed.events[-1].error is None
+        finish, is_kept = failed.finishes[0], durability in ("log", "lazy")
+        assert finish.reason is (FinishReason.LENGTH if is_kept else FinishReason.ERROR)
+        assert is_kept or (finish.error is not None and "given up" in finish.error.message)
+        prompts = ["one", " two", " three"] if is_kept else ["one", " three"]
+        assert (
+            conversation(engine, "s", [" three"], max_tokens=6)
+            == conversation(engine, "twin", prompts, max_tokens=6)[-1:]
+        )
+        call(engine, "session_delete", session_id="twin")
+        assert call(engine, "status")["free_slots"] == free
 
 
 def test_deleting_a_running_session_wins(engine: Engine) -> None:
