@@ -204,12 +204,15 @@ class Machine:
         """The sampler of that name ("" = the first choice), or the next that can serve; made at first use."""
         if name not in self._samplers:
             names = tuple(dict.fromkeys((name, *self._config.samplers, *LAST_RESORTS)))
-            chosen, refusals = choose_sampler(
-                tuple(n for n in names if n), self.device, self.limits.max_running, self.vocab, self.countless_ids()
+            self._samplers[name], refusals = choose_sampler(
+                tuple(n for n in names if n),
+                self.device,
+                self.limits.max_running,
+                self.vocab,
+                self.countless_ids(),
+                made=self._samplers.values(),
             )
             self.sampler_refusals |= refusals
-            same = next((s for s in self._samplers.values() if s.name == chosen.name), None)
-            self._samplers[name] = same or chosen
         return self._samplers[name]
 
     def countless_ids(self) -> list[int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from sampling.sampler import Sampler
+
+log = logging.getLogger(__name__)
 
 SAMPLERS = {
     "rapid": ("sampling.rapid", "RapidSampler"),
@@ -37,23 +40,33 @@ def order_from(first: str) -> list[str]:
 
 
 def choose_sampler(
-    names: Sequence[str], device: torch.device, max_rows: int, vocab: int, countless_ids: list[int]
+    names: Sequence[str],
+    device: torch.device,
+    max_rows: int,
+    vocab: int,
+    countless_ids: list[int],
+    made: Iterable[Sampler] = (),
 ) -> tuple[Sampler, dict[str, str]]:
-    """The first of `names` that can serve `device`, made, and why each one before it could not.
+    """The first of `names` that can serve `device`, made unless it is in `made`, and why each before it could not.
 
-    A sampler that says it can serve but fails when made (a compiler error, say) counts as a refusal.
+    A sampler that says it can serve but fails when made (a compiler error, another version of a package: anything)
+    counts as a refusal.
     RuntimeError, with all reasons, if none is left; ValueError for an unknown name.
     """
     refusals: dict[str, str] = {}
     for name in names:
         if name not in SAMPLERS:
             raise ValueError(f"unknown sampler {name!r}; known: {', '.join(SAMPLERS)}")
+        same = next((sampler for sampler in made if sampler.name == name), None)
+        if same is not None:
+            return same, refusals
         try:
             found = sampler_class(name)
             reason = found.why_not(device)
             if reason is None:
                 return found(max_rows, vocab, device, countless_ids), refusals
-        except (ImportError, OSError, RuntimeError) as error:
+        except Exception as error:
+            log.warning("the sampler %s cannot be used", name, exc_info=True)
             reason = f"{type(error).__name__}: {error}"
         refusals[name] = reason
     raise RuntimeError("no sampler can serve: " + "; ".join(f"{name}: {why}" for name, why in refusals.items()))

@@ -201,6 +201,13 @@ def test_stopped_engine_refuses(model: Path) -> None:
     assert refused.refusal is not None and refused.refusal.info.kind is ErrorKind.DRAINING
 
 
+def test_a_sampler_is_made_once_for_all_its_names(engine: Engine) -> None:
+    wanted = engine.machine.sampler("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(wanted), "__init__", lambda *_: pytest.fail("made twice"))
+        assert engine.machine.sampler("flashinfer") is wanted
+
+
 def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started_engine(model) as engine:
         running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))

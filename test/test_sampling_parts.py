@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 
 from sampling import philox, registry
-from sampling.naive import ranked_head
+from sampling.flashinfer import FlashInferSampler
+from sampling.naive import NaiveSampler, ranked_head
 from sampling.params import SamplingParams
 from sampling.seats import SeatTable
 from test.sampling_oracle import philox as numpy_philox
@@ -79,6 +82,28 @@ def test_the_first_sampler_that_can_serve_is_chosen() -> None:
     assert "CUDA" in refusals["rapid"]
     sampler.admit(0, SamplingParams(temperature=0.0))
     assert sampler.sample(torch.arange(100.0).unsqueeze(0), [0]).token_ids.tolist() == [99]
+
+
+@pytest.mark.parametrize("error", [TypeError("two"), AttributeError("no"), subprocess.CalledProcessError(1, "ninja")])
+def test_a_sampler_that_cannot_be_made_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FlashInferSampler, "why_not", staticmethod(lambda device: None))
+    monkeypatch.setattr(FlashInferSampler, "__init__", broken)
+    sampler, refusals = registry.choose_sampler(["flashinfer", "naive"], CPU, 4, 100, [])
+    assert sampler.name == "naive"
+    assert refusals == {"flashinfer": f"{type(error).__name__}: {error}"}
+    assert "flashinfer" in caplog.text and str(error) in caplog.text
+
+
+def test_a_sampler_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = registry.choose_sampler(["naive"], CPU, 4, 100, [])
+    monkeypatch.setattr(NaiveSampler, "__init__", lambda *_: pytest.fail("made twice"))
+    again, refusals = registry.choose_sampler(["flashinfer", "naive"], CPU, 4, 100, [], made=[first])
+    assert again is first and set(refusals) == {"flashinfer"}
 
 
 def test_unknown_samplers_and_none_left() -> None:
