@@ -44,7 +44,7 @@ class Engine:
         self._dead: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = threading.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         """why it could not be loaded"""
         self.speed = Speed()
         self._in_flight: list[Launched] = []
@@ -170,8 +170,9 @@ class Engine:
     def _run(self) -> None:
         try:
             self._load()
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: whoever waits in `start` has to know
             self._failure = error
+            self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine could not be started: {error}")
             return
         finally:
             self._loaded.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason
@@ -199,6 +200,18 @@ def test_stopped_engine_refuses(model: Path) -> None:
     assert running.wait().events[-1].error is not None
     refused = submit(engine, ask("x"))
     assert refused.refusal is not None and refused.refusal.info.kind is ErrorKind.DRAINING
+
+
+def test_whatever_ends_loading_is_raised_by_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaving(*_: object) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr("rwkv_batch.engine.Machine", leaving)
+    engine = Engine(EngineConfig(model_path=str(model), pool=PoolConfig(state_db=""), devices=("cpu",)))
+    with pytest.raises(SystemExit):
+        engine.start()
+    late = submit(engine, ask("x"))
+    assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
 
 
 def test_a_sampler_is_made_once_for_all_its_names(engine: Engine) -> None:
