@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from rwkv_batch.kernels.cuda_wide import DEPTH, OUTPUTS, TILE_ROWS, WideShape, fits_wide, plan_wide
+from native import build, machine
+from rwkv_batch.kernels import cuda_wide
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_wide import DEPTH, OUTPUTS, TILE_ROWS, WideShape, fits_wide, plan_wide, why_no_wide
 
 PROCESSORS = 132
 SHAPES = {
@@ -42,6 +46,23 @@ def test_blocks_do_not_wait_where_others_may_hold_the_processors() -> None:
 def test_fewer_processors_share_less() -> None:
     """114 of an H100 PCIe: 32 tiles leave room for three blocks each, and there are kernels for two."""
     assert plan_wide(64, SHAPES["value"], 114).splits == 2
+
+
+def test_why_there_are_none() -> None:
+    reason = why_no_wide(torch.device("cpu"))
+    assert reason is not None and "sm_90 only" in reason
+    assert CudaOps().does_without(torch.device("cpu")) == {"wide": reason}
+
+
+def test_a_build_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise build.BuildError("nvcc knows no compute_90a")
+
+    monkeypatch.setattr(cuda_wide, "hopper_library", refuse)
+    monkeypatch.setattr(machine, "gpu_archs", lambda: ("sm_90",))
+    device = torch.device("cuda", 63)
+    assert why_no_wide(device) == "nvcc knows no compute_90a"
+    assert not cuda_wide.has_wide(device)
 
 
 def test_what_fits() -> None:

@@ -13,7 +13,7 @@ from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, pointer, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_turned
-from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide
+from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide, why_no_wide
 from rwkv_batch.layer import Layer, Norm, Projections
 
 HEAD_SIZE = 64
@@ -57,6 +57,11 @@ class CudaOps:
         if (major, minor) < (8, 0):
             return f"the cuda kernels need compute capability 8.0; this GPU has {major}.{minor}"
         return machine.why_no_cuda(device)
+
+    def does_without(self, device: torch.device) -> dict[str, str]:
+        """See ops.DoesWithout."""
+        reason = why_no_wide(device)
+        return {} if reason is None else {"wide": reason}
 
     def prepare_layer(self, layer: Layer) -> CudaLayer:
         """A loaded layer in the form the kernels want; called once per layer, at load."""

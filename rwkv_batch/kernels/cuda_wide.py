@@ -54,16 +54,22 @@ class Workspace:
 
 
 @functools.cache
-def has_wide(device: torch.device) -> bool:
-    """Whether these kernels serve a device: all GPUs here are Hoppers (one build serves them), and they compile."""
-    if machine.gpu_archs() != ("sm_90",) or device.type != "cuda":
-        return False
+def why_no_wide(device: torch.device) -> str | None:
+    """Why these kernels do not serve a device; None if they do. Builds them: one build serves all GPUs here."""
+    archs = machine.gpu_archs()
+    if device.type != "cuda" or archs != ("sm_90",):
+        return f"products of up to 256 rows have a kernel for sm_90 only; here is {', '.join(archs) or device.type}"
     try:
         hopper_library()
     except (build.BuildError, OSError) as error:
         logger.warning("products of up to 256 rows are left to cuBLAS: %s", error)
-        return False
-    return True
+        return str(error)
+    return None
+
+
+def has_wide(device: torch.device) -> bool:
+    """Whether these kernels serve a device."""
+    return why_no_wide(device) is None
 
 
 @functools.cache

@@ -44,6 +44,15 @@ class PreparesLayers(Protocol):
 
 
 @runtime_checkable
+class DoesWithout(Protocol):
+    """A backend that serves a device, but not with all of its kernels."""
+
+    def does_without(self, device: torch.device) -> dict[str, str]:
+        """Name of a kernel -> why it is done without; slower ways stand in."""
+        ...
+
+
+@runtime_checkable
 class NormsRows(Protocol):
     """A backend with a kernel for the norm before the head."""
 

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from rwkv_batch.kernels.ops import Ops
+from rwkv_batch.kernels.ops import DoesWithout, Ops
 
 _BACKENDS = {
     "cuda": ("rwkv_batch.kernels.cuda", "CudaOps"),
@@ -16,7 +16,7 @@ _BACKENDS = {
 
 
 def choose_ops(wanted: str, device: torch.device) -> tuple[Ops, dict[str, str]]:
-    """The backend for a device and the refusals met on the way (name -> reason).
+    """The backend for a device and the refusals (name -> reason): of backends before it, and of kernels of its own.
 
     wanted "auto" tries all in order of speed. Raises ValueError when a backend asked for by name refuses.
     """
@@ -30,6 +30,7 @@ def choose_ops(wanted: str, device: torch.device) -> tuple[Ops, dict[str, str]]:
         except ImportError as error:
             reason = str(error)
         if reason is None:
-            return backend(), refusals
+            ops = backend()
+            return ops, refusals | (ops.does_without(device) if isinstance(ops, DoesWithout) else {})
         refusals[name] = reason
     raise ValueError(f"kernels {wanted!r} cannot serve {device}: {'; '.join(refusals.values()) or 'unknown name'}")
