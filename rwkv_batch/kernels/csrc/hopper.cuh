@@ -51,10 +51,6 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 
 constexpr uint64_t EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // A box of a stack of matrices, its first element at (inner, outer, plane), into this block's shared memory.
 __device__ __forceinline__ void copy_box(
     uint32_t to, const CUtensorMap* map, int inner, int outer, int plane, uint32_t barrier, uint64_t hint) {

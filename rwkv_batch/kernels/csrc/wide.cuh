@@ -121,7 +121,6 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
         __syncwarp();
         row += 16, y += static_cast<int64_t>(out.pitch) * 16;
     }
-    __syncwarp();
 }
 #endif
 
