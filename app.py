@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,8 +45,12 @@ ENGINE_FACTORY = "rwkv_batch.engine:Engine"
 def _engine_process(*arguments: Any) -> None:
     # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from tqdm import tqdm
+
     from rwkv_batch.server import run_engine
 
+    # tqdm's own lock holds a semaphore of the system, which an engine that is killed leaves behind, with a warning.
+    tqdm.set_lock(threading.RLock())
     run_engine(*arguments)
 
 
