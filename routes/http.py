@@ -8,10 +8,11 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
-from urllib.parse import unquote_plus
+from urllib.parse import unquote, unquote_plus
 
 import pydantic_core
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
@@ -34,6 +35,7 @@ OFF_TABLE = "other"
 _UNAUTHORIZED = ErrorInfo(kind=ErrorKind.UNAUTHORIZED, message="Unauthorized: invalid or missing password")
 _INTERNAL = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log says more")
 _SIGNS_OF_LIFE = (HEARTBEAT, BLANK)
+_LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
 RobynHandler = Callable[[Request], Awaitable[RobynReply]]
@@ -155,8 +157,10 @@ def _bearer_is_right(request: Request, password: str) -> bool:
 
 
 def _query(request: Request) -> dict[str, str]:
+    """What the query says, and the path where it has a parameter."""
     given = request.query_params.to_dict()
-    return {unquote_plus(name): unquote_plus(values[-1]) for name, values in given.items() if values}
+    query = {unquote_plus(name): unquote_plus(values[-1]) for name, values in given.items() if values}
+    return query | {name: unquote(value) for name, value in request.path_params.items()}
 
 
 async def _data(context: Context, route: Route, request: Request) -> object:
@@ -232,7 +236,7 @@ def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
 
     async def handler(request: Request) -> RobynReply:
         path = unquote_plus(request.url.path).rstrip("/") or "/"
-        methods = table.get(path)
+        methods = table.get(path) or _with_parameter(table, path)
         if methods is None:
             info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; /openapi.json lists them")
             return _to_robyn(context, error_answer(info, _error_body(path)), None)
@@ -247,6 +251,12 @@ def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
         return _to_robyn(context, answer, None)
 
     return handler
+
+
+def _with_parameter(table: dict[str, set[str]], path: str) -> set[str] | None:
+    """The methods of a route whose path ends with a parameter."""
+    starts = ((_LAST_PARAMETER.split(known)[0], known) for known in table if _LAST_PARAMETER.search(known))
+    return next((table[known] for start, known in starts if path.startswith(start)), None)
 
 
 def _error_body(path: str) -> ErrorBody:
@@ -269,9 +279,10 @@ def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
     routes = tuple(routes)
     for route in routes:
         handler = wrap(context, route)
-        app.add_route(route.method, route.path, handler)
+        path = _LAST_PARAMETER.sub(r"*\1", route.path)
+        app.add_route(route.method, path, handler)
         if route.method == "GET":
-            app.add_route("HEAD", route.path, handler)
+            app.add_route("HEAD", path, handler)
     fallback = _off_table(context, routes)
     taken = {(route.method, route.path) for route in routes}
     for method in METHODS:

@@ -127,4 +127,5 @@ ROUTES = (
     _route(PATH),
     _route("/v1/completions"),
     Route("GET", "/openai/v1/models", system.models, None, "The models served.", error_body=openai_error),
+    system.model_route("/openai/v1/models/{model}"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,7 @@ _OPENAI_ERROR = {
 _ERRORS = {
     ErrorKind.NOT_JSON: "The body is not JSON, or not whole.",
     ErrorKind.UNAUTHORIZED: "Wrong or missing password.",
+    ErrorKind.MODEL_NOT_FOUND: "No model of that name is served.",
     ErrorKind.SESSION_NOT_FOUND: "No such session or dialogue, or it was deleted meanwhile.",
     ErrorKind.SESSION_BUSY: "Another turn of the session runs and `wait` is false.",
     ErrorKind.SESSION_UNUSABLE: "The session is of another model, or damaged.",
@@ -94,7 +96,7 @@ def _operation(route: Route) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": route.summary,
         "description": inspect.getdoc(route.handle) or "",
-        "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('.', '_')}",
+        "operationId": route.method.lower() + re.sub(r"[/.{}]+", "_", route.path).rstrip("_"),
         "responses": responses,
     }
     if not route.is_public:
@@ -105,20 +107,20 @@ def _operation(route: Route) -> dict[str, Any]:
             content["example"] = route.example
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     if route.query is not None:
-        operation["parameters"] = _parameters(route.query, route.example or {})
+        operation["parameters"] = _parameters(route.path, route.query, route.example or {})
     if route.uploads:
         file = {"schema": {"type": "string", "format": "binary"}}
         operation["requestBody"] = {"required": True, "content": {route.uploads: file}}
     return operation
 
 
-def _parameters(query: type[Fields], example: dict[str, Any]) -> list[dict[str, Any]]:
-    """A query's fields as OpenAPI parameters."""
+def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list[dict[str, Any]]:
+    """A query's fields as OpenAPI parameters, and the path's."""
     schema = query.model_json_schema()
     return [
         {
             "name": name,
-            "in": "query",
+            "in": "path" if f"{{{name}}}" in path else "query",
             "required": name in schema.get("required", []),
             "description": one.get("description", ""),
             "schema": one,

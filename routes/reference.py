@@ -80,8 +80,9 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     fields += [_field(one["name"], one["schema"], one["required"]) for one in asked]
     errors = [(status, one["description"]) for status, one in operation["responses"].items() if status != "200"]
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
-    command = curl(method, path, body.get("example"))
-    if asked:
+    in_path = {one["name"]: one["example"] for one in asked if one["in"] == "path"}
+    command = curl(method, path.format(**in_path), body.get("example"))
+    if asked and not in_path:
         query = urlencode({one["name"]: one["example"] for one in asked if "example" in one})
         file = "-o session.safetensors" if method == "GET" else "--data-binary @session.safetensors"
         command = f"curl {file} '{SERVER}{path}?{query}'"

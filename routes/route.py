@@ -29,11 +29,12 @@ class Route:
 
     method: str
     path: str
+    """It may end with a parameter, `{name}`, whose value may have slashes; the query's fields say what it is."""
     handle: Handler
     body: type[Body] | None
     summary: str
     query: type[Fields] | None = None
-    """What the query must say; the handler then gets an `Upload` with these fields."""
+    """What query and path must say; the handler then gets an `Upload` with these fields."""
     uploads: str = ""
     """Content type of a body that is a file's bytes."""
     is_work: bool = False

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from routes import prompts
-from routes.bodies import CountBody
+from routes.bodies import CountBody, Fields, shown
 from routes.context import Context
 from routes.feed import ask
+from routes.openai_errors import openai_error
 from routes.reply import Answer, Reply, json_answer
-from routes.route import Route
+from routes.route import Route, Upload
 from routes.rows import off_loop
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
@@ -43,10 +46,29 @@ async def metrics(context: Context, query: dict[str, str]) -> Reply:
     return Answer(str(text).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def _served(context: Context) -> dict[str, object]:
+    return {"id": context.config.model_name, "object": "model", "created": context.started, "owned_by": "rwkv"}
+
+
 async def models(context: Context, query: dict[str, str]) -> Reply:
     """The one model that is served."""
-    model = {"id": context.config.model_name, "object": "model", "created": context.started, "owned_by": "rwkv"}
-    return json_answer({"object": "list", "data": [model]})
+    return json_answer({"object": "list", "data": [_served(context)]})
+
+
+class ModelQuery(Fields):
+    """Which model is asked for."""
+
+    model: str = Field(min_length=1, description="The model's id, as the list of models has it.")
+
+
+async def model(context: Context, upload: Upload) -> Reply:
+    """The model of that id, if it is the one that is served."""
+    asked, name = upload.query.model, context.config.model_name
+    if asked != name:
+        given = shown(asked)
+        message = f"model: no model {given!r} is served here, only {name!r}"
+        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
+    return json_answer(_served(context))
 
 
 async def count_tokens(context: Context, body: CountBody) -> Reply:
@@ -75,6 +97,21 @@ async def openapi(context: Context, query: dict[str, str]) -> Reply:
     return json_answer(document)
 
 
+def model_route(path: str) -> Route:
+    """Where OpenAI's SDKs ask for one model."""
+    return Route(
+        "GET",
+        path,
+        model,
+        None,
+        "One model.",
+        query=ModelQuery,
+        error_body=openai_error,
+        errors=(ErrorKind.MODEL_NOT_FOUND,),
+        example={"model": "rwkv7"},
+    )
+
+
 AWAY = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Alive.", is_public=True),
@@ -82,6 +119,7 @@ ROUTES = (
     Route("GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", errors=AWAY),
     Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=AWAY),
     Route("GET", "/v1/models", models, None, "The models served."),
+    model_route("/v1/models/{model}"),
     Route("POST", "/v1/tokens/count", count_tokens, CountBody, "Count tokens.", example={"text": "Hello world!"}),
     Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
 )

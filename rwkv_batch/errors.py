@@ -19,6 +19,7 @@ class ErrorKind(enum.StrEnum):
     UNAUTHORIZED = "unauthorized"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    MODEL_NOT_FOUND = "model_not_found"
     BODY_TOO_LARGE = "body_too_large"
     SESSION_NOT_FOUND = "session_not_found"
     SESSION_BUSY = "session_busy"
@@ -42,6 +43,7 @@ _HTTP_STATUS = {
     ErrorKind.UNAUTHORIZED: 401,
     ErrorKind.NOT_FOUND: 404,
     ErrorKind.METHOD_NOT_ALLOWED: 405,
+    ErrorKind.MODEL_NOT_FOUND: 404,
     ErrorKind.BODY_TOO_LARGE: 413,
     ErrorKind.SESSION_NOT_FOUND: 404,
     ErrorKind.SESSION_BUSY: 409,

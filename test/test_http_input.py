@@ -127,6 +127,7 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
         assert answer.headers["allow"] == "OPTIONS, POST"
         assert "error" in answer.json()
     assert service.post("/v1/models", {}).status_code == 405
+    assert service.post("/v1/models/rwkv7", {}).status_code == 405
     assert httpx.head(service.url + "/healthz").status_code == 200
 
 

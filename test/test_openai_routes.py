@@ -56,6 +56,20 @@ def test_models(client: OpenAI) -> None:
     assert all(isinstance(model.created, int) and model.owned_by for model in models)
 
 
+@pytest.mark.parametrize("place", ["/openai/v1", "/v1"])
+def test_one_model(base: str, place: str) -> None:
+    url = base.removesuffix("/openai/v1") + place
+    with OpenAI(base_url=url, api_key=os.environ.get(PASSWORD) or "none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        assert client.models.retrieve(model.id) == model
+        for unknown in ("gpt-4", "a/b", "ein Modell ✿", "x" * 2000):
+            with pytest.raises(openai.NotFoundError) as refused:
+                client.models.retrieve(unknown)
+            error = refused.value
+            assert (error.code, error.param, error.type) == ("model_not_found", "model", "not_found_error")
+            assert unknown[:100] in error.message and model.id in error.message
+
+
 def test_a_whole_answer(client: OpenAI) -> None:
     answer = chat(client)
     assert answer.id.startswith("chatcmpl-")

@@ -82,7 +82,8 @@ def test_every_route_is_described() -> None:
         "/big_batch/clean", "/FIM/v1/batch-FIM", "/translate/v1/batch-translate", "/state/chat/completions",
         "/multi_state/chat/completions", "/state/status", "/state/delete", "/state/export", "/state/import",
         "/openai/v1/chat/completions",
-        "/openai/v1/completions", "/openai/v1/models", "/v1/models", "/v1/tokens/count", "/healthz", "/readyz",
+        "/openai/v1/completions", "/openai/v1/models", "/openai/v1/models/{model}", "/v1/models", "/v1/models/{model}",
+        "/v1/tokens/count", "/healthz", "/readyz",
         "/status", "/metrics", "/docs", "/openapi.json",
     ):  # fmt: skip
         assert path in DOCUMENT["paths"]
