@@ -9,7 +9,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -165,11 +165,31 @@ class PromptBody(BatchBody, SessionFields, SamplingBody):
     """The native batch routes."""
 
 
+def _one_line(name: str) -> str:
+    if not name.strip() or name.splitlines() != [name]:
+        raise PydanticCustomError("language", "must be one line with a language's code or name, like zh-TW or Klingon")
+    return name
+
+
+def _not_auto(name: str) -> str:
+    if name.lower() == AUTO:
+        raise PydanticCustomError("language", "must be the language to translate into; only source_lang may be auto")
+    return name
+
+
+AUTO = "auto"
+"""The source language that is found out from each text."""
+Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
+"""The label of a text in the prompt: by name if the code is known, else as it is."""
+
+
 class TranslateBody(Body):
     """immersive-translate's custom API."""
 
-    source_lang: str = Field("auto", min_length=1, max_length=64, description="ISO code, or auto.")
-    target_lang: str = Field(min_length=1, max_length=64, description="ISO code.")
+    source_lang: Language = Field(AUTO, description="ISO code, or auto; what is no known code is used as it is.")
+    target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
+        description="ISO code; what is no known code is used as it is, like Klingon."
+    )
     text_list: list[str] = Field(description="The texts; order and length are kept.")
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted; kept as they are in texts."

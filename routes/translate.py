@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from routes import languages, prompts
-from routes.bodies import TranslateBody
+from routes.bodies import AUTO, TranslateBody
 from routes.context import Context
 from routes.feed import new_job_id
 from routes.generate import RowResult, run_whole
@@ -92,8 +92,8 @@ def plan(body: TranslateBody, cache: TranslationCache) -> Plan:
     made = Plan()
     for text in body.text_list:
         source = body.source_lang
-        if source.lower() == "auto":
-            source = languages.detect(text) if text.strip() else "auto"
+        if source.lower() == AUTO:
+            source = languages.detect(text) if text.strip() else AUTO
         made.sources.append(source)
         same = languages.name_of(source) == languages.name_of(body.target_lang)
         made.pieces.append([text] if same else _pieces(source, body.target_lang, text))
@@ -150,7 +150,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
         raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
     cache: TranslationCache = context.shared[CACHE]
     characters = sum(map(len, body.text_list))
-    if body.source_lang.lower() == "auto" and not languages.is_loaded():
+    if body.source_lang.lower() == AUTO and not languages.is_loaded():
         made = await asyncio.to_thread(plan, body, cache)
     else:
         made = await off_loop(characters, plan, body, cache)

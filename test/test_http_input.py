@@ -137,6 +137,14 @@ def test_translate_refuses_what_it_cannot_read(service: Service) -> None:
     assert service.post(path, {"target_lang": "de", "text_list": [3]}).json()["field"] == "text_list[0]"
     assert service.post(path, {"target_lang": "de", "text_list": ["a"] * 5000}).json()["given"] == 5000
     assert service.post(path, {"target_lang": "de", "text_list": []}).json() == {"translations": []}
+    for field, given in (
+        ("target_lang", ""), ("target_lang", " "), ("target_lang", "de\n"), ("target_lang", "German\nUser"),
+        ("target_lang", "auto"), ("target_lang", "AUTO"), ("source_lang", "\t"), ("source_lang", "en\r\nzh"),
+    ):  # fmt: skip
+        refused = service.post(path, {"target_lang": "de", "text_list": ["a"], field: given})
+        assert refused.status_code == 422
+        assert (refused.json()["field"], refused.json()["given"]) == (field, given)
+        assert refused.json()["error"].startswith(f"{field}: must ")
 
 
 def open_streams(service: Service, count: int, body: dict[str, Any]) -> list[socket.socket]:

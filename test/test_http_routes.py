@@ -132,11 +132,18 @@ def test_translate_keeps_order_length_and_blanks(service: Service) -> None:
     assert service.post(TRANSLATE, body).json()["translations"] == answer
 
 
-def test_translate_prompt_names_the_languages(service: Service) -> None:
-    body = {"source_lang": "en", "target_lang": "zh-TW", "text_list": ["a cat"]}
+@pytest.mark.parametrize(
+    ("source", "target", "labels"),
+    [("en", "zh-TW", ("English", "Traditional Chinese")), ("Elvish", "tlh", ("Elvish", "tlh"))],
+    ids=["codes", "names of no table"],
+)
+def test_translate_prompt_names_the_languages(
+    service: Service, source: str, target: str, labels: tuple[str, str]
+) -> None:
+    body = {"source_lang": source, "target_lang": target, "text_list": ["a cat"]}
     text = service.post(TRANSLATE, body).json()["translations"][0]["text"]
-    prompt = "English: a cat\n\nTraditional Chinese:"
-    stops = ["\n\n", "\nEnglish:", "\nTraditional Chinese:"]
+    prompt = f"{labels[0]}: a cat\n\n{labels[1]}:"
+    stops = ["\n\n", *(f"\n{label}:" for label in labels)]
     raw = {"contents": [prompt], "temperature": 0, "alpha_presence": 0, "alpha_frequency": 0, "stop_tokens": stops}
     tokens = service.post("/v1/tokens/count", {"text": prompt}).json()["tokens"]
     answer = service.post(CHAT, {**raw, "max_tokens": 64 + 4 * tokens}).json()
