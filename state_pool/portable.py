@@ -13,6 +13,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from state_pool.errors import PoolError
 from state_pool.records import LAYOUT_VERSION, Layout
 
@@ -30,6 +32,8 @@ _NAMES = {
     "uint8": "U8",
 }
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
+"""The bits of a number that are all set in infinity and NaN only."""
 
 
 class NotASession(PoolError):  # noqa: N818 - names what the file is
@@ -84,7 +88,10 @@ class SessionFile:
 
 
 def decode(data: bytes) -> SessionFile:
-    """The session in a file's bytes. Raises NotASession, saying what is wrong."""
+    """The session in a file's bytes. Raises NotASession, saying what is wrong.
+
+    Reads every byte several times: for a thread that nobody waits on.
+    """
     try:
         return _decode(data)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
@@ -121,7 +128,22 @@ def _decode(data: bytes) -> SessionFile:
         raise ValueError(f"it claims {num_tokens} tokens and replays {len(replay)}")
     if about["checksum"] != _checksum(replay, parts):
         raise ValueError("its checksum does not fit its content: it was damaged on the way")
+    for name, part in parts.items():
+        _check_finite(name, header[name]["dtype"], part)
     return SessionFile(str(about["fingerprint"]), num_tokens, replay, layout, parts)
+
+
+def _check_finite(name: str, dtype: str, data: bytes) -> None:
+    """Raises NotASession if a number of this part is NaN or infinite: every answer from it would be noise."""
+    if dtype not in _EXPONENT:
+        return
+    mask = _EXPONENT[dtype]
+    wrong = (np.frombuffer(data, f"<u{_ITEM_BYTES[dtype]}") & mask) == mask
+    if wrong.any():
+        raise NotASession(
+            f"part {name!r} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the first at "
+            f"{wrong.argmax()}: whatever goes on from it is noise; export the session again from where it works"
+        )
 
 
 def _dtype(name: str) -> str:

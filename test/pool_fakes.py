@@ -66,7 +66,7 @@ class FakeArena:
 
     def __post_init__(self) -> None:
         """Fill every slot but the zero state with what must never be read."""
-        self.layout = self.layout or {"a.wkv": ("float32", (self.words - 4,)), "a.shift": ("float32", (4,))}
+        self.layout = self.layout or {"a.wkv": ("int32", (self.words - 4,)), "a.shift": ("int32", (4,))}
         self.memory = np.full((self.num_slots, self.words), 0xDEADBEEF, dtype=np.uint32)
         self.memory[ZERO_SLOT] = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
+from state_pool.portable import decode
 from test.serving import Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -53,6 +56,18 @@ def test_what_cannot_be_brought_is_refused_by_name(service: Service) -> None:
     refused = service.get("/state/export")
     assert (refused.status_code, refused.json()["field"]) == (422, "session_id")
     assert service.post("/state/import", content=content).status_code == 422
+
+
+def test_a_state_of_no_numbers_is_refused(service: Service) -> None:
+    say(service, "sound", "User: one")
+    file = decode(export(service, "sound").content)
+    name, data = max(file.parts.items(), key=lambda part: len(part[1]))
+    number = struct.pack("<f", float("nan"))
+    broken = replace(file, parts={**file.parts, name: data[:-8] + number + data[-4:]})
+    refused = bring(service, "unsound", broken.encode())
+    assert (refused.status_code, refused.json()["field"]) == (422, "body")
+    assert name in refused.json()["error"] and "NaN" in refused.json()["error"]
+    assert bring(service, "unsound", replace(file).encode()).status_code == 200, "nothing is left of the refused one"
 
 
 def test_limits_and_password(tmp_path: Path, tiny_model: Path) -> None:

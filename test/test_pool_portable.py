@@ -105,6 +105,26 @@ def test_what_is_refused(tmp_path: Path) -> None:
             decode(damaged)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float64", np.float64), ("float32", np.float32), ("float16", np.float16), ("bfloat16", None)]
+)
+def test_numbers_that_are_none_are_refused(dtype: str, kind: type | None) -> None:
+    def file(*numbers: float) -> bytes:
+        """A whole file, checksum and all, with a part of these numbers."""
+        if kind is None:
+            data = (np.array(numbers, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        else:
+            data = np.array(numbers, kind).tobytes()
+        layout = {"a.shift": ("int32", (1,)), "a.wkv": (dtype, (len(numbers),))}
+        return SessionFile("model-a", 0, [], layout, {"a.shift": b"\xff" * 4, "a.wkv": data}).encode()
+
+    largest = {"float16": 65504.0}.get(dtype, 3e38)
+    decode(file(0.0, -0.0, largest, -largest, 1e-30))
+    for bad in (float("nan"), float("inf"), -float("inf"), -float("nan")):
+        with pytest.raises(NotASession, match=r"'a\.wkv' .* 2 numbers .* the first at 1:"):
+            decode(file(1.0, bad, largest, bad))
+
+
 def test_a_turn_waits_for_a_session_that_is_being_brought(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
