@@ -158,7 +158,7 @@ def test_a_killed_http_worker_comes_back_and_the_others_go_on(mortal: Service) -
     os.kill(victim, signal.SIGKILL)
     status = wait_for(lambda: mortal.status(), 30, "an answer of the other worker")
     wait_for(lambda: mortal.status()["running_rows"] == 16 - lost, 30, "the lost worker's rows are cancelled")
-    assert sum(reader.is_alive() for reader in readers) == 16 - lost
+    wait_for(lambda: sum(reader.is_alive() for reader in readers) == 16 - lost, 10, "its streams have ended")
     assert status["processes"]["engine"]["pid"] == mortal.pids()["engine"]
     wait_for(lambda: len(mortal.status()["processes"]["http_workers"]) == 2, 30, "a new worker")
     for reader in readers:
