@@ -35,7 +35,8 @@ INTRODUCTION = (
     'ended by `data: [DONE]`; an error after it has begun is an event `data: {"error": …}`. An answer that is not '
     "streamed and takes longer than a moment begins with status 200 and blanks, so that a leaving client is noticed: "
     'a failure after that is the JSON body `{"error": …}` under status 200, so look for `error` first. A turn of a '
-    'session that ends with "timeout" or is cancelled is not kept: the session stays as it was before it.'
+    'session that ends with "timeout" or is cancelled is not kept: the session stays as it was before it. If the '
+    "engine is lost under a turn, the error says that it may have been kept, and how to see whether it was."
 )
 
 

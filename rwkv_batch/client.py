@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.face import Reply, Sink
 from rwkv_batch.request import Job, JobEvents
 from rwkv_batch.wire import (
@@ -43,8 +43,20 @@ _LOST = ErrorInfo(
     message="the engine process was lost and is being restarted; send the request again",
     retry_after_s=2.0,
 )
+_LOST_TURN = ErrorInfo(
+    kind=ErrorKind.ENGINE_LOST,
+    message=f"the engine process was lost and is being restarted; {MAY_BE_KEPT}",
+)
 
 WorkerLink = Link[ToWorker, ToEngine]
+
+
+class _Listener(NamedTuple):
+    """Who hears of a job."""
+
+    sink: Sink
+    if_lost: ErrorInfo
+    """What it is told when the engine is lost."""
 
 
 class _Waiting:
@@ -52,7 +64,7 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.admissions: dict[str, Reply] = {}
-        self.sinks: dict[str, Sink] = {}
+        self.listeners: dict[str, _Listener] = {}
         self.calls: dict[int, Reply] = {}
 
 
@@ -92,7 +104,8 @@ class EngineClient:
             link = self._link
             if link is not None:
                 self._waiting.admissions[job.job_id] = admitted
-                self._waiting.sinks[job.job_id] = sink
+                is_turn = any(row.session is not None for row in job.rows)
+                self._waiting.listeners[job.job_id] = _Listener(sink, _LOST_TURN if is_turn else _LOST)
                 link.send(Submit(job))
                 return
         admitted(ServiceError.from_info(self._reason))
@@ -147,13 +160,13 @@ class EngineClient:
     def _handle(self, message: ToWorker) -> None:
         match message:
             case News(events):
-                pop = self._waiting.sinks.pop if events.done else self._waiting.sinks.get
-                sink = pop(events.job_id, None)
-                if sink is not None:
-                    sink(events)
+                pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
+                listener = pop(events.job_id, None)
+                if listener is not None:
+                    listener.sink(events)
             case Admitted(job_id, error):
                 if error is not None:
-                    self._waiting.sinks.pop(job_id, None)
+                    self._waiting.listeners.pop(job_id, None)
                 admitted = self._waiting.admissions.pop(job_id)
                 admitted(None if error is None else ServiceError.from_info(error))
             case Answer(call_id, value, error):
@@ -166,9 +179,9 @@ class EngineClient:
             self._reason = _LOST
             waiting, self._waiting = self._waiting, _Waiting()
         for job_id, admitted in waiting.admissions.items():
-            waiting.sinks.pop(job_id, None)
-            admitted(ServiceError.from_info(_LOST))
-        for job_id, sink in waiting.sinks.items():
-            sink(JobEvents(job_id=job_id, deltas=[], done=True, error=_LOST))
+            listener = waiting.listeners.pop(job_id, None)
+            admitted(ServiceError.from_info(_LOST if listener is None else listener.if_lost))
+        for job_id, listener in waiting.listeners.items():
+            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=listener.if_lost))
         for reply in waiting.calls.values():
             reply(ServiceError.from_info(_LOST))

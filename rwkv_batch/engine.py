@@ -197,10 +197,12 @@ class Engine:
             self.jobs.fail_all(_draining_error().info)
             self._files.close()
             self.machine.pool.close()
+            self.jobs.deliver()
+            self.jobs.abandon_all(_draining_error().info)
         except Exception as error:
             logger.critical("the engine's thread died", exc_info=True)
             self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine has died: {error}; it is restarted")
-            self.jobs.fail_all(self._dead)
+            self.jobs.abandon_all(self._dead)
             self._drain_inbox()
 
     def _drain_inbox(self) -> None:

@@ -57,6 +57,13 @@ _HTTP_STATUS = {
 }
 
 
+MAY_BE_KEPT = (
+    "the turn may have been kept: if /state/status shows its session updated since the request, it was; "
+    "send it again only if not"
+)
+"""What is told of a session's turn when nobody knows its fate any more."""
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A failure as data: it crosses the socket and becomes a JSON body or an SSE event."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.face import Sink
 from rwkv_batch.output import RowOutput, StopRules
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
@@ -300,9 +300,17 @@ class JobTable:
             job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=told))
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """End every job."""
+        """End every job. Turns that have their answer end as the pool says, which has to be polled or closed yet."""
         for job in list(self._jobs.values()):
-            self._abort(job, error)
+            self.fail(job, error)
+
+    def abandon_all(self, error: ErrorInfo) -> None:
+        """End every job when the pool says nothing more: turns that have their answer may be kept or not."""
+        for job in list(self._jobs.values()):
+            told = error
+            if any(sequence.has_answered for sequence in self._rows_of(job)):
+                told = msgspec.structs.replace(error, message=f"{error.message}; {MAY_BE_KEPT}", retry_after_s=None)
+            self._abort(job, told)
 
     # Going out -----------------------------------------------------------------------------------------------
 

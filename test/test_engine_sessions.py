@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +21,7 @@ from rwkv_batch.sequence import Phase
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.serving import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +180,78 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
         )
         call(engine, "session_delete", session_id="twin")
         assert call(engine, "status")["free_slots"] == free
+
+
+@contextmanager
+def writer_that_waits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error | None = None
+) -> Iterator[threading.Event]:
+    """Turns are recorded and not committed until the gate opens; then they are, or fail with `error`."""
+    gate, commit = threading.Event(), engine.machine.pool._store.writer._transaction
+
+    def late(jobs: list[Any]) -> sqlite3.Error | None:
+        gate.wait()
+        return error or commit(jobs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.machine.pool._store.writer, "_transaction", late)
+        yield gate
+        gate.set()
+
+
+def recorded(engine: Engine, running: Running) -> None:
+    """Wait until the job's turn is recorded, and nothing is told of it yet."""
+    wait_for(lambda: any(row.has_answered for row in list(engine.jobs._leased)), 30, "the turn is recorded")
+    assert not running.done.is_set()
+
+
+@pytest.mark.parametrize("error", [None, sqlite3.OperationalError("disk full")], ids=["kept", "not kept"])
+def test_a_turn_that_is_recorded_at_the_end_is_told_its_fate(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error | None
+) -> None:
+    pool = PoolConfig(state_db=str(tmp_path / "s.db"))
+    with started_engine(model, pool) as engine:
+        conversation(engine, "s", ["one"], max_tokens=6)
+        wanted = conversation(engine, "twin", ["one", " two", " three"][:: 1 if error is None else 2], max_tokens=6)
+        endless = submit(engine, ask("endless", max_tokens=10**6, ignore_eos=True))
+        close = engine.machine.pool.close
+        with writer_that_waits(engine, monkeypatch, error) as gate:
+            last = submit(engine, turn("s", " two", max_tokens=6))
+            recorded(engine, last)
+            # The pool is closed after every job was told of the end.
+            monkeypatch.setattr(engine.machine.pool, "close", lambda: (gate.set(), close()))
+            engine.stop()
+        assert endless.wait().events[-1].error is not None
+        assert last.wait().events[-1].error is None
+        finish = last.finishes[0]
+        assert finish.reason is (FinishReason.LENGTH if error is None else FinishReason.ERROR)
+        assert error is None or (finish.error is not None and "disk full" in finish.error.message)
+    with started_engine(model, pool) as engine:
+        assert conversation(engine, "s", [" three"], max_tokens=6) == wanted[-1:]
+
+
+def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(rows: list[ScheduledRow]) -> Launched:
+        raise RuntimeError("the device is lost")
+
+    pool = PoolConfig(state_db=str(tmp_path / "s.db"))
+    with started_engine(model, pool) as engine:
+        wanted = conversation(engine, "twin", ["one", " two"], max_tokens=6)[1]
+        with writer_that_waits(engine, monkeypatch):
+            last = submit(engine, turn("s", "one", max_tokens=6))
+            recorded(engine, last)
+            monkeypatch.setattr(engine.machine, "is_lost", lambda: True)
+            monkeypatch.setattr(engine.machine, "launch", lost)
+            other = submit(engine, turn("other", "one"))
+            errors = [job.wait().events[-1].error for job in (last, other)]
+        assert all(error is not None and "the device is lost" in error.message for error in errors)
+        assert ["/state/status" in error.message for error in errors if error is not None] == [True, False]
+        assert not last.finishes
+        engine.machine.pool.close()
+    with started_engine(model, pool) as engine:
+        assert conversation(engine, "s", [" two"], max_tokens=6) == [wanted]
 
 
 def test_deleting_a_running_session_wins(engine: Engine) -> None:

@@ -12,6 +12,7 @@ import pytest
 from test.serving import Service, raw_request, sse_data, wait_for
 
 CHAT = "/v1/chat/completions"
+STATE = "/state/chat/completions"
 ENDLESS: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True, "chunk_size": 1}
 
 
@@ -88,13 +89,17 @@ def test_the_body_limit_is_a_flag(fake: Service) -> None:
 
 def test_an_engine_thread_that_dies_is_replaced(fake: Service) -> None:
     before = fake.pids()["engine"]
-    with fake.stream(CHAT, {**ENDLESS, "contents": ["abc"]}) as response:
-        lines = response.iter_lines()
+    turn = {**ENDLESS, "contents": ["abc"], "session_id": "s"}
+    with fake.stream(CHAT, {**ENDLESS, "contents": ["abc"]}) as plain, fake.stream(STATE, turn) as session:
+        lines, turn_lines = plain.iter_lines(), session.iter_lines()
         assert "abc" in next(line for line in lines if line.startswith("data:"))
+        assert "abc" in next(line for line in turn_lines if line.startswith("data:"))
         fake.post(CHAT, {"contents": ["die now"], "stream": True}, timeout=30)
         rest = [line for line in lines if line.startswith("data:")]
-    assert "the engine process was lost" in rest[-2]
-    assert rest[-1] == "data: [DONE]"
+        rest_of_turn = [line for line in turn_lines if line.startswith("data:")]
+    assert "the engine process was lost" in rest[-2] and "send the request again" in rest[-2]
+    assert "the engine process was lost" in rest_of_turn[-2] and "may have been kept" in rest_of_turn[-2]
+    assert rest[-1] == rest_of_turn[-1] == "data: [DONE]"
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")
     wait_for(lambda: fake.pids()["engine"] != before, 30, "a new engine")
     assert fake.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).json()["choices"][0]["message"]["content"] == "abc"
