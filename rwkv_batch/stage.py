@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.naive import layer_norm
-from rwkv_batch.kernels.ops import NormsRows, Ops, PreparesLayers
+from rwkv_batch.kernels.ops import NormsRows, Ops, PreparesLayers, RunsLayers
 from rwkv_batch.linear import Linear
 from rwkv_batch.loader import LayerLoader, Precision, load_layers
 from rwkv_batch.model import forward_layers
@@ -65,6 +65,8 @@ class Stage:
         """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
         assert self.state is not None, "allocate_slots comes first"
         with self._device:
+            if isinstance(self.ops, RunsLayers):
+                return self.ops.run_layers(self.layers, x, v_first, self.state, inputs)
             return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
 
     def logits(self, x: Tensor, inputs: StepInputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Backend for CPUs: fused C++ pieces of a layer on fp32 activations and packed matrices.
+"""Backend for CPUs: a stage's layers in one C++ call, on fp32 activations and packed matrices.
 
 Owns the binding to csrc/*.cpp. Results are independent of what else is in the batch, of how a prompt
 is cut into chunks and of the number of threads: bit for bit, for every type of the weights.
@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from rwkv_batch.batch import StepInputs
-from rwkv_batch.kernels.cpu_library import Activation, Kind, ShiftMixCall, TimeMixCall, build_problem, library
+from rwkv_batch.kernels.cpu_library import (
+    Activation,
+    Failure,
+    JobArgs,
+    Kind,
+    LayerArgs,
+    MapArgs,
+    StepArgs,
+    build_problem,
+    library,
+)
 from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.layer import Layer, Norm, Projections
+from rwkv_batch.layer import Layer, Norm
 from rwkv_batch.linear import Linear
+from rwkv_batch.model import forward_layers
+from rwkv_batch.state import StateArena
 
 ALIGNMENT = 64
-WIDTH_MULTIPLE = 64
 
 
 class CpuLinear(Linear):
@@ -42,35 +54,37 @@ class CpuLinear(Linear):
         self.kind = Kind.BF16 if weight.dtype == torch.bfloat16 else Kind.FP32
         self.out_features, self.in_features = weight.shape
         self.packed = _pack(weight, self.kind)
-        self._job_tail = (self.in_features, self.out_features, int(self.kind), self.parts)
+        self.args = MapArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.kind, self.parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)
 
-    def job(self, x: Tensor, y: Tensor, activation: Activation) -> tuple[int, ...]:
-        """The eight numbers of csrc/linear.cpp's Job."""
-        return (self.packed.data_ptr(), x.data_ptr(), y.data_ptr(), *self._job_tail, int(activation))
-
 
 def run_linears(maps: Sequence[tuple[CpuLinear, Tensor, Activation]]) -> list[Tensor]:
     """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32."""
     rows = maps[0][1].shape[0]
-    inputs = [_fp32(x) for _, x, _ in maps]
+    inputs = [x.to(torch.float32).contiguous() for _, x, _ in maps]
     results = [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
-    numbers: list[int] = []
-    for (linear, _, activation), x, y in zip(maps, inputs, results, strict=True):
-        if x.shape != (rows, linear.in_features):
-            raise ValueError(f"x is {tuple(x.shape)}, the map takes [{rows}, {linear.in_features}]")
-        numbers.extend(linear.job(x, y, activation))
-    jobs = (ctypes.c_int64 * len(numbers))(*numbers)
-    if library().rwkv_linear(ctypes.addressof(jobs), len(maps), rows, torch.get_num_threads()):
+    jobs = (JobArgs * len(maps))()
+    for i, (linear, _, activation) in enumerate(maps):
+        if inputs[i].shape != (rows, linear.in_features):
+            raise ValueError(f"x is {tuple(inputs[i].shape)}, the map takes [{rows}, {linear.in_features}]")
+        jobs[i] = JobArgs(linear.args, inputs[i].data_ptr(), results[i].data_ptr(), activation)
+    if library().rwkv_linear(jobs, len(maps), rows, torch.get_num_threads()):
         raise MemoryError(f"no memory to pack {rows} rows for {len(maps)} matrices")
     return results
 
 
+@dataclass(slots=True)
+class CpuLayer(Layer):
+    """A layer with the addresses of its tensors."""
+
+    args: LayerArgs
+
+
 class CpuOps(NaiveOps):
-    """The C++ backend. What it does not cover (fp16 states) falls back to plain torch, piece by piece."""
+    """The C++ backend. States in fp16 take the plain path, with packed matrices."""
 
     name = "cpu"
 
@@ -86,79 +100,46 @@ class CpuOps(NaiveOps):
         """Packs a matrix."""
         return CpuLinear(weight)
 
-    def shift_mix(
-        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
-        """As NaiveOps.shift_mix; x, delta and shift fp32."""
+    @staticmethod
+    def prepare_layer(layer: Layer) -> CpuLayer:
+        """See ops.PreparesLayers."""
+        return CpuLayer(**{field.name: getattr(layer, field.name) for field in fields(Layer)}, args=_layer_args(layer))
+
+    def run_layers(
+        self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ops.RunsLayers. Raises IndexError for rows that do not fit the slots, MemoryError."""
+        if state.wkv.dtype != torch.float32:
+            return forward_layers(layers, x, v_first, state, inputs, self)
+        x = x.to(torch.float32).contiguous()
         tokens, width = x.shape
-        if shift.dtype != torch.float32 or x.dtype != torch.float32 or width % WIDTH_MULTIPLE:
-            return super().shift_mix(x, delta, norm, mix, shift, inputs)
-        _check_slots(shift, inner=1)
-        x = x.contiguous()
-        delta = None if delta is None else _fp32(delta)
-        total = x if delta is None else torch.empty_like(x)
-        scratch = torch.empty_like(x)
-        mixed = torch.empty(mix.shape[0], tokens, width)
-        call = ShiftMixCall(
-            x.data_ptr(), _pointer(delta), total.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr(),
-            mix.data_ptr(), shift.data_ptr(), shift.stride(0), *_rows(inputs),
-            inputs.read_slots.numel(), tokens, len(shift), width, mix.shape[0],
-            scratch.data_ptr(), mixed.data_ptr(), torch.get_num_threads(),
+        out = torch.empty_like(x)
+        first = torch.empty_like(x) if v_first is None else v_first.contiguous()
+        args = StepArgs(
+            (LayerArgs * len(layers))(*(layer.args for layer in layers if isinstance(layer, CpuLayer))), len(layers),
+            x.data_ptr(), out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
+            *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
         )  # fmt: skip
-        _raise_on(library().rwkv_shift_mix(ctypes.byref(call)), inputs, shift)
-        return total, mixed
+        _raise_on(library().rwkv_layers(ctypes.byref(args)), inputs, state)
+        return out, first
 
-    def project(self, layer: Layer, mixed: Tensor) -> Projections:
-        """As NaiveOps.project, in two calls: everything that reads the mixes, then the low ranks' second halves."""
-        xr, xw, xk, xv, xa, xg = mixed
-        none = Activation.NONE
-        first = [
-            (layer.receptance, xr, none),
-            (layer.key, xk, none),
-            (layer.value, xv, none),
-            (layer.w1, xw, Activation.TANH),
-            (layer.a1, xa, none),
-            (layer.g1, xg, Activation.SIGMOID),
-        ]
-        second = [layer.w2, layer.a2, layer.g2]
-        if layer.v_residual is not None:
-            first.append((layer.v_residual.v1, xv, none))
-            second.append(layer.v_residual.v2)
-        if not all(isinstance(linear, CpuLinear) for linear in (*second, *(linear for linear, _, _ in first))):
-            return super().project(layer, mixed)
-        r, k, v, *low = run_linears(first)  # type: ignore[arg-type]
-        w, a, g, *gate = run_linears([(linear, x, none) for linear, x in zip(second, low, strict=True)])  # type: ignore[misc]
-        return Projections(r=r, w=w, k=k, v=v, a=a, g=g, v_gate=gate[0] if gate else None)
 
-    def time_mix(
-        self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
-        """As NaiveOps.time_mix; the state is advanced in its slots (fp32; fp16 states take the naive path)."""
-        if wkv.dtype != torch.float32 or p.r.dtype != torch.float32:
-            return super().time_mix(layer, p, v_first, wkv, inputs)
-        _check_slots(wkv, inner=3)
-        residual = layer.v_residual if v_first is not None else None
-        streams = [_fp32(t) for t in (p.r, p.w, p.k, p.v, p.a, p.g)]
-        gate = None if residual is None or p.v_gate is None else _fp32(p.v_gate)
-        first = streams[3] if gate is None or v_first is None else _fp32(v_first)
-        y = torch.empty_like(streams[0])
-        call = TimeMixCall(
-            *(t.data_ptr() for t in streams), _pointer(gate), first.data_ptr(),
-            layer.w0.data_ptr(), layer.a0.data_ptr(), _pointer(None if residual is None else residual.v0),
-            layer.k_k.data_ptr(), layer.k_a.data_ptr(), layer.r_k.data_ptr(),
-            layer.ln_x.weight.data_ptr(), layer.ln_x.bias.data_ptr(),
-            y.data_ptr(), wkv.data_ptr(), wkv.stride(0), *_rows(inputs),
-            inputs.read_slots.numel(), len(y), len(wkv), wkv.shape[1], torch.get_num_threads(),
-        )  # fmt: skip
-        _raise_on(library().rwkv_time_mix(ctypes.byref(call)), inputs, wkv)
-        return y, first
-
-    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
-        """As NaiveOps.channel_mix."""
-        if not isinstance(layer.ffn_key, CpuLinear):
-            return super().channel_mix(layer, x)
-        hidden = run_linears([(layer.ffn_key, x, Activation.RELU_SQUARED)])[0]
-        return layer.ffn_value(hidden)
+def _layer_args(layer: Layer) -> LayerArgs:
+    """Addresses of a layer's tensors, which live as long as the layer."""
+    args, residual = LayerArgs(), layer.v_residual
+    for name in ("ln1", "ln2", "ln_x"):
+        norm: Norm = getattr(layer, name)
+        setattr(args, f"{name}_weight", _pointer(norm.weight))
+        setattr(args, f"{name}_bias", _pointer(norm.bias))
+    for name in ("att_mix", "ffn_mix", "w0", "a0", "k_k", "k_a", "r_k"):
+        setattr(args, name, _pointer(getattr(layer, name)))
+    for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value", "w1", "a1", "g1", "w2", "a2", "g2"):
+        setattr(args, name, getattr(layer, name).args)
+    if residual is not None:
+        args.v0 = _pointer(residual.v0)
+        assert isinstance(residual.v1, CpuLinear) and isinstance(residual.v2, CpuLinear)
+        args.v1, args.v2 = residual.v1.args, residual.v2.args
+    return args
 
 
 def _as_bf16_if_exact(weight: Tensor) -> Tensor:
@@ -178,12 +159,10 @@ def _pack(weight: Tensor, kind: Kind) -> Tensor:
     return packed
 
 
-def _fp32(x: Tensor) -> Tensor:
-    return x.to(torch.float32).contiguous()
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _pointer(x: Tensor) -> int:
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"a layer's vectors are contiguous fp32, not {x.dtype} with strides {x.stride()}")
+    return x.data_ptr()
 
 
 def _rows(inputs: StepInputs) -> tuple[int, int, int]:
@@ -196,18 +175,11 @@ def _rows(inputs: StepInputs) -> tuple[int, int, int]:
     return ends.data_ptr(), read.data_ptr(), write.data_ptr()
 
 
-def _raise_on(code: int, inputs: StepInputs, state: Tensor) -> None:
-    if code:
+def _raise_on(failure: int, inputs: StepInputs, state: StateArena) -> None:
+    if failure == Failure.NO_MEMORY:
+        raise MemoryError(f"no memory for a step over {len(inputs.tokens)} tokens")
+    if failure:
         raise IndexError(
             f"rows that end at {inputs.cu_seqlens.tolist()} with slots {inputs.read_slots.tolist()} -> "
-            f"{inputs.write_slots.tolist()} do not fit {len(state)} slots and the tokens given"
+            f"{inputs.write_slots.tolist()} do not fit {state.num_slots} slots and the tokens given"
         )
-
-
-def _check_slots(state: Tensor, inner: int) -> None:
-    """State [num_slots, ...] may be strided over slots only."""
-    expected = 1
-    for size, stride in zip(reversed(state.shape[-inner:]), reversed(state.stride()[-inner:]), strict=True):
-        if size > 1 and stride != expected:
-            raise ValueError(f"state {tuple(state.shape)} with strides {state.stride()} is not contiguous in a slot")
-        expected *= size

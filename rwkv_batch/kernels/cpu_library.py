@@ -12,7 +12,7 @@ from native import build
 SOURCES = Path(__file__).with_name("csrc")
 LIBRARY = build.Library(
     name="rwkv_cpu",
-    sources=(SOURCES / "linear.cpp", SOURCES / "mix.cpp"),
+    sources=(SOURCES / "linear.cpp", SOURCES / "mix.cpp", SOURCES / "layers.cpp"),
     # GCC 12 takes the "undefined" operands inside its own AVX-512 intrinsics for mistakes.
     flags=("-Wno-maybe-uninitialized",),
 )
@@ -34,6 +34,13 @@ class Activation(enum.IntEnum):
     RELU_SQUARED = 3
 
 
+class Failure(enum.IntEnum):
+    """Why a step was not run."""
+
+    ROWS_DO_NOT_FIT = 1
+    NO_MEMORY = 2
+
+
 def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_void_p) for name in names]
 
@@ -42,28 +49,37 @@ def _integers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
-class ShiftMixCall(ctypes.Structure):
-    """csrc/mix.cpp's ShiftMix, field by field."""
+class MapArgs(ctypes.Structure):
+    """csrc/linear.h's Map: a packed matrix."""
+
+    _fields_ = [*_pointers("weight"), *_integers("inner", "out", "kind", "parts")]
+
+
+class JobArgs(ctypes.Structure):
+    """csrc/linear.h's Job: one map over the rows of a call."""
+
+    _fields_ = [("map", MapArgs), *_pointers("x", "y"), *_integers("activation")]
+
+
+class LayerArgs(ctypes.Structure):
+    """csrc/layers.cpp's Layer: where a layer's tensors are. Null: the layer has none."""
 
     _fields_ = [
-        *_pointers("x", "delta", "sum", "weight", "bias", "mix", "shift"),
-        *_integers("shift_stride"),
-        *_pointers("ends", "read", "write"),
-        *_integers("rows", "tokens", "slots", "width", "mixes"),
-        *_pointers("h", "mixed"),
-        *_integers("threads"),
+        *_pointers("ln1_weight", "ln1_bias", "ln2_weight", "ln2_bias", "ln_x_weight", "ln_x_bias"),
+        *_pointers("att_mix", "ffn_mix", "w0", "a0", "v0", "k_k", "k_a", "r_k"),
+        *((name, MapArgs) for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value")),
+        *((name, MapArgs) for name in ("w1", "a1", "g1", "v1", "w2", "a2", "g2", "v2")),
     ]
 
 
-class TimeMixCall(ctypes.Structure):
-    """csrc/mix.cpp's TimeMix, field by field."""
+class StepArgs(ctypes.Structure):
+    """csrc/layers.cpp's Step: what the layers read and write."""
 
     _fields_ = [
-        *_pointers("r", "w", "k", "v", "a", "g", "v_gate", "v_first"),
-        *_pointers("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias", "y", "wkv"),
-        *_integers("slot_stride"),
-        *_pointers("ends", "read", "write"),
-        *_integers("rows", "tokens", "slots", "heads", "threads"),
+        ("layers", ctypes.POINTER(LayerArgs)),
+        *_integers("num_layers"),
+        *_pointers("x", "out", "v_first", "wkv", "shift", "ends", "read", "write"),
+        *_integers("rows", "tokens", "slots", "width", "threads"),
     ]
 
 
@@ -73,8 +89,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rwkv_pack_fp32": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_bf16": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_linear": (ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]),
-    "rwkv_shift_mix": (ctypes.c_int64, [ctypes.c_void_p]),
-    "rwkv_time_mix": (ctypes.c_int64, [ctypes.c_void_p]),
+    "rwkv_layers": (ctypes.c_int64, [ctypes.c_void_p]),
 }
 
 

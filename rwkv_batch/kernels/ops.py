@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rwkv_batch.batch import StepInputs
 from rwkv_batch.layer import Layer, Norm, Projections
+from rwkv_batch.state import StateArena
 
 
 class Ops(Protocol):
@@ -40,6 +41,17 @@ class PreparesLayers(Protocol):
 
     def prepare_layer(self, layer: Layer) -> Layer:
         """Called once per layer, at load."""
+        ...
+
+
+@runtime_checkable
+class RunsLayers(Protocol):
+    """A backend that runs a stage's layers in one call instead of piece by piece."""
+
+    def run_layers(
+        self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """As model.forward_layers."""
         ...
 
 

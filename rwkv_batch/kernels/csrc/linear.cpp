@@ -1,15 +1,12 @@
-// y = x @ W^T for packed matrices, several maps of one step in one call.
-//
 // Every output is one sum over the inputs in their order, whatever the number of rows and threads, so
 // that a row's result does not depend on its neighbours. Three kernels:
 //   fp32 panels       x and W fp32, fused multiply-add
 //   bf16 panels       W bf16 (exact), x fp32, W widened in registers
 //   bf16 panels, AMX  W bf16, x split into 1 (bf16 precision) or 3 (fp32 precision: 3 x 8 bits) bf16 parts
-#include <omp.h>
+#include "linear.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <utility>
 
 #include "simd.h"
@@ -33,22 +30,6 @@ constexpr int64_t CHUNK = 480;         // rows packed at a time; a multiple of 3
 constexpr int MAX_JOBS = 16;
 
 enum Kind : int64_t { FP32 = 0, BF16 = 1 };
-enum Activation : int64_t { NONE = 0, TANH = 1, SIGMOID = 2, RELU_SQUARED = 3 };
-
-}  // namespace
-
-// One linear map of a call. The binding writes these as eight int64.
-struct Job {
-  const void* weight;  // packed
-  const float* x;      // [rows, in]
-  float* y;            // [rows, out]
-  int64_t in, out;
-  int64_t kind;        // Kind
-  int64_t parts;       // bf16 parts of x: 1 or 3
-  int64_t activation;  // Activation, applied to y
-};
-
-namespace {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -135,19 +116,19 @@ using Table = decltype(make_tiles(std::make_integer_sequence<int, TILE_ROWS>{}))
 
 void vector_panel(const Job& job, int64_t panel, int64_t first_row, int64_t rows) {
   float out[TILE_ROWS * PANEL];
-  const int64_t first = panel * PANEL, width = std::min(PANEL, job.out - first);
+  const int64_t first = panel * PANEL, width = std::min(PANEL, job.map.out - first);
   for (int64_t done = 0; done < rows; done += TILE_ROWS) {
     const int n = int(std::min<int64_t>(TILE_ROWS, rows - done));
-    const float* x = job.x + (first_row + done) * job.in;
-    if (job.kind == FP32) {
-      Table::fp32[n - 1](x, static_cast<const float*>(job.weight) + first * job.in, out, job.in);
+    const float* x = job.x + (first_row + done) * job.map.in;
+    if (job.map.kind == FP32) {
+      Table::fp32[n - 1](x, static_cast<const float*>(job.map.weight) + first * job.map.in, out, job.map.in);
     } else {
-      const int64_t padded = divide_up(job.in, STEP) * STEP;
-      const auto* w = static_cast<const uint16_t*>(job.weight) + first / BF16_PANEL * BF16_PANEL * padded;
-      Table::bf16[n - 1](x, w, out, job.in, first % BF16_PANEL);
+      const int64_t padded = divide_up(job.map.in, STEP) * STEP;
+      const auto* w = static_cast<const uint16_t*>(job.map.weight) + first / BF16_PANEL * BF16_PANEL * padded;
+      Table::bf16[n - 1](x, w, out, job.map.in, first % BF16_PANEL);
     }
-    float* y = job.y + (first_row + done) * job.out + first;
-    for (int r = 0; r < n; ++r) finish(y + r * job.out, out + r * PANEL, width, job.activation);
+    float* y = job.y + (first_row + done) * job.map.out + first;
+    for (int r = 0; r < n; ++r) finish(y + r * job.map.out, out + r * PANEL, width, job.activation);
   }
 }
 
@@ -177,21 +158,21 @@ void split16(const float* x, uint16_t* to, int64_t parts) {
 
 // Rows first .. first+n-1 of x (at most 16 / parts) as one row tile: [steps][16][STEP] bf16, rest zero.
 void pack_rows(const Job& job, int64_t first, int64_t n, uint16_t* to) {
-  const int64_t steps = divide_up(job.in, STEP);
+  const int64_t steps = divide_up(job.map.in, STEP);
   for (int64_t s = 0; s < steps; ++s, to += TILE) {
-    const int64_t width = std::min(STEP, job.in - s * STEP);
+    const int64_t width = std::min(STEP, job.map.in - s * STEP);
     for (int64_t r = 0; r < n; ++r) {
-      const float* x = job.x + (first + r) * job.in + s * STEP;
+      const float* x = job.x + (first + r) * job.map.in + s * STEP;
       float padded[STEP];
       if (width < STEP) {
         std::memset(padded, 0, sizeof padded);
         std::memcpy(padded, x, width * sizeof(float));
         x = padded;
       }
-      split16(x, to + r * job.parts * STEP, job.parts);
-      split16(x + 16, to + r * job.parts * STEP + 16, job.parts);
+      split16(x, to + r * job.map.parts * STEP, job.map.parts);
+      split16(x + 16, to + r * job.map.parts * STEP + 16, job.map.parts);
     }
-    std::memset(to + n * job.parts * STEP, 0, (16 - n * job.parts) * STEP * 2);
+    std::memset(to + n * job.map.parts * STEP, 0, (16 - n * job.map.parts) * STEP * 2);
   }
 }
 
@@ -234,7 +215,6 @@ void amx_one(const uint16_t* a, const uint16_t* w, int64_t steps, float* out) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t s = 0; s < steps; ++s, a += TILE, w += 2 * TILE) {
-    for (int64_t i = 0; i < 2 * TILE; i += 32) _mm_prefetch((const char*)(w + 16 * TILE + i), _MM_HINT_T0);
     _tile_loadd(4, a, 64);
     _tile_loadd(6, w, 64);
     _tile_loadd(7, w + TILE, 64);
@@ -247,21 +227,21 @@ void amx_one(const uint16_t* a, const uint16_t* w, int64_t steps, float* out) {
 
 // Sums the parts of each row of a [16][32] tile into y.
 void finish_tile(const Job& job, float* tile, int64_t row, int64_t n, int64_t first) {
-  const int64_t width = std::min(BF16_PANEL, job.out - first);
+  const int64_t width = std::min(BF16_PANEL, job.map.out - first);
   for (int64_t r = 0; r < n; ++r) {
-    float* sum = tile + r * job.parts * 32;
-    if (job.parts == 3) {
+    float* sum = tile + r * job.map.parts * 32;
+    if (job.map.parts == 3) {
       for (int i = 0; i < 32; ++i) sum[i] += sum[i + 32] + sum[i + 64];
     }
-    finish(job.y + (row + r) * job.out + first, sum, width, job.activation);
+    finish(job.y + (row + r) * job.map.out + first, sum, width, job.activation);
   }
 }
 
 void amx_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   alignas(64) float out[2 * 16 * 32];
-  const int64_t steps = divide_up(job.in, STEP), per_tile = 16 / job.parts, tile_size = steps * TILE;
-  const auto* w = static_cast<const uint16_t*>(job.weight) + panel * 2 * tile_size;
-  configure(int(std::min(per_tile, rows) * job.parts));
+  const int64_t steps = divide_up(job.map.in, STEP), per_tile = 16 / job.map.parts, tile_size = steps * TILE;
+  const auto* w = static_cast<const uint16_t*>(job.map.weight) + panel * 2 * tile_size;
+  configure(int(std::min(per_tile, rows) * job.map.parts));
   for (int64_t done = 0; done < rows; done += 2 * per_tile, packed += 2 * tile_size) {
     const int64_t left = rows - done, first = panel * BF16_PANEL;
     if (left > per_tile) {
@@ -278,73 +258,70 @@ void amx_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t fi
 bool amx_allowed() { return false; }
 #endif
 
-// Scratch for packed rows: grows, belongs to the calling thread.
-struct Scratch {
-  uint16_t* data = nullptr;
-  size_t size = 0;
-  ~Scratch() { std::free(data); }
-  uint16_t* take(size_t elements) {
-    if (elements > size) {
-      std::free(data);
-      data = static_cast<uint16_t*>(std::aligned_alloc(64, divide_up(elements * 2, 4096) * 4096));
-      size = data ? elements : 0;
+int64_t row_tiles(const Job& job, int64_t rows) { return divide_up(rows, 16 / job.map.parts); }
+
+bool uses_amx(const Job& job) { return job.map.kind == BF16 && amx_allowed(); }
+
+// Where the tiles and the panels of each job begin among those of all.
+struct Plan {
+  int64_t pack_end[MAX_JOBS], panel_end[MAX_JOBS], offset[MAX_JOBS], packs = 0, panels = 0, size = 0;
+
+  Plan(const Job* jobs, int64_t count, int64_t rows) {
+    for (int64_t j = 0; j < count; ++j) {
+      const bool amx = uses_amx(jobs[j]);
+      offset[j] = size;
+      if (amx) {
+        packs += row_tiles(jobs[j], rows);
+        size += row_tiles(jobs[j], rows) * divide_up(jobs[j].map.in, STEP) * TILE;
+      }
+      pack_end[j] = packs;
+      panels += divide_up(jobs[j].map.out, amx ? BF16_PANEL : PANEL);
+      panel_end[j] = panels;
     }
-    return data;
   }
 };
 
-int64_t row_tiles(const Job& job, int64_t rows) { return divide_up(rows, 16 / job.parts); }
-
-// All jobs for rows first .. first+rows-1 (at most CHUNK). Returns false if memory is short.
-bool run_chunk(const Job* jobs, int64_t count, int64_t first, int64_t rows, int threads) {
-  thread_local Scratch scratch;
-  int64_t pack_end[MAX_JOBS], panel_end[MAX_JOBS], offset[MAX_JOBS], packs = 0, panels = 0, size = 0;
-  for (int64_t j = 0; j < count; ++j) {
-    const bool amx = jobs[j].kind == BF16 && amx_allowed();
-    offset[j] = size;
-    if (amx) {
-      packs += row_tiles(jobs[j], rows);
-      size += row_tiles(jobs[j], rows) * divide_up(jobs[j].in, STEP) * TILE;
-    }
-    pack_end[j] = packs;
-    panels += divide_up(jobs[j].out, amx ? BF16_PANEL : PANEL);
-    panel_end[j] = panels;
+// All jobs for rows first .. first+rows-1, at most CHUNK.
+void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_t rows,
+               [[maybe_unused]] uint16_t* packed) {
+  const Plan plan(jobs, count, rows);
+#if WITH_AMX
+  if (plan.packs) {
+    me.deal(plan.packs, [&](int64_t t) {
+      const int64_t j = std::upper_bound(plan.pack_end, plan.pack_end + count, t) - plan.pack_end;
+      const int64_t tile = t - (j ? plan.pack_end[j - 1] : 0), per_tile = 16 / jobs[j].map.parts;
+      pack_rows(jobs[j], first + tile * per_tile, std::min(per_tile, rows - tile * per_tile),
+                packed + plan.offset[j] + tile * divide_up(jobs[j].map.in, STEP) * TILE);
+    });
   }
-  uint16_t* packed = size ? scratch.take(size) : nullptr;
-  if (size && !packed) return false;
-#pragma omp parallel num_threads(threads)
-  {
+#endif
+  me.deal(plan.panels, [&](int64_t p) {
+    const int64_t j = std::upper_bound(plan.panel_end, plan.panel_end + count, p) - plan.panel_end;
+    const int64_t panel = p - (j ? plan.panel_end[j - 1] : 0);
 #if WITH_AMX
-    if (packs) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < packs; ++t) {
-        const int64_t j = std::upper_bound(pack_end, pack_end + count, t) - pack_end;
-        const int64_t tile = t - (j ? pack_end[j - 1] : 0), per_tile = 16 / jobs[j].parts;
-        pack_rows(jobs[j], first + tile * per_tile, std::min(per_tile, rows - tile * per_tile),
-                  packed + offset[j] + tile * divide_up(jobs[j].in, STEP) * TILE);
-      }
+    if (uses_amx(jobs[j])) {
+      amx_panel(jobs[j], packed + plan.offset[j], panel, first, rows);
+      return;
     }
 #endif
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t p = 0; p < panels; ++p) {
-      const int64_t j = std::upper_bound(panel_end, panel_end + count, p) - panel_end;
-      const int64_t panel = p - (j ? panel_end[j - 1] : 0);
+    vector_panel(jobs[j], panel, first, rows);
+  });
 #if WITH_AMX
-      if (jobs[j].kind == BF16 && amx_allowed()) {
-        amx_panel(jobs[j], packed + offset[j], panel, first, rows);
-        continue;
-      }
+  if (plan.packs) _tile_release();
 #endif
-      vector_panel(jobs[j], panel, first, rows);
-    }
-#if WITH_AMX
-    if (amx_allowed()) _tile_release();
-#endif
-  }
-  return true;
 }
 
 }  // namespace
+
+int64_t packed_elements(const Job* jobs, int64_t count, int64_t rows) {
+  return Plan(jobs, count, std::min(rows, CHUNK)).size;
+}
+
+void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* packed) {
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    run_chunk(me, jobs, count, first, std::min(CHUNK, rows - first), packed);
+  }
+}
 
 // 1 if bf16 matrices run on AMX here.
 EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
@@ -384,12 +361,4 @@ EXPORT void rwkv_pack_bf16(const uint16_t* weight, int64_t stride_out, int64_t s
       }
     }
   }
-}
-
-// Runs `count` (at most 16) linear maps over the same number of rows. 0, or 1 when memory is short.
-EXPORT int64_t rwkv_linear(const Job* jobs, int64_t count, int64_t rows, int64_t threads) {
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    if (!run_chunk(jobs, count, first, std::min(CHUNK, rows - first), int(threads))) return 1;
-  }
-  return 0;
 }

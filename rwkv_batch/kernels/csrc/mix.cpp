@@ -1,8 +1,6 @@
-// The parts of a layer between its linear maps, over ragged rows whose states stay in their slots.
-//
 // kernels/naive.py defines what is computed. Everything is fp32. Every token and head is computed by
 // one thread in one order, so results depend on neither the other rows nor the number of threads.
-#include <omp.h>
+#include "mix.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,54 +10,8 @@
 namespace {
 
 constexpr int HEAD = 64;
-constexpr int VECTORS = HEAD / LANES;  // vectors of a head
+
 constexpr float DECAY_SCALE = -0.6065306597126334f;
-
-// Below this many elements a call stays on its own thread: waking the others costs more.
-constexpr int64_t PARALLEL_FROM = 8192;
-
-}  // namespace
-
-// Eight bytes a field, as the binding writes them.
-struct ShiftMix {
-  const float* x;      // [T, C]
-  const float* delta;  // [T, C] or null
-  float* sum;          // [T, C] = x + delta; unused without delta
-  const float *weight, *bias;  // [C] of the norm
-  const float* mix;    // [M, C]
-  float* shift;        // [num_slots, C], rows `shift_stride` apart
-  int64_t shift_stride;
-  const int64_t *ends, *read, *write;  // cu_seqlens [B+1], slots [B]
-  int64_t rows, tokens, slots, width, mixes;
-  float* h;            // [T, C] scratch: the norm's output
-  float* mixed;        // [M, T, C]
-  int64_t threads;
-};
-
-struct TimeMix {
-  const float *r, *w, *k, *v, *a, *g;  // [T, C]
-  const float *v_gate, *v_first;       // [T, C] or null
-  const float *w0, *a0, *v0, *k_k, *k_a, *r_k, *ln_weight, *ln_bias;  // [C]; v0 may be null
-  float* y;            // [T, C]
-  float* wkv;          // [num_slots, H, 64, 64], slots `slot_stride` apart
-  int64_t slot_stride;
-  const int64_t *ends, *read, *write;
-  int64_t rows, tokens, slots, heads;
-  int64_t threads;
-};
-
-namespace {
-
-// Whether every row has tokens and its slots exist: what would otherwise be a write anywhere.
-template <typename Call>
-bool rows_fit(const Call& c) {
-  if (c.ends[0] != 0 || c.ends[c.rows] != c.tokens) return false;
-  for (int64_t b = 0; b < c.rows; ++b) {
-    if (c.ends[b] >= c.ends[b + 1]) return false;
-    if (c.read[b] < 0 || c.read[b] >= c.slots || c.write[b] < 0 || c.write[b] >= c.slots) return false;
-  }
-  return true;
-}
 
 void layer_norm(const ShiftMix& c, int64_t t) {
   const int64_t n = c.width;
@@ -79,17 +31,17 @@ void layer_norm(const ShiftMix& c, int64_t t) {
   const vf scale = splat(1.f / std::sqrt(hsum(squares) / float(n) + 1e-5f));
   float* h = c.h + t * n;
   for (int64_t i = 0; i < n; i += LANES) {
-    store(h + i, (load(x + i) - mean) * scale * load(c.weight + i) + load(c.bias + i));
+    store(h + i, (load(x + i) - mean) * scale * load(c.norm.weight + i) + load(c.norm.bias + i));
   }
 }
 
-void token_mixes(const ShiftMix& c, int64_t t) {
-  const int64_t n = c.width, row = std::upper_bound(c.ends, c.ends + c.rows + 1, t) - c.ends - 1;
+void token_mixes(const ShiftMix& c, const Rows& rows, int64_t t) {
+  const int64_t n = c.width, row = std::upper_bound(rows.ends, rows.ends + rows.rows + 1, t) - rows.ends - 1;
   const float* h = c.h + t * n;
-  const float* previous = t == c.ends[row] ? c.shift + c.read[row] * c.shift_stride : h - n;
+  const float* previous = t == rows.ends[row] ? c.shift + rows.read[row] * c.shift_stride : h - n;
   for (int64_t m = 0; m < c.mixes; ++m) {
     const float* mix = c.mix + m * n;
-    float* to = c.mixed + (m * c.tokens + t) * n;
+    float* to = c.mixed + (m * rows.tokens + t) * n;
     for (int64_t i = 0; i < n; i += LANES) {
       vf own = load(h + i);
       store(to + i, own + (load(previous + i) - own) * load(mix + i));
@@ -169,18 +121,18 @@ void epilogue(const TimeMix& c, int64_t at, int64_t channel, const Token& o, con
   }
   const vf scale = splat(1.f / std::sqrt(hsum(squares) / HEAD + 64e-5f));
   for (int i = 0; i < HEAD; i += LANES) {
-    vf n = (load(y + i) - mean) * scale * load(c.ln_weight + channel + i) + load(c.ln_bias + channel + i);
+    vf n = (load(y + i) - mean) * scale * load(c.ln_x.weight + channel + i) + load(c.ln_x.bias + channel + i);
     store(c.y + at + i, (n + extra * load(o.v + i)) * load(c.g + at + i));
   }
 }
 
-void head_of_row(const TimeMix& c, int64_t row, int64_t head) {
+void head_of_row(const TimeMix& c, const Rows& rows, int64_t row, int64_t head) {
   const int64_t channel = head * HEAD, width = c.heads * HEAD, matrix = head * HEAD * HEAD;
-  const float* from = c.wkv + c.read[row] * c.slot_stride + matrix;
-  float* to = c.wkv + c.write[row] * c.slot_stride + matrix;
+  const float* from = c.wkv + rows.read[row] * c.slot_stride + matrix;
+  float* to = c.wkv + rows.write[row] * c.slot_stride + matrix;
   Token token;
   float y[HEAD];
-  for (int64_t t = c.ends[row]; t < c.ends[row + 1]; ++t, from = to) {
+  for (int64_t t = rows.ends[row]; t < rows.ends[row + 1]; ++t, from = to) {
     const int64_t at = t * width + channel;
     prologue(c, at, channel, token);
     advance(from, to, token, y);
@@ -190,30 +142,25 @@ void head_of_row(const TimeMix& c, int64_t row, int64_t head) {
 
 }  // namespace
 
-// The norm of every token, then the mixes (which read the slots), then the slots' new values.
-// Returns 0, or 1 with nothing done when rows or slots do not fit.
-EXPORT int64_t rwkv_shift_mix(const ShiftMix* call) {
-  const ShiftMix& c = *call;
-  if (!rows_fit(c)) return 1;
-#pragma omp parallel num_threads(int(c.threads)) if (c.tokens * c.width >= PARALLEL_FROM)
-  {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < c.tokens; ++t) layer_norm(c, t);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < c.tokens; ++t) token_mixes(c, t);
-#pragma omp for schedule(static) nowait
-    for (int64_t b = 0; b < c.rows; ++b) {
-      std::memcpy(c.shift + c.write[b] * c.shift_stride, c.h + (c.ends[b + 1] - 1) * c.width, c.width * sizeof(float));
-    }
+bool rows_fit(const Rows& r) {
+  if (r.ends[0] != 0 || r.ends[r.rows] != r.tokens) return false;
+  for (int64_t b = 0; b < r.rows; ++b) {
+    if (r.ends[b] >= r.ends[b + 1]) return false;
+    if (r.read[b] < 0 || r.read[b] >= r.slots || r.write[b] < 0 || r.write[b] >= r.slots) return false;
   }
-  return 0;
+  return true;
 }
 
-// Returns 0, or 1 with nothing done when rows or slots do not fit.
-EXPORT int64_t rwkv_time_mix(const TimeMix* call) {
-  const TimeMix& c = *call;
-  if (!rows_fit(c)) return 1;
-#pragma omp parallel for num_threads(int(c.threads)) schedule(dynamic, 1)
-  for (int64_t task = 0; task < c.rows * c.heads; ++task) head_of_row(c, task / c.heads, task % c.heads);
-  return 0;
+// The norm of every token, then the mixes (which read the slots), then the slots' new values.
+void shift_mix(Member& me, const ShiftMix& c, const Rows& rows) {
+  me.deal(rows.tokens, [&](int64_t t) { layer_norm(c, t); });
+  me.deal(rows.tokens, [&](int64_t t) { token_mixes(c, rows, t); });
+  me.deal(rows.rows, [&](int64_t b) {
+    const float* last = c.h + (rows.ends[b + 1] - 1) * c.width;
+    std::memcpy(c.shift + rows.write[b] * c.shift_stride, last, c.width * sizeof(float));
+  });
+}
+
+void time_mix(Member& me, const TimeMix& c, const Rows& rows) {
+  me.deal(rows.rows * c.heads, [&](int64_t task) { head_of_row(c, rows, task / c.heads, task % c.heads); });
 }

@@ -1,0 +1,28 @@
+// y = activation(x @ W^T) for packed matrices, several maps of one phase together.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+enum Activation : int64_t { NONE = 0, TANH = 1, SIGMOID = 2, RELU_SQUARED = 3 };
+
+// A packed matrix. The binding writes these as five int64.
+struct Map {
+  const void* weight;  // packed
+  int64_t in, out;
+  int64_t kind;   // how it is packed
+  int64_t parts;  // bf16 parts of x: 1 or 3
+};
+
+struct Job {
+  Map map;
+  const float* x;  // [rows, in]
+  float* y;        // [rows, out]
+  int64_t activation;
+};
+
+// Elements that linear() needs to pack the rows of these jobs.
+int64_t packed_elements(const Job* jobs, int64_t count, int64_t rows);
+
+// Runs `count` (at most 16) maps over the same number of rows; `packed` is 64-byte aligned.
+void linear(Member& me, const Job* jobs, int64_t count, int64_t rows, uint16_t* packed);

@@ -1,0 +1,43 @@
+// The parts of a layer between its linear maps, over ragged rows whose states stay in their slots.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+struct Norm {
+  const float *weight, *bias;  // [C]
+};
+
+// Which tokens are whose, and where each row's state is read and written.
+struct Rows {
+  const int64_t *ends, *read, *write;  // cu_seqlens [B+1], slots [B]
+  int64_t rows, tokens, slots;
+};
+
+struct ShiftMix {
+  const float* x;      // [T, C]
+  const float* delta;  // [T, C] or null
+  float* sum;          // [T, C] = x + delta, may be x; unused without delta
+  Norm norm;
+  const float* mix;    // [M, C]
+  float* shift;        // [slots, C], rows `shift_stride` apart
+  int64_t shift_stride, width, mixes;
+  float* h;            // [T, C]: the norm's output, read until the end of the next phase
+  float* mixed;        // [M, T, C]
+};
+
+struct TimeMix {
+  const float *r, *w, *k, *v, *a, *g;  // [T, C]
+  const float *v_gate, *v_first;       // [T, C]; v_gate null in the first layer
+  const float *w0, *a0, *v0, *k_k, *k_a, *r_k;  // [C]; v0 null in the first layer
+  Norm ln_x;
+  float* y;            // [T, C]
+  float* wkv;          // [slots, H, 64, 64], slots `slot_stride` apart
+  int64_t slot_stride, heads;
+};
+
+// Whether every row has tokens and its slots exist: what would otherwise be a write anywhere.
+bool rows_fit(const Rows& rows);
+
+void shift_mix(Member& me, const ShiftMix& call, const Rows& rows);
+void time_mix(Member& me, const TimeMix& call, const Rows& rows);
