@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from routes.answers import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.batch import BatchDialect, batch_rows, transcript_of
 from routes.bodies import BatchBody
 from routes.context import Context
@@ -68,7 +69,8 @@ ROUTES = (
         BigBatchBody,
         "Continue many prompts as fast as possible; only temperature and noise act.",
         is_work=True,
-        streams=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
         example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
     ),
     Route(
@@ -77,6 +79,7 @@ ROUTES = (
         completions_status,
         None,
         "Whether big_batch requests run.",
+        answer=BigBatchStatus,
         errors=(ErrorKind.ENGINE_LOST,),
     ),
     Route(
@@ -85,6 +88,7 @@ ROUTES = (
         clean,
         None,
         "Cancel the big_batch requests that run.",
+        answer=Cleaned,
         errors=(ErrorKind.ENGINE_LOST,),
     ),
 )

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes import prompts
+from routes.answers import BatchAnswer, BatchChunk
 from routes.batch import BatchDialect, given_stops
 from routes.bodies import SamplingBody
 from routes.context import Context
@@ -51,4 +52,16 @@ async def batch_fim(context: Context, body: FimBody) -> Reply:
 
 
 EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
-ROUTES = (Route("POST", PATH, batch_fim, FimBody, "Fill in the middle.", is_work=True, streams=True, example=EXAMPLE),)
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        batch_fim,
+        FimBody,
+        "Fill in the middle.",
+        is_work=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
+        example=EXAMPLE,
+    ),
+)

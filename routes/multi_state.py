@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from routes import state
+from routes.answers import BatchChunk, DialogueAnswer, DialogueMade
 from routes.batch import BatchDialect
 from routes.context import Context
 from routes.generate import RowResult, run
@@ -70,7 +71,8 @@ ROUTES = (
         BranchBody,
         "Branch off a dialogue of a session.",
         is_work=True,
-        streams=True,
+        answer=DialogueAnswer,
+        events=(BatchChunk, DialogueMade),
         errors=SESSION_ERRORS,
         example={**state.EXAMPLE, "session_id": "story", "dialogue_idx": 0},
     ),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes import prompts
+from routes.answers import ChatAnswer, ChatChunk
 from routes.batch import given_stops
 from routes.context import Context
 from routes.generate import RowResult, run
@@ -117,7 +118,8 @@ ROUTES = (
         ChatBody,
         "Answer a conversation, as OpenAI's SDKs speak it.",
         is_work=True,
-        streams=True,
+        answer=ChatAnswer,
+        events=(ChatChunk,),
         error_body=openai_error,
         errors=SESSION_ERRORS,
         example={"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes import prompts, system
+from routes.answers import CompletionAnswer, CompletionChunk, ModelList
 from routes.batch import given_stops
 from routes.context import Context
 from routes.generate import RowResult, run
@@ -116,7 +117,8 @@ def _route(path: str) -> Route:
         CompletionBody,
         "Continue raw prompts, as OpenAI's SDKs speak it.",
         is_work=True,
-        streams=True,
+        answer=CompletionAnswer,
+        events=(CompletionChunk,),
         error_body=openai_error,
         errors=SESSION_ERRORS,
         example=EXAMPLE,
@@ -126,6 +128,8 @@ def _route(path: str) -> Route:
 ROUTES = (
     _route(PATH),
     _route("/v1/completions"),
-    Route("GET", "/openai/v1/models", system.models, None, "The models served.", error_body=openai_error),
+    Route(
+        "GET", "/openai/v1/models", system.models, None, "The models served.", answer=ModelList, error_body=openai_error
+    ),
     system.model_route("/openai/v1/models/{model}"),
 )

@@ -7,44 +7,15 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from routes.bodies import Body, Fields
-from routes.reply import JSON, SSE, native_error
+from routes.answers import Error, OpenAIError
+from routes.bodies import Fields
+from routes.reply import FILE, JSON, SSE, native_error
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {"type": "string", "description": "Names the field, the limit, the value and the remedy."},
-        "field": {"type": "string"},
-        "given": {"description": "The value that was refused."},
-    },
-}
-_EVENT = {
-    "type": "object",
-    "description": "One event of a stream; the last one's data is [DONE].",
-    "required": ["data"],
-    "properties": {"data": {"type": "string"}},
-}
-_OPENAI_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "description": "Names the field, the limit, the value and the remedy."},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field at fault."},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 _ERRORS = {
     ErrorKind.NOT_JSON: "The body is not JSON, or not whole.",
     ErrorKind.UNAUTHORIZED: "Wrong or missing password.",
@@ -59,6 +30,9 @@ _ERRORS = {
     ErrorKind.ENGINE_LOST: "The engine is away; try again in a moment.",
     ErrorKind.TIMEOUT: "Timed out.",
 }
+_FILE = {"type": "string", "format": "binary"}
+_UNMODELLED = {JSON: {"type": "object"}, FILE: _FILE}
+"""Good answers without a model, by content type; others are text."""
 _OF_BODIES = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
 _OF_WORK = (ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
 
@@ -66,9 +40,12 @@ _OF_WORK = (ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
     routes = tuple(routes)
-    bodies: list[type[Body]] = sorted({route.body for route in routes if route.body}, key=lambda body: body.__name__)
+    models: set[type[BaseModel]] = {Error, OpenAIError}
+    for route in routes:
+        models.update(model for model in (route.body, route.answer, *route.events) if model is not None)
     _, schemas = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)],
+        ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -78,21 +55,17 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
         "info": {"title": "RWKV-7 batch inference", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR, "OpenAIError": _OPENAI_ERROR},
+            "schemas": schemas["$defs"],
             "securitySchemes": {"password": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    good: dict[str, Any] = {route.content_type: {}}
-    if route.streams:
-        good[SSE] = {"schema": _EVENT}
-    responses: dict[str, Any] = {"200": {"description": "Success.", "content": good}}
-    error = "Error" if route.error_body is native_error else "OpenAIError"
+    failure = Error if route.error_body is native_error else OpenAIError
+    responses: dict[str, Any] = {"200": {"description": "Success.", "content": _good(route, failure)}}
     for status, text in _errors(route).items():
-        schema = {"$ref": f"#/components/schemas/{error}"}
-        responses[status] = {"description": text, "content": {JSON: {"schema": schema}}}
+        responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(failure)}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "description": inspect.getdoc(route.handle) or "",
@@ -109,9 +82,30 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.query is not None:
         operation["parameters"] = _parameters(route.path, route.query, route.example or {})
     if route.uploads:
-        file = {"schema": {"type": "string", "format": "binary"}}
-        operation["requestBody"] = {"required": True, "content": {route.uploads: file}}
+        operation["requestBody"] = {"required": True, "content": {route.uploads: {"schema": _FILE}}}
     return operation
+
+
+def _one_of(*models: type[BaseModel]) -> dict[str, Any]:
+    references = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+    return references[0] if len(references) == 1 else {"anyOf": references}
+
+
+def _good(route: Route, failure: type[BaseModel]) -> dict[str, Any]:
+    """The content of a status 200; work that takes long has begun with it, and may yet fail."""
+    if route.answer is None:
+        return {route.content_type: {"schema": _UNMODELLED.get(route.content_type, {"type": "string"})}}
+    good = {route.content_type: {"schema": _one_of(route.answer, *((failure,) if route.is_work else ()))}}
+    if route.events:
+        value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, failure)}
+        event = {
+            "type": "object",
+            "description": "One event of a stream, the last of which is [DONE].",
+            "required": ["data"],
+            "properties": {"data": {"type": "string", "anyOf": [value, {"const": "[DONE]"}]}},
+        }
+        good[SSE] = {"schema": event}
+    return good
 
 
 def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list[dict[str, Any]]:

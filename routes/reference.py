@@ -40,6 +40,13 @@ INTRODUCTION = (
 )
 
 
+ANSWERS = "Answers"
+ABOUT_ANSWERS = (
+    "What answers are made of, by the names that stand with the routes. Fields may be added to them, so a client "
+    "should ignore what it does not know."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class FieldLine:
     """One field of a body."""
@@ -58,8 +65,20 @@ class Section:
     title: str
     text: str
     fields: list[FieldLine]
+    answers: list[str]
+    """Content types of a good answer, with their shapes."""
     errors: list[tuple[str, str]]
     curl: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an answer or a part of it is made of."""
+
+    name: str
+    text: str
+    fields: list[tuple[str, str, str]]
+    """Name, type and meaning."""
 
 
 def sections(document: dict[str, Any]) -> list[Section]:
@@ -87,7 +106,48 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
         query = urlencode({one["name"]: one["example"] for one in asked if "example" in one})
         file = "-o session.safetensors" if method == "GET" else "--data-binary @session.safetensors"
         command = f"curl {file} '{SERVER}{path}?{query}'"
-    return Section(f"{method} {path}", text, fields, errors, command)
+    good = operation["responses"]["200"]["content"]
+    answers = [f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items()]
+    return Section(f"{method} {path}", text, fields, answers, errors, command)
+
+
+def shapes(document: dict[str, Any]) -> list[Shape]:
+    """Everything that answers are made of, in the order of the routes, the parts after the whole."""
+    schemas = document["components"]["schemas"]
+    found: dict[str, Shape] = {}
+
+    def enter(node: Any) -> None:
+        for name in _names(node):
+            if name not in found:
+                found[name] = _shape(name, schemas[name])
+                enter(schemas[name])
+
+    enter([one["responses"] for operations in document["paths"].values() for one in operations.values()])
+    return list(found.values())
+
+
+def _shape(name: str, schema: dict[str, Any]) -> Shape:
+    if "enum" in schema:
+        return Shape(name, f"{schema['description']} One of {', '.join(_types(schema))}.", [])
+    fields = []
+    for field, one in schema["properties"].items():
+        types = list(dict.fromkeys(_types(one)))
+        if field not in schema.get("required", ()):
+            types.append("missing")
+        elif any(branch.get("type") == "null" for branch in one.get("anyOf", [one])):
+            types.append("null")
+        fields.append((field, " or ".join(types), one.get("description", "")))
+    return Shape(name, schema["description"], fields)
+
+
+def _names(node: Any) -> Iterator[str]:
+    """The schemas that a part of the document refers to, in its order."""
+    if isinstance(node, dict):
+        if "$ref" in node:
+            yield str(node["$ref"]).removeprefix(_SCHEMAS)
+        node = list(node.values())
+    for one in node if isinstance(node, list) else ():
+        yield from _names(one)
 
 
 def curl(method: str, path: str, example: dict[str, Any] | None) -> str:
@@ -115,8 +175,8 @@ def _types(schema: dict[str, Any]) -> Iterator[str]:
     for branch in _branches(schema):
         if "$ref" in branch:
             yield str(branch["$ref"]).removeprefix(_SCHEMAS)
-        elif "enum" in branch:
-            yield ", ".join(f"`{value}`" for value in branch["enum"])
+        elif "enum" in branch or "const" in branch:
+            yield ", ".join(f"`{value}`" for value in branch.get("enum", [branch.get("const")]))
         elif branch.get("type") == "array":
             yield f"[{' or '.join(dict.fromkeys(_types(branch['items'])))}]"
         else:
@@ -139,8 +199,16 @@ def markdown(document: dict[str, Any]) -> str:
                 cells = (f"`{one.name}`", one.type, f"`{one.default}`", one.limits, one.meaning)
                 rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             parts.append("\n".join(rows) + "\n")
+        parts.append(f"Answer: {'; '.join(section.answers)}.\n")
         if section.errors:
             parts.append("Errors: " + " ".join(f"**{status}** {text}" for status, text in section.errors) + "\n")
+    parts.append(f"## {ANSWERS}\n\n{ABOUT_ANSWERS}\n")
+    for shape in shapes(document):
+        parts.append(f"### {shape.name}\n\n{shape.text}\n")
+        if shape.fields:
+            rows = ["| field | type | meaning |", "|---|---|---|"]
+            rows += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in shape.fields]
+            parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
@@ -156,6 +224,7 @@ summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
 def page(document: dict[str, Any]) -> str:
     """The reference as a web page that needs nothing else, no network and no script."""
     body = "".join(map(_html_section, sections(document)))
+    body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_shape, shapes(document)))}"
     head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{_STYLE}</style>'
     introduction = f'<p>{html.escape(INTRODUCTION)}</p><p><a href="/openapi.json">openapi.json</a></p>'
     return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'
@@ -167,11 +236,19 @@ def _html_section(section: Section) -> str:
     rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
     head = "<tr><th>field<th>type<th>default<th>limits<th>meaning</tr>"
     table = f"<table>{head}{rows}</table>" if rows else ""
+    answers = "; ".join(map(escape, section.answers))
     errors = "".join(f"<li><b>{status}</b> {escape(text)}</li>" for status, text in section.errors)
     return (
         f"<details><summary>{escape(section.title)}</summary><p>{escape(section.text)}</p>"
-        f"<pre>{escape(section.curl)}</pre>{table}<ul>{errors}</ul></details>"
+        f"<pre>{escape(section.curl)}</pre>{table}<p>Answer: {answers}.</p><ul>{errors}</ul></details>"
     )
+
+
+def _html_shape(shape: Shape) -> str:
+    escape = html.escape
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shape.fields)
+    table = f"<table><tr><th>field<th>type<th>meaning</tr>{rows}</table>" if rows else ""
+    return f"<details><summary>{escape(shape.name)}</summary><p>{escape(shape.text)}</p>{table}</details>"
 
 
 def main() -> None:

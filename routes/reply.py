@@ -13,6 +13,7 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 JSON = "application/json"
 SSE = "text/event-stream"
+FILE = "application/octet-stream"
 DONE = b"data: [DONE]\n\n"
 
 to_json = msgspec.json.Encoder().encode

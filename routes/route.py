@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from routes.bodies import Body, Fields
 from routes.context import Context
 from routes.reply import JSON, ErrorBody, Reply, native_error
@@ -39,8 +41,10 @@ class Route:
     """Content type of a body that is a file's bytes."""
     is_work: bool = False
     """Refused while draining and above the limit of answers under way."""
-    streams: bool = False
-    """Answers with server-sent events when the body says so."""
+    answer: type[BaseModel] | None = None
+    """A good answer, where it is JSON."""
+    events: tuple[type[BaseModel], ...] = ()
+    """What the events of a stream hold beside failures, where the body may ask for one."""
     is_public: bool = False
     """Wants no password."""
     error_body: ErrorBody = native_error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
+from routes.answers import Imported
 from routes.bodies import Fields
 from routes.context import Context
 from routes.feed import ask
-from routes.reply import Answer, Reply, json_answer
+from routes.reply import FILE, Answer, Reply, json_answer
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.errors import ErrorKind
-
-FILE = "application/octet-stream"
 
 
 class ExportQuery(Fields):
@@ -66,6 +65,7 @@ ROUTES = (
         "Bring a session back from a file.",
         query=ImportQuery,
         uploads=FILE,
+        answer=Imported,
         errors=_ERRORS,
         example={"session_id": "session_brought_back"},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from routes.answers import BatchAnswer, BatchChunk, Deleted, SessionList
 from routes.batch import BatchDialect
 from routes.bodies import DEFAULT_STOPS, Body, SamplingBody
 from routes.context import Context
@@ -96,7 +97,8 @@ ROUTES = (
         TurnBody,
         "Continue a session whose state is kept.",
         is_work=True,
-        streams=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
         errors=SESSION_ERRORS,
         example=EXAMPLE,
     ),
@@ -106,6 +108,7 @@ ROUTES = (
         status,
         StatusBody,
         "List the sessions.",
+        answer=SessionList,
         errors=(ErrorKind.ENGINE_LOST,),
         example={"limit": 10},
     ),
@@ -115,6 +118,7 @@ ROUTES = (
         delete,
         DeleteBody,
         "Delete a session.",
+        answer=Deleted,
         errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
         example={"session_id": "your_session_id_to_delete"},
     ),

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from routes import prompts
+from routes.answers import Health, Model, ModelList, Status, TokenCount
 from routes.bodies import CountBody, Fields, shown
 from routes.context import Context
 from routes.feed import ask
@@ -28,10 +29,13 @@ async def healthz(context: Context, query: dict[str, str]) -> Reply:
 
 async def readyz(context: Context, query: dict[str, str]) -> Reply:
     """The model is loaded and new work is taken; 503 otherwise."""
+    why_not = None
     if context.gate.draining:
-        return json_answer({"status": "draining"}, 503)
-    if not context.engine.is_connected:
-        return json_answer({"status": "the engine is not running (loading the model, or being restarted)"}, 503)
+        why_not = "draining"
+    elif not context.engine.is_connected:
+        why_not = "the engine is not running (loading the model, or being restarted)"
+    if why_not is not None:
+        return json_answer({"status": why_not, "error": why_not}, 503)
     return json_answer({"status": "ready"})
 
 
@@ -105,6 +109,7 @@ def model_route(path: str) -> Route:
         model,
         None,
         "One model.",
+        answer=Model,
         query=ModelQuery,
         error_body=openai_error,
         errors=(ErrorKind.MODEL_NOT_FOUND,),
@@ -114,12 +119,22 @@ def model_route(path: str) -> Route:
 
 AWAY = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
-    Route("GET", "/healthz", healthz, None, "Alive.", is_public=True),
-    Route("GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise.", errors=AWAY),
-    Route("GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", errors=AWAY),
+    Route("GET", "/healthz", healthz, None, "Alive.", answer=Health, is_public=True),
+    Route("GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise.", answer=Health, errors=AWAY),
+    Route(
+        "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=AWAY
+    ),
     Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=AWAY),
-    Route("GET", "/v1/models", models, None, "The models served."),
+    Route("GET", "/v1/models", models, None, "The models served.", answer=ModelList),
     model_route("/v1/models/{model}"),
-    Route("POST", "/v1/tokens/count", count_tokens, CountBody, "Count tokens.", example={"text": "Hello world!"}),
+    Route(
+        "POST",
+        "/v1/tokens/count",
+        count_tokens,
+        CountBody,
+        "Count tokens.",
+        answer=TokenCount,
+        example={"text": "Hello world!"},
+    ),
     Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
 )

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from routes import languages, prompts
+from routes.answers import Translations
 from routes.bodies import AUTO, TranslateBody
 from routes.context import Context
 from routes.feed import new_job_id
@@ -183,6 +184,7 @@ ROUTES = (
         TranslateBody,
         "Translate many texts, greedily.",
         is_work=True,
+        answer=Translations,
         errors=(ErrorKind.TIMEOUT,),
         example=EXAMPLE,
     ),

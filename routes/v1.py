@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from routes.answers import BatchAnswer, BatchChunk
 from routes.batch import serve
 from routes.bodies import PromptBody
 from routes.context import Context
@@ -30,7 +31,8 @@ ROUTES = (
         PromptBody,
         "Continue many prompts, or one conversation; drawn by Rapid-Sampling where it runs.",
         is_work=True,
-        streams=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
         errors=SESSION_ERRORS,
         example=EXAMPLE,
     ),

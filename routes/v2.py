@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from routes import v1
+from routes.answers import BatchAnswer, BatchChunk
 from routes.batch import serve
 from routes.bodies import PromptBody
 from routes.context import Context
@@ -33,7 +34,8 @@ ROUTES = (
         PaddedBody,
         "Continue many prompts, or one conversation; drawn by FlashInfer where it runs.",
         is_work=True,
-        streams=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
         errors=SESSION_ERRORS,
         example={**v1.EXAMPLE, "pad_zero": True, "chunk_size": 128},
     ),

@@ -204,6 +204,7 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
         wait_for(lambda: service.status()["running_rows"] == 2, 30, "2 rows run")
         service.process.send_signal(signal.SIGTERM)
         wait_for(lambda: service.get("/readyz").status_code == 503, 10, "draining")
+        assert service.get("/readyz").json() == {"status": "draining", "error": "draining"}
         refused = service.post(CHAT, {"contents": ["a"], "max_tokens": 1})
         assert refused.status_code == 503
         assert "shutting down" in refused.json()["error"]

@@ -21,7 +21,7 @@ from schemathesis import checks as known
 from schemathesis.specs.openapi import checks
 
 from routes.openapi import openapi_document
-from routes.reference import API_PAGE, SERVER, markdown, sections
+from routes.reference import API_PAGE, SERVER, markdown, sections, shapes
 from routes.table import ROUTES
 from test.serving import Service
 
@@ -94,6 +94,9 @@ def test_every_field_has_its_default_its_limits_and_a_meaning() -> None:
         for field in section.fields:
             assert field.default, f"{section.title}: {field.name}"
             assert field.meaning, f"{section.title}: {field.name}"
+    for shape in shapes(DOCUMENT):
+        assert shape.text
+        assert all(kind for _, kind, _ in shape.fields), shape.name
     limits = {field.name: field.limits for field in sections(DOCUMENT)[0].fields}
     assert limits["temperature"] == "≥ 0, ≤ 100"
     assert limits["stop_tokens"] == "≤ 64 entries"

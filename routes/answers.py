@@ -1,0 +1,349 @@
+"""What the routes answer, as models: for the OpenAPI document and the reference alone, answers are written without.
+
+test/test_routes_answers.py holds real answers against them, field by field.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rwkv_batch.request import FinishReason
+
+END = "Why it ended; `length` is max_tokens."
+
+
+class Error(BaseModel):
+    """A failure; in a stream, one event of it."""
+
+    error: str = Field(description="Names the field, the limit, the value and the remedy.")
+    field: str = Field("", description="The field at fault, where there is one.")
+    given: Any = Field(None, description="The value that was refused.")
+    index: int = Field(0, description="In a stream: the row that failed, where it was one alone.")
+    status: str = Field("", description="In one word, of routes whose good answers have it too.")
+    message: str = Field("", description="Of /state/delete: the same as `error`.")
+
+
+class OpenAIErrorBody(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="Names the field, the limit, the value and the remedy.")
+    type: str = Field(description="What OpenAI's SDKs make their exceptions of.")
+    param: str | None = Field(description="The field at fault.")
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """A failure as OpenAI's SDKs read it; in a stream, one event of it."""
+
+    error: OpenAIErrorBody
+    index: int = Field(0, description="In a stream: the row that failed, where it was one alone.")
+
+
+class CachedTokens(BaseModel):
+    """How the prompts were read."""
+
+    cached_tokens: int = Field(description="Of a session or a cached prefix: not computed.")
+
+
+class Usage(BaseModel):
+    """Tokens of all rows; `n` answers to one prompt read it once."""
+
+    prompt_tokens: int
+    completion_tokens: int = Field(description="Drawn, the stop token among them.")
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class AnswerMessage(BaseModel):
+    """A row's text."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class BatchChoice(BaseModel):
+    """One row."""
+
+    index: int = Field(description="Its place among the prompts.")
+    message: AnswerMessage
+    finish_reason: FinishReason = Field(description=END)
+    error: str = Field("", description="Why this row failed, while others did not.")
+    field: str = Field("", description="The field at fault, where there is one.")
+    given: Any = Field(None, description="The value that was refused.")
+
+
+class BatchAnswer(BaseModel):
+    """The family's batch form: every row, in the order of the prompts."""
+
+    id: str = Field(description="`rwkv7-batch`; of a conversation `chatcmpl-` and 32 hexadecimal digits.")
+    object: Literal["chat.completion", "FIM.completion"]
+    created: int = Field(description="Unix time in seconds.")
+    model: str = Field(description="As asked for.")
+    choices: list[BatchChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """New text."""
+
+    content: str = Field("", description="Never cut inside a character.")
+
+
+class BatchChunkChoice(BaseModel):
+    """News of one row: text, or its end."""
+
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None = Field(None, description=f"{END} Only there at the end.")
+
+
+class BatchChunk(BaseModel):
+    """An event of a stream; one event may bear news of many rows, or of one row twice."""
+
+    object: Literal["chat.completion.chunk", "FIM.completion.chunk"]
+    choices: list[BatchChunkChoice]
+    id: str | None = Field(None, description="Only of conversations, as the next two.")
+    created: int | None = None
+    model: str | None = None
+
+
+class DialogueAnswer(BatchAnswer):
+    """The batch form and the dialogue that the turn has made."""
+
+    session_id: str
+    dialogue_idx: int | None = Field(description="The new dialogue; null if the turn failed.")
+
+
+class DialogueMade(BaseModel):
+    """The last event of a branching turn: the dialogue that it has made."""
+
+    object: Literal["multi_state.dialogue_idx"]
+    session_id: str = Field(description="The dialogue's name in the list of sessions.")
+    dialogue_idx: int
+
+
+class BigBatchStatus(BaseModel):
+    """What runs."""
+
+    generating: bool
+    requests: int = Field(description="Of this route, running or waiting.")
+    running_rows: int = Field(description="Of all routes.")
+    waiting_rows: int
+
+
+class Cleaned(BaseModel):
+    """What was cancelled."""
+
+    status: Literal["success"]
+    cancelled: int
+    message: str
+
+
+class Translation(BaseModel):
+    """One text."""
+
+    detected_source_lang: str = Field(description="ISO code; as given, where it was.")
+    text: str
+
+
+class Translations(BaseModel):
+    """Every text in its place."""
+
+    translations: list[Translation]
+
+
+class KeptSession(BaseModel):
+    """A session, or one dialogue of it."""
+
+    session_id: str
+    cache_level: Literal["L1 (VRAM)", "L2 (RAM)", "Database (Disk)"]
+    last_updated: str = Field(description="Local time of the last turn.")
+    timestamp: float = Field(description="The same in Unix seconds.")
+
+
+class SessionList(BaseModel):
+    """How many sessions there are by the fastest tier that holds them, and some of them, newest first."""
+
+    status: Literal["success"]
+    total_sessions: int
+    l1_cache_count: int
+    l2_cache_count: int
+    database_count: int
+    sessions: list[KeptSession]
+
+
+class Deleted(BaseModel):
+    """What was deleted."""
+
+    status: Literal["success"]
+    message: str
+    deleted: int = Field(description="Sessions and dialogues.")
+
+
+class Imported(BaseModel):
+    """The new session."""
+
+    status: Literal["success"]
+    session_id: str
+    num_tokens: int = Field(description="Tokens that it stands for.")
+
+
+class OpenAIFrame(BaseModel):
+    """What every OpenAI answer and chunk has."""
+
+    id: str
+    created: int = Field(description="Unix time in seconds.")
+    model: str = Field(description="As asked for.")
+    system_fingerprint: str = Field(description="Of the weights.")
+
+
+class Rival(BaseModel):
+    """A token that might have been drawn."""
+
+    token: str
+    logprob: float = Field(description="Before truncation; at least -9999.")
+    bytes: list[int]
+
+
+class ChosenToken(Rival):
+    """A token that was drawn."""
+
+    top_logprobs: list[Rival]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of the shown tokens."""
+
+    content: list[ChosenToken]
+    refusal: None
+
+
+class ChatMessage(AnswerMessage):
+    """An answer."""
+
+    refusal: None
+    reasoning_content: str = Field("", description="The thought before it, if there was one.")
+
+
+class ChatChoice(BaseModel):
+    """One of `n` answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason = Field(description=END)
+
+
+class ChatAnswer(OpenAIFrame):
+    """OpenAI's chat.completion."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(BaseModel):
+    """New text."""
+
+    role: Literal["assistant"] = Field("assistant", description="Only there at the beginning.")
+    content: str = ""
+    reasoning_content: str = ""
+
+
+class ChatChunkChoice(BaseModel):
+    """News of one answer."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = Field(description=END)
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(OpenAIFrame):
+    """OpenAI's chat.completion.chunk."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice] = Field(description="One; none beside the usage.")
+    usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of the shown tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or news of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None = Field(description=f"{END} Null while more comes.")
+
+
+class CompletionAnswer(OpenAIFrame):
+    """OpenAI's text_completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(OpenAIFrame):
+    """OpenAI's text_completion in a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice] = Field(description="One; none beside the usage.")
+    usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
+
+
+class Model(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int = Field(description="Unix time in seconds.")
+    owned_by: str
+
+
+class ModelList(BaseModel):
+    """The models served."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """In one word."""
+
+    status: str
+
+
+class TokenCount(BaseModel):
+    """Tokens of all texts together."""
+
+    tokens: int
+
+
+class Status(BaseModel):
+    """The service. What is not named here may change from version to version."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    devices: list[str]
+    samplers: dict[str, Any] = Field(description="`used` by name, and why others are `refused`.")
+    kernels: dict[str, Any] = Field(description="`used`, and why others are `refused`.")
+    running_rows: int
+    waiting_rows: int
+    free_slots: int
+    pool: dict[str, Any] = Field(description="Sizes of the tiers, counters, and what is wrong with the disk.")
+    drawn_tokens_per_s: float = Field(description="Over the last ten seconds, as the next.")
+    read_tokens_per_s: float
+    processes: dict[str, Any]

@@ -1,0 +1,141 @@
+"""Real answers of every route against the published schemas, strictly: nothing is sent that they do not name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from routes.table import ROUTES
+from test.serving import Service, sse_data, wait_for
+
+V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
+CHAT, COMPLETE = "/openai/v1/chat/completions", "/openai/v1/completions"
+SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "stop_tokens": []}
+TWO: dict[str, Any] = {**SHORT, "contents": ["Hello", "你好"]}
+TALK: dict[str, Any] = {**SHORT, "messages": [{"role": "user", "content": "Hi"}]}
+ASKED: list[tuple[str, dict[str, Any] | None]] = [
+    (V1, TWO),
+    (V1, TALK),
+    (V1, {**TWO, "max_tokens": 1_000_000, "timeout_s": 0.5}),
+    (V1, {**TWO, "contents": []}),
+    ("/v2/chat/completions", TWO),
+    ("/big_batch/completions", {**TWO, "noise": 1.5}),
+    ("/big_batch/completions-status", None),
+    ("/big_batch/clean", {}),
+    ("/FIM/v1/batch-FIM", {**SHORT, "prefix": ["a", "b"], "suffix": ["c", "d"]}),
+    ("/translate/v1/batch-translate", {"target_lang": "de", "text_list": ["Good morning", " ", "Bonjour le monde"]}),
+    ("/translate/v1/batch-translate", {"target_lang": "auto", "text_list": ["Good morning"]}),
+    (STATE, {**SHORT, "contents": ["one"], "session_id": "answers"}),
+    (BRANCH, {**SHORT, "contents": ["one"], "session_id": "answers: branches"}),
+    (BRANCH, {**SHORT, "contents": ["one"], "session_id": "answers: branches", "dialogue_idx": 99}),
+    ("/state/status", {}),
+    (CHAT, TALK),
+    (CHAT, {**TALK, "n": 2, "stream_options": {"include_usage": True}}),
+    (CHAT, {**TALK, "logprobs": True, "top_logprobs": 2, "enable_think": True}),
+    (CHAT, {**TALK, "messages": []}),
+    (COMPLETE, {**SHORT, "prompt": "Once", "n": 2, "logprobs": 2, "stream_options": {"include_usage": True}}),
+    (COMPLETE, {**SHORT, "prompt": ["Once", "Twice"], "echo": True}),
+    ("/v1/completions", {**SHORT, "prompt": "Once"}),
+    ("/openai/v1/models", None),
+    ("/openai/v1/models/{model}", {"model": "rwkv7"}),
+    ("/openai/v1/models/{model}", {"model": "nobody"}),
+    ("/v1/models", None),
+    ("/v1/models/{model}", {"model": "rwkv7"}),
+    ("/v1/tokens/count", {"text": "Hello"}),
+    ("/v1/tokens/count", {}),
+    ("/healthz", None),
+    ("/readyz", None),
+    ("/status", None),
+    ("/metrics", None),
+    ("/openapi.json", None),
+    ("/docs", None),
+]
+CARRIED = {"/state/export", "/state/import", "/state/delete"}
+"""Routes that are asked one after the other, in a test of their own."""
+
+
+class Published:
+    """The document that the service tells, with no room for fields that it does not name."""
+
+    def __init__(self, service: Service) -> None:
+        self._document = service.get("/openapi.json").json()
+        for schema in self._document["components"]["schemas"].values():
+            if "properties" in schema:
+                schema.setdefault("additionalProperties", False)
+
+    def check(self, method: str, path: str, answer: httpx.Response) -> None:
+        """Raises ValidationError unless this is an answer that the route may give."""
+        responses = self._document["paths"][path][method.lower()]["responses"]
+        content_type = answer.headers["content-type"].partition(";")[0]
+        schema = responses[str(answer.status_code)]["content"][content_type]["schema"]
+        if content_type == "text/event-stream":
+            value = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
+            for event in sse_data(answer.text):
+                self._validate(value, event)
+        elif content_type == "application/json":
+            self._validate(schema, answer.json())
+        else:
+            self._validate(schema, answer.text)
+
+    def _validate(self, schema: dict[str, Any], value: Any) -> None:
+        jsonschema_rs.validate({**schema, "components": self._document["components"]}, value)
+
+
+@pytest.fixture(scope="module")
+def published(service: Service) -> Published:
+    return Published(service)
+
+
+def test_every_route_is_asked() -> None:
+    assert {route.path for route in ROUTES} == {path for path, _ in ASKED} | CARRIED
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_is_answered_is_published(
+    service: Service, published: Published, path: str, body: dict[str, Any] | None
+) -> None:
+    route = next(route for route in ROUTES if route.path == path)
+    if route.method == "GET":
+        published.check("GET", path, service.get(path.format(**(body or {}))))
+        return
+    for stream in (False, True) if route.events else (False,):
+        published.check("POST", path, service.post(path, {**(body or {}), "stream": stream}))
+
+
+def test_a_session_that_is_carried_and_deleted(service: Service, published: Published) -> None:
+    assert service.post(STATE, {**SHORT, "contents": ["one"], "session_id": "answers: carried"}).status_code == 200
+    published.check("POST", "/state/status", service.post("/state/status", {}))
+    file = service.get("/state/export", params={"session_id": "answers: carried"})
+    published.check("GET", "/state/export", file)
+    published.check("GET", "/state/export", service.get("/state/export", params={"session_id": "nobody"}))
+    for content, status in ((file.content, 200), (file.content, 409), (b"x", 422)):
+        brought = service.post("/state/import", params={"session_id": "answers: brought"}, content=content)
+        assert brought.status_code == status
+        published.check("POST", "/state/import", brought)
+    for name, status in (("answers: brought", 200), ("answers: brought", 404)):
+        deleted = service.post("/state/delete", {"session_id": name})
+        assert deleted.status_code == status
+        published.check("POST", "/state/delete", deleted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "prompt"), [(STATE, {"contents": ["one"]}), (CHAT, {"messages": TALK["messages"]})])
+def test_a_failure_after_the_answer_has_begun(
+    service: Service, published: Published, path: str, prompt: dict[str, Any], stream: bool
+) -> None:
+    session = f"answers: doomed {path} {stream}"
+    body = {**SHORT, **prompt, "max_tokens": 1_000_000, "session_id": session, "stream": stream}
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(service.post(path, body)))
+    asking.start()
+    wait_for(lambda: service.status()["running_rows"], 30, "the turn runs")
+    asking.join(1)  # by then the answer has begun
+    service.post("/state/delete", {"session_id": session})
+    asking.join(30)
+    assert answers[0].status_code == 200
+    assert "was deleted while its turn ran" in answers[0].text
+    published.check("POST", path, answers[0])
