@@ -129,7 +129,10 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(self._device)
         """all graphs are captured on it: cuBLAS keeps a work space for every stream it has seen"""
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None
+        assert stage.head is not None, "graphs draw from the logits of the last stage"
+        vocab = stage.head.linear.weight.shape[0]
+        self.logits = torch.empty(self._padded_rows, vocab, dtype=torch.float32, device=self._device)
+        """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
 
     @staticmethod
     def why_not(stages: Sequence[Stage], sampler: object) -> str | None:
@@ -166,21 +169,13 @@ class DecodeGraphs:
     def run_logits(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
         """As `run` without the draw: fp32 logits [B, V], overwritten by the next run. `remember` what is drawn."""
         self._replay(seats, read_slots, write_slots, sampled=False)
-        return self._kept_logits()[: len(seats)]
+        return self.logits[: len(seats)]
 
     def to_host(self, drawn: Tensor) -> HostTokens:
         """Start copying drawn tokens to the host."""
         pinned = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
         pinned.copy_(drawn, non_blocking=True)
         return HostTokens(pinned, torch.cuda.current_stream(self._device).record_event())
-
-    def _kept_logits(self) -> Tensor:
-        """[rows, V] fp32: where graphs without a draw leave their logits; made when first needed."""
-        if self._logits is None:
-            assert self.stage.head is not None
-            vocab = self.stage.head.linear.weight.shape[0]
-            self._logits = torch.empty(self._padded_rows, vocab, dtype=torch.float32, device=self._device)
-        return self._logits
 
     def _replay(
         self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], sampled: bool
@@ -203,8 +198,6 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             self._buffers.fill([], [], [], self.dummy_seat)
-            if not sampled:
-                self._kept_logits()
             torch.cuda.synchronize(self._device)
             with torch.cuda.stream(self._stream):  # also brings the stream back that was current, whatever happens
                 for _ in range(WARM_UP_RUNS):
@@ -229,13 +222,11 @@ class DecodeGraphs:
             max_seqlen=1,
         )
         x, _ = self.stage.forward(self.stage.embed(inputs.tokens), None, inputs)
-        logits = self.stage.logits(x, inputs)
+        logits = self.stage.logits(x, inputs, self.logits)
         if sampled:
             drawn = self._drawn[:size]
             self._sampler.sample_on_device(logits, buffers.seats32[:size], drawn)
             self.last_tokens[seats] = drawn
-        else:
-            self._kept_logits()[:size].copy_(logits)
 
 
 def _reason(error: BaseException) -> str:

@@ -24,6 +24,10 @@ class Linear:
             return torch.mv(weight, rows[0]).unsqueeze(0).to(x.dtype)
         return torch.nn.functional.linear(rows, weight).to(x.dtype)
 
-    def to_fp32(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] fp32: as a call, but not rounded to a narrower type where that can be helped."""
-        return self(x).float()
+    def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, in] -> [T, out] fp32: as a call, but not rounded to a narrower type where that can be helped.
+
+        `out`: where they are to be put.
+        """
+        y = self(x).float()
+        return y if out is None else out.copy_(y)

@@ -42,15 +42,17 @@ class Embedding:
     """None: already applied to the table"""
 
     def fold(self, dtype: torch.dtype) -> Embedding:
-        """Apply the norm to the whole table once, so that embedding a token is one read."""
+        """Apply the norm to the whole table once, on the norm's device, so that embedding a token is one read."""
         if self.ln0 is None:
             return self
-        table = torch.empty_like(self.table, dtype=dtype)
+        device = self.ln0.weight.device
+        table = torch.empty(self.table.shape, dtype=dtype, device=device)
         for at in range(0, len(table), FOLD_ROWS):
-            rows = self.table[at : at + FOLD_ROWS].float()
+            rows = self.table[at : at + FOLD_ROWS].to(device).float()
             table[at : at + FOLD_ROWS] = torch.nn.functional.layer_norm(
                 rows, rows.shape[1:], self.ln0.weight, self.ln0.bias, NORM_EPS
             )
+        release(self.table)
         return Embedding(table, None)
 
 
@@ -66,16 +68,22 @@ MakeLinear = Callable[[Tensor], Linear]
 
 
 class LayerLoader:
-    """Takes tensors out of a weight file for one stage."""
+    """Takes tensors out of a weight file for one stage.
 
-    def __init__(self, weights: Weights, precision: Precision, make_linear: MakeLinear = Linear) -> None:
+    With `moves_matrices` off they stay where the file's tensors are, for a backend that puts them in places of its own.
+    """
+
+    def __init__(
+        self, weights: Weights, precision: Precision, make_linear: MakeLinear = Linear, moves_matrices: bool = True
+    ) -> None:
         self._tensors = weights.tensors
         self._precision = precision
         self._make_linear = make_linear
+        self._moves_matrices = moves_matrices
 
     def embedding(self) -> Embedding:
-        """The table stays as it is stored (memory-mapped on a CPU)."""
-        return Embedding(self._tensors["emb.weight"].to(self._precision.device), self._norm("blocks.0.ln0"))
+        """The table stays as it is stored and where (memory-mapped on a CPU)."""
+        return Embedding(self._tensors["emb.weight"], self._norm("blocks.0.ln0"))
 
     def head(self) -> Head:
         """Norm and logits map."""
@@ -123,7 +131,8 @@ class LayerLoader:
 
     def _linear(self, name: str, transpose: bool = False) -> Linear:
         stored = self._tensors[name]
-        weight = stored.to(self._precision.device, self._precision.weights)
+        device = self._precision.device if self._moves_matrices else stored.device
+        weight = stored.to(device, self._precision.weights)
         linear = self._make_linear(weight.T if transpose else weight)
         kept = getattr(linear, "weight", None)
         if not (isinstance(kept, Tensor) and kept.data_ptr() == stored.data_ptr()):
@@ -135,9 +144,9 @@ class LayerLoader:
         return self._linear(name, transpose=True)
 
 
-def load_layers(loader: LayerLoader, weights: Weights, first: int, last: int) -> list[Layer]:
+def load_layers(loader: LayerLoader, weights: Weights, first: int, last: int) -> Iterator[Layer]:
     """Layers first .. last-1, with a progress bar when the file is large enough to make one wait."""
-    return [loader.layer(i) for i in _progress(range(first, last), weights)]
+    return (loader.layer(i) for i in _progress(range(first, last), weights))
 
 
 def _progress(numbers: range, weights: Weights) -> Iterator[int]:

@@ -96,6 +96,8 @@ class Machine:
             else torch.zeros(self.limits.max_running, dtype=torch.int64, device=self.device)
         )
         """[seats] the token each row has drawn last"""
+        self._logits = self._graphs.logits if self._graphs is not None else None
+        """[rows, V] where steps leave their logits; None: each in memory of its own"""
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
@@ -183,9 +185,8 @@ class Machine:
         try:
             for lengths in steps:
                 prompts, count = [[0] * length for length in lengths], len(lengths)
-                self.pipeline.forward(
-                    step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, list(range(count)))
-                )
+                inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, list(range(count)))
+                self.pipeline.forward(inputs, self._logits)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:
             raise StartupError(
@@ -243,7 +244,7 @@ class Machine:
                 return step
             except CaptureError as error:
                 self._give_up_graphs(error)
-        self._draw_groups(step, groups, self.pipeline.forward(self._inputs(rows)))
+        self._draw_groups(step, groups, self.pipeline.forward(self._inputs(rows), self._logits))
         return step
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, groups: dict[str, list[int]]) -> None:

@@ -21,8 +21,8 @@ def forward_layers(
     delta: Tensor | None = None
     for i, layer in enumerate(layers):
         x, mixed = ops.shift_mix(x, delta, layer.ln1, layer.att_mix, state.att_shift(i), inputs)
-        projections = ops.project(layer, mixed)
-        y, v_first = ops.time_mix(layer, projections, v_first, state.layer_wkv(i), inputs)
+        # The projections have no name here: while the rest of the layer runs, nothing holds their memory.
+        y, v_first = ops.time_mix(layer, ops.project(layer, mixed), v_first, state.layer_wkv(i), inputs)
         delta = layer.output(y)
         x, mixed = ops.shift_mix(x, delta, layer.ln2, layer.ffn_mix, state.ffn_shift(i), inputs)
         delta = ops.channel_mix(layer, mixed[0])

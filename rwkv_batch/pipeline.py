@@ -46,8 +46,8 @@ class Pipeline:
             stage.allocate_slots(num_slots)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs) -> Tensor:
-        """One ragged step: inputs (on the CPU) -> fp32 logits [R, V] on the last device."""
+    def forward(self, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
+        """One ragged step: inputs (on the CPU) -> fp32 logits [R, V] on the last device, in `out` if that is given."""
         here = inputs.to(self.devices[0])
         x, v_first = self.stages[0].embed(here.tokens), None
         for stage, device in zip(self.stages, self.devices, strict=True):
@@ -56,7 +56,7 @@ class Pipeline:
                 x = x.to(device)
                 v_first = None if v_first is None else v_first.to(device)
             x, v_first = stage.forward(x, v_first, here)
-        return self.stages[-1].logits(x, here)
+        return self.stages[-1].logits(x, here, out)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -22,15 +22,19 @@ class Stage:
 
     def __init__(self, weights: Weights, first: int, last: int, precision: Precision, ops: Ops) -> None:
         shape = weights.shape
-        loader = LayerLoader(weights, precision, getattr(ops, "make_linear", Linear))
+        make_linear = getattr(ops, "make_linear", Linear)
+        loader = LayerLoader(weights, precision, make_linear)
         self.precision = precision
         self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
         """Entered around kernel launches: they go to the current device's stream. -1: does nothing."""
         self.ops = ops
         self.width = shape.width
-        self.layers = load_layers(loader, weights, first, last)
         if isinstance(ops, PreparesLayers):
-            self.layers = [ops.prepare_layer(layer) for layer in self.layers]
+            # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
+            apart = LayerLoader(weights, precision, make_linear, moves_matrices=False)
+            self.layers = [ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last)]
+        else:
+            self.layers = list(load_layers(loader, weights, first, last))
         self.embedding = loader.embedding() if first == 0 else None
         if self.embedding is not None and precision.device.type == "cuda":
             self.embedding = self.embedding.fold(precision.activations)
@@ -69,15 +73,15 @@ class Stage:
                 return self.ops.run_layers(self.layers, x, v_first, self.state, inputs)
             return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
 
-    def logits(self, x: Tensor, inputs: StepInputs) -> Tensor:
-        """[T, C] -> fp32 [R, V] for the tokens that want logits."""
+    def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
+        """[T, C] -> fp32 [R, V] for the tokens that want logits; the first rows of `out` if that is given."""
         assert self.head is not None, "only the last stage makes logits"
         with self._device:
             if isinstance(self.ops, NormsRows):
                 rows = self.ops.norm_rows(x, inputs.logit_tokens, self.head.ln_out)
             else:
                 rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
-            return self.head.linear.to_fp32(rows)
+            return self.head.linear.to_fp32(rows, None if out is None else out[: len(rows)])
 
 
 def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:

@@ -132,10 +132,10 @@ def test_too_little_memory_for_prompts_ends_those_alone(engine: Engine, monkeypa
     free = call(engine, "status")["free_slots"]
     forward = engine.machine.pipeline.forward
 
-    def refusing(inputs: StepInputs) -> Tensor:
+    def refusing(inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         if inputs.max_seqlen > 20:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(inputs)
+        return forward(inputs, out)
 
     bulk = submit(engine, *[ask("bulk", max_tokens=60, ignore_eos=True)] * 5)
     monkeypatch.setattr(engine.machine.pipeline, "forward", refusing)

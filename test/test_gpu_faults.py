@@ -133,10 +133,10 @@ def test_what_was_warmed_up_needs_no_more_memory(model: Path) -> None:
 def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Pipeline.forward
 
-    def limited(self: Pipeline, inputs: StepInputs) -> Tensor:
+    def limited(self: Pipeline, inputs: StepInputs, out: Tensor | None) -> Tensor:
         if len(inputs.tokens) > 1000:
             raise torch.OutOfMemoryError("CUDA out of memory (for a test)")
-        return forward(self, inputs)
+        return forward(self, inputs, out)
 
     monkeypatch.setattr(Pipeline, "forward", limited)
     with pytest.raises(StartupError, match="lower --max-running"), started_engine(model, **ON_GPU):
@@ -144,16 +144,16 @@ def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, mo
 
 
 def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path) -> None:
-    large = {**ON_GPU, "max_running": 512, "prefill_tokens_per_step": 8192}  # 128 MiB of logits
+    large = {**ON_GPU, "max_running": 512, "prefill_tokens_per_step": 16384}  # takes more than 100 MiB
     with started_engine(model, warmup=False, **large) as engine:
         run(engine, ask("x", max_tokens=3))
         free = call(engine, "status")["free_slots"]
         torch.cuda.empty_cache()
         with no_memory_left():
-            refused = submit(engine, *prompts(480, 16)).wait()
+            refused = submit(engine, *prompts(480, 32)).wait()
         error = refused.events[-1].error
         assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
-        assert ended(submit(engine, *prompts(480, 16))) is None
+        assert ended(submit(engine, *prompts(480, 32))) is None
         assert call(engine, "status")["free_slots"] == free
 
 

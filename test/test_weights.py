@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import random_weights
+from rwkv_batch.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.mapped import release
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.weights import ModelShape, Weights, WeightsError, expected_shapes, open_weights, weights_from
@@ -261,3 +262,15 @@ def test_a_large_file_shows_progress(
     Pipeline(weights, devices=("cpu",))
     shown = capsys.readouterr().err
     assert "loading large.pth" in shown and "2/2" in shown
+
+
+def test_a_folded_table_is_the_norm_of_each_row() -> None:
+    weights = weights_from(random_weights(1, 64, vocab=FOLD_ROWS + 100))
+    precision = Precision(torch.device("cpu"), torch.float16, torch.float16, torch.float16)
+    plain = LayerLoader(weights, precision).embedding()
+    assert plain.ln0 is not None and plain.table.data_ptr() == weights.tensors["emb.weight"].data_ptr()
+    folded = plain.fold(torch.float16)
+    assert folded.ln0 is None and folded.fold(torch.float16) is folded
+    rows = plain.table.float()
+    wanted = torch.nn.functional.layer_norm(rows, (64,), plain.ln0.weight, plain.ln0.bias, 1e-5)
+    assert torch.equal(folded.table, wanted.half())

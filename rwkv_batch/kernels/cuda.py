@@ -44,7 +44,7 @@ class CudaOps:
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Workspace] = {}
         self._processors: dict[torch.device, int] = {}
-        self._sides: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._sides: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -119,14 +119,13 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if is_grouped(mixed.shape[1], layer.rkv[0]):
             return _project_grouped(layer, mixed)
-        return _project_batched(layer, mixed, self._side_streams())
+        return _project_batched(layer, mixed, self._side_streams(mixed.device))
 
-    def _side_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Two streams beside the current one."""
-        main = torch.cuda.current_stream()
-        if main.cuda_stream not in self._sides:
-            self._sides[main.cuda_stream] = (torch.cuda.Stream(main.device), torch.cuda.Stream(main.device))
-        return self._sides[main.cuda_stream]
+    def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Two streams beside the current one, the same for steps and for captures: cuBLAS has a work space for each."""
+        if device not in self._sides:
+            self._sides[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._sides[device]
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
@@ -237,22 +236,33 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
 def _project_batched(
     layer: CudaLayer, mixed: Tensor, sides: tuple[torch.cuda.Stream, torch.cuda.Stream]
 ) -> Projections:
-    """Batched products (cuBLAS) over the stacked maps; low ranks and gate on streams of their own beside."""
-    groups = len(layer.low_in)
+    """Batched products (cuBLAS) over the stacked maps; low ranks and gate on streams of their own beside.
+
+    All memory is taken on the main stream, which waits for the others before any is given back: what is taken on a
+    side stream serves no other stream any more.
+    """
+    _, tokens, width = mixed.shape
+    groups, rank, _ = layer.low_in.shape
+    low = mixed.new_empty(groups, tokens, rank)
+    out = mixed.new_empty(groups, tokens, width)
+    gate = mixed.new_empty(tokens, len(layer.gate_in))
+    g = mixed.new_empty(tokens, width)
+    rkv = mixed.new_empty(3, tokens, width)
     main = torch.cuda.current_stream()
     for side in sides:
         side.wait_stream(main)
     with torch.cuda.stream(sides[0]):
-        low = torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2))
+        torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2), out=low)
         decay = low[groups - 2]
         library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), None, 0)
-        out = torch.bmm(low, layer.low_out.transpose(1, 2))
+        torch.bmm(low, layer.low_out.transpose(1, 2), out=out)
     with torch.cuda.stream(sides[1]):
-        gate = torch.mm(mixed[5], layer.gate_in.T)
+        torch.mm(mixed[5], layer.gate_in.T, out=gate)
         library().call("rwkv_low_rank_act", None, 0, pointer(gate), gate.numel())
-        g = torch.mm(gate, layer.gate_out.T)
-    rkv = torch.bmm(mixed[:3], layer.rkv.transpose(1, 2))
+        torch.mm(gate, layer.gate_out.T, out=g)
+    torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
     for side in sides:
         main.wait_stream(side)
     v_gate = out[0] if groups == 3 else None
-    return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)
+    v = rkv[2] if groups == 3 else rkv[2].clone()  # the first layer's is kept to the end of the step: not r, k with it
+    return Projections(r=rkv[0], k=rkv[1], v=v, w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from rwkv_batch.layer import Layer
 from rwkv_batch.linear import Linear
+from rwkv_batch.mapped import release
 
 RANK_STEP = 64
+TURNED_ROWS = 512
+"""Rows of a weight that are on the device twice while it is turned."""
 MIX_ORDER = (0, 2, 3, 1, 4, 5)
 """r, k, v, w, a, g out of r, w, k, v, a, g: neighbours are multiplied by one batched product."""
 
@@ -34,46 +37,57 @@ class CudaLayer(Layer):
 
 
 def prepare_layer(layer: Layer) -> CudaLayer:
-    """Restack a loaded layer; its Linears become views, so no weight is held twice."""
+    """Put a loaded layer's maps, wherever they are, in their places on the device of its vectors.
+
+    Its Linears become views of these, so no weight is held twice.
+    """
     if layer.receptance.weight.dtype != torch.float16:
         raise ValueError(
             f"the cuda kernels want fp16 weights, not {layer.receptance.weight.dtype}; use --kernels naive"
         )
+    width, device = layer.att_mix.shape[1], layer.att_mix.device
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]
     if layer.v_residual is not None:
         low.insert(0, (layer.v_residual.v1, layer.v_residual.v2))
     rank = _round_up(max(entrance.weight.shape[0] for entrance, _ in low))
     gate_rank = _round_up(layer.g1.weight.shape[0])
-    rkv = _restack([layer.receptance, layer.key, layer.value])
-    value_rows = layer.ffn_value.weight.T.contiguous()
-    layer.ffn_value.weight = value_rows.T
+    _stack([layer.output], width, width, device)
+    _stack([layer.ffn_key], len(layer.ffn_key.weight), width, device)
     values = {field.name: getattr(layer, field.name) for field in fields(layer)}
     values["att_mix"] = layer.att_mix[list(MIX_ORDER)].half().contiguous()
     values["ffn_mix"] = layer.ffn_mix.half().contiguous()
     return CudaLayer(
         **values,
-        rkv=rkv,
-        low_in=torch.stack([_pad(entrance.weight, rank, 0) for entrance, _ in low]),
-        low_out=torch.stack([_pad(exit_.weight, rank, 1) for _, exit_ in low]),
-        gate_in=_pad(layer.g1.weight, gate_rank, 0),
-        gate_out=_pad(layer.g2.weight, gate_rank, 1),
-        value_rows=value_rows,
+        rkv=_stack([layer.receptance, layer.key, layer.value], width, width, device),
+        low_in=_stack([entrance for entrance, _ in low], rank, width, device),
+        low_out=_stack([exit_ for _, exit_ in low], width, rank, device),
+        gate_in=_stack([layer.g1], gate_rank, width, device)[0],
+        gate_out=_stack([layer.g2], width, gate_rank, device)[0],
+        value_rows=_turn(layer.ffn_value, device),
     )
 
 
-def _restack(linears: list[Linear]) -> Tensor:
-    stacked = torch.stack([linear.weight for linear in linears])
-    for linear, weight in zip(linears, stacked, strict=True):
-        linear.weight = weight
-    return stacked
+def _stack(linears: list[Linear], outputs: int, inputs: int, device: torch.device) -> Tensor:
+    """[maps, outputs, inputs] of the maps' weights, with zeros beyond the sizes of each; they become views of it."""
+    stack = torch.zeros(len(linears), outputs, inputs, dtype=torch.float16, device=device)
+    for linear, place in zip(linears, stack, strict=True):
+        weight = linear.weight
+        linear.weight = place[: weight.shape[0], : weight.shape[1]]
+        linear.weight.copy_(weight)
+        release(weight)
+    return stack
+
+
+def _turn(linear: Linear, device: torch.device) -> Tensor:
+    """[inputs, outputs] of a map's weight, which becomes a view of it."""
+    weight = linear.weight
+    turned = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.float16, device=device)
+    for at in range(0, len(weight), TURNED_ROWS):
+        turned[:, at : at + TURNED_ROWS] = weight[at : at + TURNED_ROWS].to(device).T
+    linear.weight = turned.T
+    release(weight)
+    return turned
 
 
 def _round_up(rank: int) -> int:
     return (rank + RANK_STEP - 1) // RANK_STEP * RANK_STEP
-
-
-def _pad(weight: Tensor, size: int, axis: int) -> Tensor:
-    """Zeros up to `size` along an axis."""
-    missing = size - weight.shape[axis]
-    padding = (0, missing) if axis == 1 else (0, 0, 0, missing)
-    return torch.nn.functional.pad(weight, padding).contiguous()

@@ -100,10 +100,11 @@ class CudaLinear(Linear):
         multiply([Map(self.weight, x, y)])
         return y
 
-    def to_fp32(self, x: Tensor) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 on the way."""
+    def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 on the way; into `out` if that is given."""
+        if out is None:
+            out = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
-            y = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
-            skinny([Map(self.weight, x, y)])
-            return y
-        return torch.mm(x, self.weight.T, out_dtype=torch.float32)
+            skinny([Map(self.weight, x, out)])
+            return out
+        return torch.mm(x, self.weight.T, out_dtype=torch.float32, out=out)

@@ -1,0 +1,94 @@
+"""A layer as the CUDA kernels want it: its maps in their places, each number once. No GPU needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
+from rwkv_batch.layer import Layer
+from rwkv_batch.linear import Linear
+from rwkv_batch.loader import LayerLoader, Precision
+from rwkv_batch.weights import Weights, weights_from
+
+WIDTH = 640
+"""More than one slice of ffn.value"""
+RANKS = (96, 64, 32, 160)
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def stored(dtype: torch.dtype = torch.float16) -> Weights:
+    return weights_from(random_weights(2, WIDTH, 256, seed=5, ranks=RANKS, dtype=dtype))
+
+
+def loaded(weights: Weights, index: int, device: torch.device = CPU) -> Layer:
+    precision = Precision(device, torch.float16, torch.float16, torch.float16)
+    return LayerLoader(weights, precision, moves_matrices=False).layer(index)
+
+
+def linears(layer: Layer) -> dict[str, Linear]:
+    found = {name: getattr(layer, name) for name in Layer.__slots__ if isinstance(getattr(layer, name), Linear)}
+    if layer.v_residual is not None:
+        found |= {"v1": layer.v_residual.v1, "v2": layer.v_residual.v2}
+    return found
+
+
+def padded(weight: Tensor, outputs: int, inputs: int) -> Tensor:
+    return torch.nn.functional.pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("index", [0, 1])
+def test_maps_in_their_places(index: int, dtype: torch.dtype) -> None:
+    weights = stored(dtype)
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    plain = linears(loaded(weights, index))
+    layer = prepare_layer(loaded(weights, index))
+    w1, a1, w2, a2 = (plain[name].weight for name in ("w1", "a1", "w2", "a2"))
+    entrances, exits = [w1, a1], [w2, a2]
+    if index > 0:
+        entrances, exits = [plain["v1"].weight, *entrances], [plain["v2"].weight, *exits]
+    assert torch.equal(layer.rkv, torch.stack([plain[name].weight for name in ("receptance", "key", "value")]))
+    assert torch.equal(layer.low_in, torch.stack([padded(weight, 128, WIDTH) for weight in entrances]))
+    assert torch.equal(layer.low_out, torch.stack([padded(weight, WIDTH, 128) for weight in exits]))
+    assert torch.equal(layer.gate_in, padded(plain["g1"].weight, 192, WIDTH))
+    assert torch.equal(layer.gate_out, padded(plain["g2"].weight, WIDTH, 192))
+    assert torch.equal(layer.value_rows, plain["ffn_value"].weight.T)
+    for name, linear in linears(layer).items():
+        assert torch.equal(linear.weight, plain[name].weight), name
+    for name, tensor in weights.tensors.items():
+        assert torch.equal(tensor, before[name]), "what is stored is not written to"
+
+
+def storages(layer: CudaLayer) -> dict[int, int]:
+    """Address -> bytes of all memory that a layer holds."""
+    tensors = [getattr(layer, name) for name in ("rkv", "low_in", "low_out", "gate_in", "gate_out", "value_rows")]
+    tensors += [linear.weight for linear in linears(layer).values()]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def test_each_number_once() -> None:
+    """Twice the bytes of a rank's padding is all there is beyond the maps themselves."""
+    layer = prepare_layer(loaded(stored(), 1))
+    maps = sum(linear.weight.numel() for linear in linears(layer).values())
+    padding = 2 * WIDTH * (3 * 128 - 96 - 64 - 32 + 192 - 160)
+    assert sum(storages(layer).values()) == 2 * (maps + padding)
+
+
+def test_matrices_wait_where_they_are_stored() -> None:
+    """Vectors go to the device at once, matrices only to their places: nothing there is given back again."""
+    weights = stored()
+    layer = loaded(weights, 1, META)
+    assert layer.ln1.weight.device == layer.att_mix.device == META
+    assert layer.ffn_key.weight.data_ptr() == weights.tensors["blocks.1.ffn.key.weight"].data_ptr()
+    prepared = prepare_layer(layer)
+    assert {linear.weight.device for linear in linears(prepared).values()} == {META}
+    assert {prepared.rkv.device, prepared.low_in.device, prepared.value_rows.device, prepared.att_mix.device} == {META}
+
+
+def test_other_types_are_refused() -> None:
+    precision = Precision(CPU, torch.bfloat16, torch.float16, torch.float16)
+    with pytest.raises(ValueError, match=r"fp16 weights, not torch\.bfloat16"):
+        prepare_layer(LayerLoader(stored(), precision).layer(0))

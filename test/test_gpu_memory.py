@@ -1,0 +1,105 @@
+"""What a stage takes of a GPU's memory: weights once, without gaps; nothing for side streams; one place for logits."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from demo.random_weights import random_weights
+from rwkv_batch.batch import StepInputs, step_inputs
+from rwkv_batch.graphs import DecodeGraphs
+from rwkv_batch.loader import Precision
+from rwkv_batch.stage import Stage
+from rwkv_batch.weights import ModelShape, Weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+GPU = torch.device("cuda", 0)
+LAYERS, WIDTH, VOCAB, RANKS = 8, 2048, 512, (128, 128, 64, 192)
+ROWS = 320
+"""More than the kernels of our own take at once: side streams work too."""
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    """In host memory, as a file's are."""
+    made = random_weights(LAYERS, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
+    tensors = {name: tensor.cpu() for name, tensor in made.items()}
+    return Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+
+
+def make_stage(weights: Weights) -> Stage:
+    from rwkv_batch.kernels.cuda import CudaOps
+
+    half = torch.float16
+    return Stage(weights, 0, LAYERS, Precision(GPU, half, half, half), CudaOps())
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Nothing of what others have left."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def stage(weights: Weights) -> Stage:
+    stage = make_stage(weights)
+    stage.allocate_slots(ROWS + 2)
+    return stage
+
+
+def decode() -> StepInputs:
+    slots = list(range(2, ROWS + 2))
+    return step_inputs([[i % VOCAB] for i in range(ROWS)], slots, slots, list(range(ROWS))).to(GPU)
+
+
+def test_loading_takes_what_is_kept(weights: Weights) -> None:
+    make_stage(weights)  # what is there once per device: kernels, their work space
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(GPU), torch.cuda.memory_reserved(GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
+    stage = make_stage(weights)
+    kept, peak = torch.cuda.memory_allocated(GPU) - before, torch.cuda.max_memory_allocated(GPU) - before
+    torch.cuda.empty_cache()
+    assert stage.layers
+    assert kept < 1.04 * 2 * weights.num_parameters, "every weight once"
+    assert peak < kept + 16 * MIB, "a slice of one at most twice"
+    assert torch.cuda.memory_reserved(GPU) - reserved < kept + 48 * MIB, "no gaps"
+
+
+@torch.inference_mode()
+def test_side_streams_keep_no_memory(stage: Stage) -> None:
+    """Nor do the graphs have pools for theirs; cuBLAS's work spaces are in use all the time."""
+    graphs = DecodeGraphs(stage, ROWS)
+    inputs = decode()
+    for _ in range(2):
+        x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
+    graphs.run(list(range(ROWS)), list(range(2, ROWS + 2)), list(range(2, ROWS + 2)))
+    del x
+    torch.cuda.synchronize(GPU)
+    idle: dict[tuple[str, int], int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        key = str(segment["segment_pool_id"]), segment["stream"]
+        idle[key] = idle.get(key, 0) + segment["total_size"] - segment["allocated_size"]
+    main = torch.cuda.current_stream(GPU).cuda_stream
+    plain = {stream: free for (pool, stream), free in idle.items() if pool == "(0, 0)" and stream != main}
+    assert all(free <= 2 * MIB for free in plain.values()), idle
+    graphed = [free for (pool, _), free in idle.items() if pool != "(0, 0)"]
+    assert sum(free > 2 * MIB for free in graphed) == 1, idle
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 16, ROWS])
+def test_logits_where_they_are_asked_for(stage: Stage, rows: int) -> None:
+    slots = list(range(2, rows + 2))
+    inputs = step_inputs([[i % VOCAB] for i in range(rows)], slots, slots, list(range(rows))).to(GPU)
+    x = torch.randn(rows, WIDTH, device=GPU, dtype=torch.float16)
+    out = torch.full((ROWS, VOCAB), 7.0, device=GPU)
+    found = stage.logits(x, inputs, out)
+    assert found.data_ptr() == out.data_ptr() and torch.equal(found, stage.logits(x, inputs))
+    assert (out[rows:] == 7.0).all()
