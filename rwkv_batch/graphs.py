@@ -28,18 +28,10 @@ from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.batch import StepInputs
+from rwkv_batch.capture import DUMMY_SLOT, ZERO_SLOT, Recorder, StagedArrays
 from rwkv_batch.stage import Stage
 
 logger = logging.getLogger(__name__)
-
-ZERO_SLOT = 0
-DUMMY_SLOT = 1
-STAGING_BUFFERS = 4
-WARM_UP_RUNS = 2
-
-
-class CaptureError(RuntimeError):
-    """A step could not be recorded, most likely for want of memory; nothing of it has run."""
 
 
 @runtime_checkable
@@ -72,44 +64,6 @@ class HostTokens:
         return self.pinned.tolist()
 
 
-class StepBuffers:
-    """Static inputs of all graphs in one block of device memory, filled by one copy per step.
-
-    Bytes: read_slots int64 [N] | write_slots int64 [N] | seats int64 [N] | seats again, int32 [N]
-    """
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
-        self._device = torch.empty(max_rows * 28, dtype=torch.uint8, device=device)
-        self._staging = [torch.empty(max_rows * 28, dtype=torch.uint8).pin_memory() for _ in range(STAGING_BUFFERS)]
-        self._events = [torch.cuda.Event() for _ in range(STAGING_BUFFERS)]
-        self._turn = 0
-        self.read_slots, self.write_slots, self.seats, self.seats32 = self._views(self._device)
-
-    def fill(
-        self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], dummy_seat: int
-    ) -> None:
-        """Write one step's rows; all rows beyond are padding."""
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
-        staging, event = self._staging[self._turn], self._events[self._turn]
-        event.synchronize()
-        rows = len(seats)
-        paddings = (ZERO_SLOT, DUMMY_SLOT, dummy_seat, dummy_seat)
-        values = (read_slots, write_slots, seats, seats)
-        for view, value, padding in zip(self._views(staging), values, paddings, strict=True):
-            array = view.numpy()
-            array[:rows] = value
-            array[rows:] = padding
-        self._device.copy_(staging, non_blocking=True)
-        event.record(torch.cuda.current_stream(self._device.device))
-
-    def _views(self, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        n = self._max_rows * 8
-        wide = block[: 3 * n].view(torch.int64)
-        rows = self._max_rows
-        return wide[:rows], wide[rows : 2 * rows], wide[2 * rows :], block[3 * n :].view(torch.int32)
-
-
 class DecodeGraphs:
     """Captures and replays decode steps of a one-stage pipeline; the sizes share one memory pool."""
 
@@ -121,13 +75,12 @@ class DecodeGraphs:
         self._sampler = sampler or Greedy()
         self._device = stage.precision.device
         self._padded_rows = self.sizes[-1]
-        self._buffers = StepBuffers(self._padded_rows, self._device)
+        names = ("read_slots", "write_slots", "seats", "seats32")
+        self._staged = StagedArrays(dict.fromkeys(names, self._padded_rows), self._device, {"seats32": torch.int32})
         self._identity = torch.arange(self._padded_rows + 1, device=self._device)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self._device)
         self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(self._device)
-        """all graphs are captured on it: cuBLAS keeps a work space for every stream it has seen"""
+        self.recorder = Recorder(self._device)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         assert stage.head is not None, "graphs draw from the logits of the last stage"
         vocab = stage.head.linear.weight.shape[0]
@@ -183,7 +136,7 @@ class DecodeGraphs:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
         graph = self._graph(next(size for size in self.sizes if size >= len(seats)), sampled)
-        self._buffers.fill(seats, read_slots, write_slots, self.dummy_seat)
+        self._fill(seats, read_slots, write_slots)
         graph.replay()
 
     def _graph(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
@@ -193,31 +146,32 @@ class DecodeGraphs:
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[size, sampled]
 
-    @torch.inference_mode()
     def _capture(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            self._buffers.fill([], [], [], self.dummy_seat)
-            torch.cuda.synchronize(self._device)
-            with torch.cuda.stream(self._stream):  # also brings the stream back that was current, whatever happens
-                for _ in range(WARM_UP_RUNS):
-                    self._step(size, sampled)
-                self._stream.synchronize()
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                    self._step(size, sampled)
-        except RuntimeError as error:
-            raise CaptureError(f"a decode graph of {size} rows could not be captured: {_reason(error)}") from error
-        return graph
+        self._fill([], [], [])
+        return self.recorder.record(lambda: self._step(size, sampled), f"a decode graph of {size} rows")
+
+    def _fill(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> None:
+        """One step's rows on their way to the device; all rows beyond are padding."""
+        rows, dummy = len(seats), self.dummy_seat
+        with self._staged.filling() as host:
+            for name, values, padding in (
+                ("read_slots", read_slots, ZERO_SLOT),
+                ("write_slots", write_slots, DUMMY_SLOT),
+                ("seats", seats, dummy),
+                ("seats32", seats, dummy),
+            ):
+                host[name][:rows] = values
+                host[name][rows:] = padding
 
     def _step(self, size: int, sampled: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        buffers, rows = self._buffers, self._identity[:size]
-        seats = buffers.seats[:size]
+        staged, rows = self._staged.on_device, self._identity[:size]
+        seats = staged["seats"][:size]
         inputs = StepInputs(
             tokens=self.last_tokens[seats],
             cu_seqlens=self._identity[: size + 1],
-            read_slots=buffers.read_slots[:size],
-            write_slots=buffers.write_slots[:size],
+            read_slots=staged["read_slots"][:size],
+            write_slots=staged["write_slots"][:size],
             logit_tokens=rows,
             max_seqlen=1,
         )
@@ -225,15 +179,8 @@ class DecodeGraphs:
         logits = self.stage.logits(x, inputs, self.logits)
         if sampled:
             drawn = self._drawn[:size]
-            self._sampler.sample_on_device(logits, buffers.seats32[:size], drawn)
+            self._sampler.sample_on_device(logits, staged["seats32"][:size], drawn)
             self.last_tokens[seats] = drawn
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong first: ending a broken capture raises another error over it."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def padded_sizes(max_rows: int) -> list[int]:

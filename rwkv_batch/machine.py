@@ -15,11 +15,13 @@ from torch import Tensor
 from native.transfer import on_device
 from rwkv_batch.arena import PipelineArena
 from rwkv_batch.batch import StepInputs, step_inputs
+from rwkv_batch.capture import DUMMY_SLOT, ZERO_SLOT, CaptureError
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fetch import Fetch
-from rwkv_batch.graphs import DUMMY_SLOT, ZERO_SLOT, CaptureError, DecodeGraphs, DeviceSampler
+from rwkv_batch.graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.prompt_graphs import PromptGraphs
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.scheduler import Limits, ScheduledRow
 from rwkv_batch.tokenizer import Tokenizer
@@ -90,6 +92,7 @@ class Machine:
         self.sampler_refusals: dict[str, str] = {}
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
+        self._prompt_graphs = None if self._graphs is None else self._make_prompt_graphs(self._graphs)
         self._last_tokens = (
             self._graphs.last_tokens
             if self._graphs is not None
@@ -163,6 +166,9 @@ class Machine:
         assert isinstance(sampler, DeviceSampler)
         return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler)
 
+    def _make_prompt_graphs(self, graphs: DecodeGraphs) -> PromptGraphs:
+        return PromptGraphs(self.pipeline.stages[0], graphs.recorder, graphs.logits)
+
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
 
@@ -175,6 +181,8 @@ class Machine:
         if self._graphs is not None:
             try:
                 self._graphs.warm_up()
+                if self._prompt_graphs is not None:
+                    self._prompt_graphs.warm_up()
             except CaptureError as error:
                 self._give_up_graphs(error)
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.max_running
@@ -196,8 +204,8 @@ class Machine:
         logger.info("warmed up in %.1f s, work space %s", time.perf_counter() - started, self.work_mib())
 
     def _give_up_graphs(self, error: CaptureError) -> None:
-        logger.error("decoding goes on without graphs: %s", error)
-        self._graphs, self.graph_refusal = None, str(error)
+        logger.error("steps go on without graphs: %s", error)
+        self._graphs, self._prompt_graphs, self.graph_refusal = None, None, str(error)
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -244,8 +252,18 @@ class Machine:
                 return step
             except CaptureError as error:
                 self._give_up_graphs(error)
-        self._draw_groups(step, groups, self.pipeline.forward(self._inputs(rows), self._logits))
+        self._draw_groups(step, groups, self._forward(self._inputs(rows)))
         return step
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Logits [R, V] of a step of any rows: by a graph if there is one that holds it."""
+        size = None if self._prompt_graphs is None else self._prompt_graphs.size_for(inputs)
+        if self._prompt_graphs is not None and size is not None:
+            try:
+                return self._prompt_graphs.run(inputs, size)
+            except CaptureError as error:
+                self._give_up_graphs(error)
+        return self.pipeline.forward(inputs, self._logits)
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, groups: dict[str, list[int]]) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""

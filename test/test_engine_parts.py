@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.batch import StepInputs, step_inputs
+from rwkv_batch.capture import CaptureError
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.graphs import CaptureError
 from rwkv_batch.machine import Launched, Machine
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.scheduler import ScheduledRow

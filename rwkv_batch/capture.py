@@ -1,0 +1,89 @@
+"""What all CUDA graphs of steps share: how one is recorded, and how the host's part of a step reaches the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ZERO_SLOT = 0
+DUMMY_SLOT = 1
+STAGING_BUFFERS = 4
+WARM_UP_RUNS = 2
+ALIGNMENT = 16
+Array = np.ndarray[Any, Any]
+
+
+class CaptureError(RuntimeError):
+    """A step could not be recorded, most likely for want of memory; nothing of it has run."""
+
+
+class Recorder:
+    """Records steps on one device. They work in the same memory, so their replays follow each other on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        """all graphs are captured on it: cuBLAS keeps a work space for every stream it has seen"""
+
+    @torch.inference_mode()
+    def record(self, step: Callable[[], None], name: str) -> torch.cuda.CUDAGraph:
+        """The step as a graph, after it has run twice. What it works on must be harmless. Raises CaptureError."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(self._stream):  # also brings the stream back that was current, whatever happens
+                for _ in range(WARM_UP_RUNS):
+                    step()
+                self._stream.synchronize()
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    step()
+        except RuntimeError as error:
+            raise CaptureError(f"{name} could not be captured: {_reason(error)}") from error
+        return graph
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first: ending a broken capture raises another error over it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+class StagedArrays:
+    """Named arrays in one block of device memory, where graphs find them; the host fills all by one copy per step."""
+
+    def __init__(
+        self, lengths: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """`dtypes` of those that are not int64."""
+        places, size = {}, 0
+        for name, length in lengths.items():
+            dtype = (dtypes or {}).get(name, torch.int64)
+            places[name] = (size, length * dtype.itemsize, dtype)
+            size += -(-length * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+        def views(block: Tensor) -> dict[str, Tensor]:
+            return {name: block[at : at + count].view(dtype) for name, (at, count, dtype) in places.items()}
+
+        self._block = torch.empty(size, dtype=torch.uint8, device=device)
+        self._staging = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(STAGING_BUFFERS)]
+        self._hosts = [{name: view.numpy() for name, view in views(staging).items()} for staging in self._staging]
+        self._events = [torch.cuda.Event() for _ in range(STAGING_BUFFERS)]
+        self._turn = 0
+        self.on_device = views(self._block)
+
+    @contextmanager
+    def filling(self) -> Iterator[dict[str, Array]]:
+        """The host's arrays, to be filled whole; when the block ends, their copy to the device is on its way."""
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        event = self._events[self._turn]
+        event.synchronize()
+        yield self._hosts[self._turn]
+        self._block.copy_(self._staging[self._turn], non_blocking=True)
+        event.record(torch.cuda.current_stream(self._block.device))

@@ -1,0 +1,123 @@
+"""Graphs of short prompts on a GPU against the same forwards launched kernel by kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.batch import StepInputs, step_inputs
+from rwkv_batch.capture import DUMMY_SLOT
+from rwkv_batch.graphs import DecodeGraphs
+from rwkv_batch.loader import Precision
+from rwkv_batch.prompt_graphs import SIZES, PromptGraphs
+from rwkv_batch.stage import Stage
+from rwkv_batch.weights import ModelShape, Weights
+from test.test_prompt_graphs import STEPS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+GPU = torch.device("cuda", 0)
+LAYERS, WIDTH, VOCAB, RANKS = 3, 1024, 512, (64, 64, 32, 128)
+SLOTS = 60
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    from rwkv_batch.kernels.cuda import CudaOps
+
+    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)
+    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+    half = torch.float16
+    stage = Stage(weights, 0, LAYERS, Precision(GPU, half, half, half), CudaOps())
+    stage.allocate_slots(SLOTS)
+    return stage
+
+
+@pytest.fixture(scope="module")
+def decode(stage: Stage) -> DecodeGraphs:
+    return DecodeGraphs(stage, 48)
+
+
+@pytest.fixture(scope="module")
+def graphs(stage: Stage, decode: DecodeGraphs) -> PromptGraphs:
+    graphs = PromptGraphs(stage, decode.recorder, decode.logits)
+    graphs.warm_up()
+    return graphs
+
+
+def prompts(lengths: list[int]) -> StepInputs:
+    """New random tokens each time; logits of every second row."""
+    rows = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
+    slots = torch.randperm(SLOTS - 2)[: len(rows)].add(2).tolist()
+    return step_inputs(rows, [slot if slot % 3 else 0 for slot in slots], slots, list(range(0, len(rows), 2)))
+
+
+def randomise(stage: Stage) -> None:
+    assert stage.state is not None
+    stage.state.wkv.normal_()
+    stage.state.shift.normal_()
+    stage.state.wkv[0] = 0
+    stage.state.shift[0] = 0
+
+
+def near(got: Tensor, wanted: Tensor) -> bool:
+    return bool((got.float() - wanted.float()).norm() <= 2e-3 * wanted.float().norm())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lengths", STEPS, ids=str)
+def test_as_launched_one_by_one(stage: Stage, decode: DecodeGraphs, graphs: PromptGraphs, lengths: list[int]) -> None:
+    assert stage.state is not None
+    state = stage.state
+    for _ in range(2):
+        randomise(stage)
+        inputs = prompts(lengths)
+        size = graphs.size_for(inputs)
+        assert size is not None
+        before = state.wkv.clone(), state.shift.clone()
+        here = inputs.to(GPU)
+        x, _ = stage.forward(stage.embed(here.tokens), None, here)
+        wanted = stage.logits(x, here), state.wkv.clone(), state.shift.clone()
+        state.wkv.copy_(before[0])
+        state.shift.copy_(before[1])
+        decode.logits.fill_(torch.nan)
+        got = graphs.run(inputs, size)
+        assert got.shape == wanted[0].shape and near(got, wanted[0])
+        written = inputs.write_slots
+        others = [i for i in range(SLOTS) if i != DUMMY_SLOT and i not in written.tolist()]
+        for now, then, was in zip((state.wkv, state.shift), wanted[1:], before, strict=True):
+            assert all(near(now[slot], then[slot]) for slot in written)
+            assert torch.equal(now[others], was[others]), "slots that are not written stay"
+
+
+@torch.inference_mode()
+def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: PromptGraphs) -> None:
+    """Both kinds work in the same memory; neither leaves the other anything but its states."""
+    assert stage.state is not None
+    randomise(stage)
+    seats, slots = [0, 1, 2], [40, 41, 42]
+    kept = stage.state.wkv[slots].clone(), stage.state.shift[slots].clone()
+    decode.remember(seats, [5, 6, 7])
+    wanted = [decode.run(seats, slots, slots).tolist() for _ in range(4)]
+    stage.state.wkv[slots], stage.state.shift[slots] = kept
+    decode.remember(seats, [5, 6, 7])
+    got = []
+    for lengths in ([9], [3, 3], [200], [5] * 16):
+        inputs = step_inputs([[1] * n for n in lengths], [0] * len(lengths), list(range(2, 2 + len(lengths))), [0])
+        size = graphs.size_for(inputs)
+        assert size is not None
+        graphs.run(inputs, size)
+        got.append(decode.run(seats, slots, slots).tolist())
+    assert got == wanted
+
+
+def test_what_has_no_graph(graphs: PromptGraphs, stage: Stage, decode: DecodeGraphs) -> None:
+    assert graphs.size_for(prompts([512])) is None
+    assert graphs.size_for(prompts([1] * 49)) is None
+    assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
+    few = PromptGraphs(stage, decode.recorder, decode.logits[:4])
+    assert {size.rows for size in few.sizes} == {1, 4} and few.sizes == SIZES[: len(few.sizes)]

@@ -1,0 +1,101 @@
+"""Which graph holds a step of prompts, and that its padding changes nothing but the dummy slot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from demo.random_weights import random_weights
+from rwkv_batch.batch import StepInputs, step_inputs
+from rwkv_batch.capture import DUMMY_SLOT
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.loader import Precision
+from rwkv_batch.prompt_graphs import SIZES, PromptSize, padded
+from rwkv_batch.stage import Stage
+from rwkv_batch.weights import ModelShape, Weights
+
+LAYERS, WIDTH, VOCAB, RANKS = 2, 128, 300, (20, 24, 12, 40)
+SLOTS = 34
+STEPS = [
+    [1],
+    [14],
+    [15],
+    [16],
+    [5, 3],
+    [5, 3, 4],
+    [1, 1, 1, 1],
+    [30, 1, 20],
+    [2] * 16,
+    [7] * 11,
+    [255],
+    [60, 190, 2],
+    [10] * 30,
+    [511],
+]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=2, ranks=RANKS)
+    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+    stage = Stage(weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 3), NaiveOps())
+    stage.allocate_slots(SLOTS)
+    return stage
+
+
+def step(lengths: list[int]) -> StepInputs:
+    """Rows that go on from a slot and rows that start; logits of every second one."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    slots = list(range(2, 2 + len(rows)))
+    return step_inputs(rows, [slot if slot % 3 else 0 for slot in slots], slots, list(range(0, len(rows), 2)))
+
+
+def size_for(lengths: list[int]) -> PromptSize:
+    return next(size for size in SIZES if size.holds(len(lengths), sum(lengths)))
+
+
+@torch.inference_mode()
+def forward(stage: Stage, inputs: StepInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits, and all slots afterwards but the dummy, from the same states each time."""
+    assert stage.state is not None
+    kept = [index for index in range(SLOTS) if index != DUMMY_SLOT]
+    for tensor in (stage.state.wkv, stage.state.shift):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+        tensor[0] = 0
+    x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
+    return stage.logits(x, inputs), [stage.state.wkv[kept], stage.state.shift[kept]]
+
+
+@pytest.mark.parametrize("lengths", STEPS, ids=str)
+def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
+    inputs, size = step(lengths), size_for(lengths)
+    arrays = {name: torch.from_numpy(array) for name, array in padded(inputs, size).items()}
+    assert len(arrays["tokens"]) == len(arrays["token_rows"]) == size.tokens == arrays["cu_seqlens"][-1]
+    assert len(arrays["read_slots"]) == len(arrays["write_slots"]) == size.rows + 1
+    assert arrays["cu_seqlens"].diff().min() >= 1, "no row without tokens"
+    assert torch.equal(arrays["token_rows"].bincount(), arrays["cu_seqlens"].diff())
+    longest = int(arrays["cu_seqlens"].diff().max())
+    wanted, got = forward(stage, inputs), forward(stage, StepInputs(**arrays, max_seqlen=longest))
+    torch.testing.assert_close(got[0][: len(wanted[0])], wanted[0])
+    torch.testing.assert_close(got[1], wanted[1])
+
+
+def test_the_first_that_holds_a_step_is_the_smallest() -> None:
+    assert PromptSize(1, 16).holds(1, 15) and not PromptSize(1, 16).holds(1, 16), "one token is padding's"
+    assert PromptSize(4, 16).holds(2, 13) and not PromptSize(4, 16).holds(2, 14), "as many as rows are missing, and one"
+    assert not PromptSize(4, 64).holds(5, 20)
+    assert size_for([15]) == (1, 16) and size_for([16]) == (1, 32) and size_for([1, 1]) == (4, 16)
+    assert size_for([2] * 16) == (16, 64) and size_for([255]) == (1, 256)
+    assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
+
+
+def test_an_empty_step_is_all_padding() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    arrays = padded(
+        StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), PromptSize(4, 16)
+    )
+    assert arrays["cu_seqlens"].tolist() == [0, 1, 2, 3, 4, 16]
+    assert set(arrays["write_slots"]) == {DUMMY_SLOT}
