@@ -155,7 +155,7 @@ class CudaOps:
             heads=width // HEAD_SIZE,
         )
         if ragged:
-            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size())
+            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r))
         else:
             library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
         return y, p.v if v_first is None else v_first

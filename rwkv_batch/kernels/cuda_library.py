@@ -87,7 +87,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
-    "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_void_p],
+    "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
 }
