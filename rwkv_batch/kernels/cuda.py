@@ -19,7 +19,7 @@ from rwkv_batch.layer import Layer, Norm, Projections
 HEAD_SIZE = 64
 MAX_WIDTH = 4096
 MAX_SPARSE_ROWS = 8
-SPARSE_SHARE = 1024
+SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
@@ -30,7 +30,7 @@ class Workspace:
     """What the sparse map writes between its blocks, on one device, for its largest case."""
 
     partial: Tensor
-    """[ffn / 1024 * 8 * C] fp32"""
+    """[ffn / 512 * 8 * C] fp32"""
     counters: Tensor
     """[C / 256] int32, zero between launches"""
 

@@ -19,6 +19,8 @@ inline int launch_result() { return static_cast<int>(cudaGetLastError()); }
 struct Machine {
     int processors;
     int shared_bytes;   // most that a block may have
+    int shared_in_all;  // of a processor
+    int shared_kept;    // by the system, of every block
     bool early_launch;  // a kernel may start before the one before it has ended (sm_90 and later)
 };
 
@@ -40,6 +42,8 @@ inline const Machine& this_machine() {
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
         machine.early_launch = major >= 9;
         cudaDeviceGetAttribute(&machine.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        cudaDeviceGetAttribute(&machine.shared_in_all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+        cudaDeviceGetAttribute(&machine.shared_kept, cudaDevAttrReservedSharedMemoryPerBlock, device);
         cudaDeviceGetAttribute(&machine.processors, cudaDevAttrMultiProcessorCount, device);
     }
     return machine;
@@ -50,25 +54,62 @@ enum class Start { EARLY, SPREAD };
 // Launch on a stream. EARLY: where the GPU can, the kernel's blocks come up while the kernel before still runs. Such a
 // kernel calls wait_for_inputs() before it reads what earlier kernels of the step wrote, or writes anything. SPREAD: they
 // come up when it has ended, over all processors; blocks that come early pile up on the first processors that are free.
+// shared_percent: how much of a processor's shared memory and L1, which are one store, is to be shared memory; -1 leaves
+// that to the driver.
 template <Start START = Start::EARLY, typename... Params, typename... Args>
-inline void launch_with_shared(
-    void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, void* stream, const Args&... args) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+inline void launch_with_split(
+    void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, int shared_percent, void* stream,
+    const Args&... args) {
+    cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &early;
-    config.numAttrs = START == Start::EARLY && this_machine().early_launch ? 1 : 0;
+    config.attrs = attributes;
+    if (START == Start::EARLY && this_machine().early_launch) {
+        cudaLaunchAttribute& early = attributes[config.numAttrs++];
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+    }
+#if CUDART_VERSION >= 12080
+    if (shared_percent >= 0) {
+        cudaLaunchAttribute& split = attributes[config.numAttrs++];
+        split.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+        split.val.sharedMemCarveout = shared_percent;
+    }
+#endif
     cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+template <Start START = Start::EARLY, typename... Params, typename... Args>
+inline void launch_with_shared(
+    void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, void* stream, const Args&... args) {
+    launch_with_split<START>(kernel, grid, threads, shared_bytes, -1, stream, args...);
 }
 
 template <Start START = Start::EARLY, typename... Params, typename... Args>
 inline void launch(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
     launch_with_shared<START>(kernel, grid, threads, 0, stream, args...);
+}
+
+// Launch a kernel of at most two blocks per processor that streams through L1. What it loads is on its way through L1, and
+// the driver leaves the split as the kernel before has had it: after one with all the shared memory there are 28 KB. So
+// most of the store becomes L1 (what is left holds the blocks). And every block takes so much shared memory that as few
+// fit on a processor as it takes to hold them all: early ones do not pile up.
+template <typename... Params, typename... Args>
+inline void launch_streaming(void (*kernel)(Params...), dim3 grid, int threads, void* stream, const Args&... args) {
+    constexpr int SPLITS[] = {32 << 10, 64 << 10, 100 << 10};
+    const Machine& machine = this_machine();
+    cudaFuncAttributes attributes = {};
+    cudaFuncGetAttributes(&attributes, kernel);
+    const int own = static_cast<int>(attributes.sharedSizeBytes) + machine.shared_kept;
+    const int places = static_cast<int>(grid.x * grid.y) <= machine.processors ? 1 : 2;
+    int split = SPLITS[0];
+    for (const int larger : SPLITS)
+        if (split < places * own) split = larger;
+    const int padding = max(0, split / (places + 1) + 128 - own);
+    launch_with_split(kernel, grid, threads, padding, split * 100LL / machine.shared_in_all, stream, args...);
 }
 
 // Everything that earlier kernels wrote is visible after this.

@@ -1,22 +1,21 @@
 // y = act(x @ W^T) for few rows (up to 8 or 16), several maps in one launch: streams the weights once.
 //
-// A map: W [n, k] fp16 (n a multiple of 32, k of 64), x [rows, k] fp16, y [rows, ld_y] fp16 or fp32. A warp takes 32
-// rows of W and a share of k: `warps_k` of a block's 8 warps share one group of 32 rows, so a block makes
-// 32 * 8 / warps_k outputs per row of x. Products on the tensor cores (m16n8k16, fp32 sums): 16 rows of W against 8
-// rows of x. Both operands go from memory to registers 16 bytes at a time: the k index inside a piece of 32 is
-// permuted alike for W and x (lane t of a quad holds k = 8t .. 8t+7), which a sum over k does not notice.
+// A map: W [n, k] fp16 (n a multiple of 32, k of 64), x [rows, k] fp16, y [rows, ld_y] fp16 or fp32. A warp takes a group
+// of 32 rows of W and a share of k: `warps_k` of a block's 8 warps share one group, so a block makes 32 * 8 / warps_k
+// outputs per row of x. Groups are of 16 rows, and twice as much of k goes at a time, where a block per processor then
+// still does it all. Products on the tensor cores (m16n8k16, fp32 sums): 16 rows of W against 8 rows of x. Both operands
+// go from memory to registers 16 bytes at a time: the k index inside a piece of 32 is permuted alike for W and x (lane t
+// of a quad holds k = 8t .. 8t+7), which a sum over k does not notice.
 //
-// Blocks stay for several groups of 32 rows; the next chunk of W is always on its way while one is multiplied, also
-// across groups and, before the first, while the kernel before still runs.
+// Blocks stay for several groups; the next chunk of W is always on its way while one is multiplied, also across groups
+// and, before the first, while the kernel before still runs.
 //
 // Bytes: 2nk per map, read past L1; x comes through L1 (2 * rows * k once per multiprocessor). A thread keeps
 // 8 x 16 bytes in flight, a multiprocessor 64 KiB.
 #include "common.cuh"
 
 constexpr int WARPS = 8;
-constexpr int GROUP = 32;   // rows of W per warp
-constexpr int CHUNK = 64;   // k per iteration
-constexpr int RED_LD = 36;  // floats between columns of the partial sums: no bank conflicts
+constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
 constexpr int MAX_MAPS = 8;
 
 enum Activation { NONE, TANH, SIGMOID, RELU_SQUARE };
@@ -63,42 +62,45 @@ __device__ __forceinline__ float activate(float v, int activation) {
     return v;
 }
 
-// Weights of one chunk: 32 rows (two tiles of 16) x 64 k. [tile][row g, row g+8][half of the chunk]
+// Weights of one chunk: HEIGHT tiles of 16 rows x PARTS pieces of 32 k. [tile][row g, row g+8][piece of the chunk]
+template <int HEIGHT>
 struct WeightChunk {
-    uint4 w[2][2][2];
+    static constexpr int PARTS = 4 / HEIGHT;
+    uint4 w[HEIGHT][2][PARTS];
 
     __device__ __forceinline__ void load(const __half* at, int k) {
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < HEIGHT; ++tile) {
 #pragma unroll
             for (int up = 0; up < 2; ++up) {
                 const __half* row = at + static_cast<int64_t>(tile * 16 + up * 8) * k;
-                w[tile][up][0] = load_stream(row);
-                w[tile][up][1] = load_stream(row + 32);
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) w[tile][up][part] = load_stream(row + 32 * part);
             }
         }
     }
 };
 
 // TILES * 8 rows of x against one chunk of weights.
-template <int TILES>
+template <int TILES, int HEIGHT>
 __device__ __forceinline__ void multiply(
-    float (&sums)[2][TILES][4], const WeightChunk& chunk, const __half* x, int k, int g, int rows) {
+    float (&sums)[HEIGHT][TILES][4], const WeightChunk<HEIGHT>& chunk, const __half* x, int k, int g, int rows) {
+    constexpr int PARTS = WeightChunk<HEIGHT>::PARTS;
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-        uint4 b[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+        uint4 b[PARTS] = {};
         if (n * 8 + g < rows) {
             const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
-            b[0] = __ldg(at);
-            b[1] = __ldg(at + 4);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) b[part] = __ldg(at + 4 * part);
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-                const uint4 &lo = chunk.w[tile][0][half], &hi = chunk.w[tile][1][half];
-                mma(sums[tile][n], lo.x, hi.x, lo.y, hi.y, b[half].x, b[half].y);
-                mma(sums[tile][n], lo.z, hi.z, lo.w, hi.w, b[half].z, b[half].w);
+            for (int tile = 0; tile < HEIGHT; ++tile) {
+                const uint4 &lo = chunk.w[tile][0][part], &hi = chunk.w[tile][1][part];
+                mma(sums[tile][n], lo.x, hi.x, lo.y, hi.y, b[part].x, b[part].y);
+                mma(sums[tile][n], lo.z, hi.z, lo.w, hi.w, b[part].z, b[part].w);
             }
         }
     }
@@ -109,6 +111,7 @@ struct Place {
     int block, map, row0, k0;
 
     // The first place of block number `block`, or one past the end. `map` only grows.
+    template <int GROUP, int CHUNK>
     __device__ __forceinline__ void enter(const SkinnyArgs& args, int number, int blocks, int warp) {
         block = number;
         if (block >= blocks) return;
@@ -119,11 +122,12 @@ struct Place {
     }
 };
 
-template <int TILES>
+template <int TILES, int HEIGHT>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args, int blocks) {
-    __shared__ float partial[WARPS][TILES * 8][RED_LD];
+    constexpr int GROUP = HEIGHT * 16, CHUNK = WeightChunk<HEIGHT>::PARTS * 32;
+    __shared__ float partial[WARPS][TILES * 8][GROUP + RED_PAD];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    WeightChunk ahead;
+    WeightChunk<HEIGHT> ahead;
     const auto fetch = [&](const Place& p) {
         const Map& m = args.maps[p.map];
         if (p.block < blocks && p.row0 < m.n && p.k0 < m.k) {
@@ -131,24 +135,24 @@ __global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_cons
         }
     };
     Place place = {0, 0, 0, 0};
-    place.enter(args, blockIdx.x, blocks, warp);
+    place.template enter<GROUP, CHUNK>(args, blockIdx.x, blocks, warp);
     fetch(place);
     let_next_start();
     wait_for_inputs();
     while (place.block < blocks) {
         const Map& m = args.maps[place.map];
         const Place group = place;
-        float sums[2][TILES][4] = {};
+        float sums[HEIGHT][TILES][4] = {};
         while (place.block == group.block) {
-            const WeightChunk chunk = ahead;
+            const WeightChunk<HEIGHT> chunk = ahead;
             const int k0 = place.k0;
             place.k0 += m.warps_k * CHUNK;
-            if (place.k0 >= m.k) place.enter(args, group.block + gridDim.x, blocks, warp);
+            if (place.k0 >= m.k) place.template enter<GROUP, CHUNK>(args, group.block + gridDim.x, blocks, warp);
             fetch(place);
-            if (group.row0 < m.n && k0 < m.k) multiply<TILES>(sums, chunk, m.x + k0 + 8 * t, m.k, g, args.rows);
+            if (group.row0 < m.n && k0 < m.k) multiply<TILES, HEIGHT>(sums, chunk, m.x + k0 + 8 * t, m.k, g, args.rows);
         }
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < HEIGHT; ++tile) {
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {
 #pragma unroll
@@ -178,17 +182,24 @@ __global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_cons
 
 // Fills in first_block; rows <= 16.
 RWKV_API int rwkv_skinny(SkinnyArgs* args, void* stream) {
-    int blocks = 0;
-    for (int i = 0; i < args->count; ++i) {
-        const int outputs = GROUP * WARPS / args->maps[i].warps_k;
-        args->maps[i].first_block = blocks;
-        blocks += (args->maps[i].n + outputs - 1) / outputs;
+    const auto number = [&](int group) {
+        int blocks = 0;
+        for (int i = 0; i < args->count; ++i) {
+            const int outputs = group * WARPS / args->maps[i].warps_k;
+            args->maps[i].first_block = blocks;
+            blocks += (args->maps[i].n + outputs - 1) / outputs;
+        }
+        return blocks;
+    };
+    const auto run = [&](auto few, auto many, int blocks) {
+        const dim3 grid(min(blocks, 2 * this_machine().processors));
+        launch_streaming(args->rows <= 8 ? few : many, grid, WARPS * 32, stream, *args, blocks);
+        return launch_result();
+    };
+    bool deep = true;
+    for (int i = 0; i < args->count; ++i) deep = deep && args->maps[i].k % (args->maps[i].warps_k * 128) == 0;
+    if (deep && number(16) <= this_machine().processors) {
+        return run(skinny_kernel<1, 1>, skinny_kernel<2, 1>, number(16));
     }
-    const dim3 grid(min(blocks, 2 * this_machine().processors));
-    if (args->rows <= 8) {
-        launch(skinny_kernel<1>, grid, WARPS * 32, stream, *args, blocks);
-    } else {
-        launch(skinny_kernel<2>, grid, WARPS * 32, stream, *args, blocks);
-    }
-    return launch_result();
+    return run(skinny_kernel<1, 2>, skinny_kernel<2, 2>, number(32));
 }

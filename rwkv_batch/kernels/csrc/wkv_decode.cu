@@ -251,7 +251,8 @@ int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
     const auto kernel = wkv_decode_kernel<State, WARPS, ROWS>;
     static bool raised[MAX_DEVICES] = {};
     if (!raised[this_device()]) {
-        const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        const auto error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, this_machine().shared_bytes);
         if (error != cudaSuccess) return static_cast<int>(error);
         raised[this_device()] = true;
     }
@@ -262,13 +263,14 @@ int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
 
 template <typename State>
 int run(const WkvArgs& p, void* stream) {
-    // All of the shared memory even for few warps: blocks that start early would share a processor.
     const int shared_bytes = this_machine().shared_bytes, processors = this_machine().processors;
-    const int fitting = shared_bytes / static_cast<int>(sizeof(Shared<State>));
-    const int needed = (p.rows * p.heads + processors - 1) / processors;
+    constexpr int OF_WARP = static_cast<int>(sizeof(Shared<State>));
+    const int fitting = shared_bytes / OF_WARP, needed = (p.rows * p.heads + processors - 1) / processors;
+    // Few warps leave shared memory to the next kernel's blocks, and to the L1 that these stream through.
     if (needed <= min(FEW_WARPS, fitting)) {
-        return launch_kernel<State, FEW_WARPS, FEW_ROWS>(p, needed, shared_bytes, stream);
+        return launch_kernel<State, FEW_WARPS, FEW_ROWS>(p, needed, needed * OF_WARP, stream);
     }
+    // Many take all of it: blocks that start early would share a processor.
     const int warps = min(needed, min(fitting, MANY_WARPS<State>));
     return launch_kernel<State, MANY_WARPS<State>, MANY_ROWS>(p, warps, shared_bytes, stream);
 }
