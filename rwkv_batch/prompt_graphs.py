@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 4, 16, 48)
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""From 300 on (7.2B; 1.5B: 700), a forward takes the GPU as long as the host, whose time others may use."""
+MOST_WORK = 2.5e12
+"""Tokens times weights, from which on the GPU takes as long as the host, and padding is a loss: 360 tokens of 7.2B."""
 
 
 class PromptSize(NamedTuple):
@@ -47,7 +48,8 @@ class PromptGraphs:
 
     def __init__(self, stage: Stage, recorder: Recorder, logits: Tensor) -> None:
         """logits [rows, V] fp32: where the steps leave theirs."""
-        self.sizes = tuple(size for size in SIZES if size.rows <= len(logits))
+        weights = 13 * stage.width**2 * len(stage.layers)
+        self.sizes = tuple(s for s in SIZES if s.rows <= len(logits) and s.tokens * weights <= MOST_WORK)
         self._stage = stage
         self._recorder = recorder
         self._logits = logits
