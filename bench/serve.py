@@ -117,14 +117,14 @@ def alone(arguments: Sequence[str], load: Load) -> Iterator[Connection]:
 
 
 @contextmanager
-def service(arguments: Sequence[str], log: IO[bytes] | None = None) -> Iterator[str]:
+def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str = "app") -> Iterator[str]:
     """A service of our own, its log on our standard error or in a file; gives its URL when it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = tempfile.mkdtemp(prefix="rwkv-bench-")
     flags = ["--port", str(port), "--state-db", str(Path(folder) / "served.db"), *arguments]
-    process = subprocess.Popen([sys.executable, str(ROOT / "app.py"), *flags], cwd=ROOT, stderr=log)
+    process = subprocess.Popen([sys.executable, "-m", module, *flags], cwd=ROOT, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_ready(url, "", process)

@@ -1,6 +1,6 @@
 """The engine's face in an HTTP worker: forwards over the local socket, and tells everyone when the engine dies.
 
-Threads: any may call; one of its own connects, receives and runs the callbacks; the link has one for sending.
+Threads: any may call; one of its own connects, receives and runs the callbacks.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 import threading
-from multiprocessing.connection import Client, Connection
 from typing import Any, NamedTuple
 
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
@@ -136,14 +136,16 @@ class EngineClient:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                connection = Client(self._address, family="AF_UNIX")
+                connection.connect(self._address)
             except OSError:
+                connection.close()
                 self._stopped.wait(_RETRY_S)
                 continue
             self._serve(connection)
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         link: WorkerLink = Link(connection, to_worker_decoder, "engine-client")
         link.send(Hello(self._name, os.getpid()))
         with self._lock:
@@ -159,11 +161,12 @@ class EngineClient:
 
     def _handle(self, message: ToWorker) -> None:
         match message:
-            case News(events):
-                pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
-                listener = pop(events.job_id, None)
-                if listener is not None:
-                    listener.sink(events)
+            case News(batch):
+                for events in batch:
+                    pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
+                    listener = pop(events.job_id, None)
+                    if listener is not None:
+                        listener.sink(events)
             case Admitted(job_id, error):
                 if error is not None:
                     self._waiting.listeners.pop(job_id, None)

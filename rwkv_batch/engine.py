@@ -78,6 +78,10 @@ class Engine:
         """Whether the engine's thread runs; after it has died the process is of no use."""
         return self._thread.is_alive()
 
+    def when_delivered(self, act: Callable[[], None]) -> None:
+        """See `server.ManagedEngine`."""
+        self.jobs.when_delivered = act
+
     # EngineFace ----------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:

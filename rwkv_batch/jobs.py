@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,6 +38,8 @@ class JobTable:
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
         self._news: dict[RunningJob, None] = {}
+        self.when_delivered: Callable[[], None] = lambda: None
+        """called behind the sinks of a step"""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -298,6 +301,7 @@ class JobTable:
             del self._jobs[job.job.job_id]
             told = error if job.unfinished else None
             job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=told))
+            self.when_delivered()
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every job. Turns that have their answer end as the pool says, which has to be polled or closed yet."""
@@ -323,6 +327,7 @@ class JobTable:
             job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=done))
             job.deltas = []
         self._news.clear()
+        self.when_delivered()
 
     def check_integrity(self) -> list[str]:
         """What does not hold although nothing runs; for tests and for /status."""

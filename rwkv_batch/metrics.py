@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -54,10 +54,11 @@ class Metrics:
         if seen.first_byte_s > 0:
             self._first_byte.labels(seen.route).observe(seen.first_byte_s)
 
-    def observe_events(self, events: JobEvents) -> None:
-        """Count what one step brought for one job."""
-        self._completion_tokens.inc(sum(delta.num_tokens for delta in events.deltas))
-        for delta in events.deltas:
+    def observe_events(self, news: Sequence[JobEvents]) -> None:
+        """Count what one step brought."""
+        deltas = [delta for events in news for delta in events.deltas]
+        self._completion_tokens.inc(sum(delta.num_tokens for delta in deltas))
+        for delta in deltas:
             if delta.finish is not None:
                 self._prompt_tokens.inc(delta.finish.prompt_tokens)
                 self._cached_tokens.inc(delta.finish.cached_tokens)

@@ -1,7 +1,7 @@
 """The engine process: one engine, a Unix socket for the HTTP workers, a pipe to the supervisor.
 
-Threads: the engine's own; one that accepts; two per HTTP worker (receive, send); the main thread, which
-waits for the supervisor. Engine callbacks only put messages into outboxes.
+Threads: the engine's own, which also sends what each step brings; one that accepts; one per HTTP worker, which
+receives; the main thread, which waits for the supervisor.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import gc
 import importlib
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from rwkv_batch.config import EngineConfig
@@ -48,6 +49,9 @@ PeerLink = Link[ToEngine, ToWorker]
 class ManagedEngine(EngineFace, Protocol):
     """An engine with a life of its own, as this process runs it."""
 
+    def when_delivered(self, act: Callable[[], None]) -> None:
+        """From now on call `act` behind the sinks of each step, on their thread."""
+
     def start(self) -> None:
         """Load the model; returns when it can serve. Raises StartupError for what a user can mend."""
 
@@ -65,13 +69,14 @@ class ManagedEngine(EngineFace, Protocol):
 class Peer:
     """One HTTP worker's connection: its jobs are cancelled when it goes away."""
 
-    def __init__(self, connection: Connection, engine: EngineFace, metrics: Metrics) -> None:
+    def __init__(self, connection: socket.socket, engine: EngineFace, metrics: Metrics) -> None:
         self.name = "?"
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
         self._engine = engine
         self._metrics = metrics
+        self._news: list[JobEvents] = []
         self._link: PeerLink = Link(connection, to_engine_decoder, "worker")
 
     def serve(self, ask: Callable[[str, dict[str, Any], Callable[[Any], None]], None]) -> None:
@@ -103,8 +108,14 @@ class Peer:
     def _deliver(self, events: JobEvents) -> None:
         if events.done:
             self.jobs.discard(events.job_id)
-        self._metrics.observe_events(events)
-        self._link.send(News(events))
+        self._news.append(events)
+
+    def tell(self) -> None:
+        """Send what a step has brought for this worker."""
+        if self._news:
+            news, self._news = self._news, []
+            self._metrics.observe_events(news)
+            self._link.send(News(news))
 
     def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
         if refusal is not None:
@@ -119,18 +130,21 @@ class Peer:
 class EngineServer:
     """Accepts HTTP workers on the Unix socket at `address` and connects them to `engine`."""
 
-    def __init__(self, engine: EngineFace, address: str) -> None:
+    def __init__(self, engine: ManagedEngine, address: str) -> None:
         self._engine = engine
         self._metrics = Metrics()
         self._peers: set[Peer] = set()
         self._started = time.time()
-        self._listener = Listener(address, family="AF_UNIX", backlog=MAX_WORKERS)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(address)
+        self._listener.listen(MAX_WORKERS)
+        engine.when_delivered(self._tell_all)
         threading.Thread(target=self._accept_loop, name="accept", daemon=True).start()
 
     def _accept_loop(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 logger.exception("the engine's socket failed; HTTP workers cannot connect any more")
                 return
@@ -143,6 +157,10 @@ class EngineServer:
             peer.serve(self._ask)
         finally:
             self._peers.discard(peer)
+
+    def _tell_all(self) -> None:
+        for peer in self._peers.copy():
+            peer.tell()
 
     def _ask(self, verb: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
         """Answer a call: "metrics" and the processes in "status" here, the rest by the engine."""

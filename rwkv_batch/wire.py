@@ -1,19 +1,18 @@
 """What crosses the local socket between HTTP workers and the engine process, and how.
 
-A frame is a msgpack array of messages; everything that waits when the sender's thread wakes goes out as
-one frame, so the news of all jobs of an engine step usually share one. A Unix stream socket tells both
-ends at once when the other has died, which is why there is no heartbeat.
+A frame is its length in four bytes and a msgpack array of messages. Whoever sends writes it, so that news need no
+other thread to be woken and given Python's lock. A Unix stream socket tells both ends at once when the other has
+died, which is why there is no heartbeat.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -23,10 +22,11 @@ from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 1 << 30
-MAX_WAITING_MESSAGES = 200_000
-"""A peer that leaves so many messages unread is taken for dead."""
-_MESSAGES_PER_FRAME = 4096
+MAX_WAITING_FRAMES = 50_000
+MAX_WAITING_BYTES = 1 << 30
+"""A peer that leaves so much unread is taken for dead."""
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 18
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
@@ -76,9 +76,9 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
 
 class News(msgspec.Struct, frozen=True, array_like=True, tag="n"):
-    """What one engine step brought for one job."""
+    """What one engine step brought for the jobs of a worker."""
 
-    events: JobEvents
+    events: list[JobEvents]
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
@@ -101,59 +101,83 @@ to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker])
 class Link(Generic[Incoming, Outgoing]):
     """One end of a connection: `send` from any thread without waiting, `receive` on one thread.
 
-    A thread of its own writes to the socket, because a write may block. `close` may come from any thread;
-    the receiving thread then sees the end of the stream.
+    What the socket does not take at once waits for a thread of its own, which ends with it. `close` may come from any
+    thread; the receiving thread then sees the end of the stream.
     """
 
-    def __init__(self, connection: Connection, decoder: msgspec.msgpack.Decoder[list[Incoming]], name: str) -> None:
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[list[Incoming]], name: str) -> None:
         self._connection = connection
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
-        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
-        self._sender = threading.Thread(target=self._send_loop, name=f"{name}-send", daemon=True)
-        self._sender.start()
+        self._lock = threading.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._closed = False
+        self._name = name
 
-    def send(self, message: Outgoing) -> None:
-        """Queue a message. A closed link drops it: the receiving side's end-of-stream handling tells everyone."""
-        self._outbox.put(message)
-        if self._outbox.qsize() > MAX_WAITING_MESSAGES and not self._closed.is_set():
-            logger.error("a peer left more than %d messages unread; closing its connection", MAX_WAITING_MESSAGES)
-            self.close()
+    def send(self, *messages: Outgoing) -> None:
+        """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone."""
+        body = self._encoder.encode(messages)
+        frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
+        with self._lock:
+            if self._closed:
+                return
+            if not self._waiting:
+                frame = frame[self._send_now(frame) :]
+            if frame:
+                self._wait(frame)
 
     def receive(self) -> Iterator[Incoming]:
         """Messages until the peer is gone or the link is closed. Raises msgspec.DecodeError for a foreign frame."""
-        while not self._closed.is_set():
-            try:
-                frame = self._connection.recv_bytes(MAX_FRAME_BYTES)
-            except (EOFError, OSError):
-                return
-            yield from self._decoder.decode(frame)
+        with contextlib.suppress(OSError), self._connection.makefile("rb", _READ_BYTES) as stream:
+            while len(head := stream.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
+                body = stream.read(length := int.from_bytes(head, "big"))
+                if len(body) < length:
+                    return
+                yield from self._decoder.decode(body)
 
     def close(self) -> None:
         """Shut the connection down. The descriptor goes with the last thread's reference, never under a reader."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._outbox.put(None)
-            _shutdown(self._connection)
+        with self._lock:
+            self._close()
 
-    def _send_loop(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while not self._closed.is_set():
-                waiting = [self._outbox.get()]
-                while len(waiting) < _MESSAGES_PER_FRAME and not self._outbox.empty():
-                    waiting.append(self._outbox.get_nowait())
-                frame = [message for message in waiting if message is not None]
-                if frame:
-                    self._connection.send_bytes(self._encoder.encode(frame))
-        self.close()
+    def _close(self) -> None:
+        self._closed = True
+        self._waiting.clear()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
-
-def _shutdown(connection: Connection) -> None:
-    """End both directions, so that a thread that waits in `recv_bytes` returns."""
-    with contextlib.suppress(OSError):
-        end = socket.socket(fileno=connection.fileno())
+    def _send_now(self, frame: bytes) -> int:
+        """How many bytes of it the socket takes at once."""
         try:
-            end.shutdown(socket.SHUT_RDWR)
-        finally:
-            end.detach()
+            return self._connection.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self._close()
+            return len(frame)
+
+    def _wait(self, frame: bytes) -> None:
+        self._waiting.append(frame)
+        self._waiting_bytes += len(frame)
+        if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:
+            logger.error("a peer left %d frames unread; closing its connection", len(self._waiting))
+            self._close()
+        elif len(self._waiting) == 1:
+            threading.Thread(target=self._send_waiting, name=f"{self._name}-send", daemon=True).start()
+
+    def _send_waiting(self) -> None:
+        """Send what waits; a frame stays in front until it has gone, so that nothing overtakes it."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                frame = self._waiting[0]
+            try:
+                self._connection.sendall(frame)
+            except OSError:
+                self.close()
+            with self._lock:
+                if self._waiting:
+                    self._waiting.popleft()
+                    self._waiting_bytes -= len(frame)

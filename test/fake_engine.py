@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rwkv_batch.config import EngineConfig
@@ -40,6 +41,7 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._draining = False
         self._stopping = False
+        self._delivered: Callable[[], None] = lambda: None
 
     @property
     def is_alive(self) -> bool:
@@ -56,6 +58,9 @@ class FakeEngine:
 
     def stop(self) -> None:
         self._stopping = True
+
+    def when_delivered(self, act: Callable[[], None]) -> None:
+        self._delivered = act
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
         if self._draining:
@@ -78,6 +83,7 @@ class FakeEngine:
             started = time.monotonic()
             for running in list(self._jobs.values()):
                 self._step(running)
+            self._delivered()
             time.sleep(max(0.0, STEP_S - (time.monotonic() - started)))
 
     def _step(self, running: _Running) -> None:
