@@ -24,6 +24,7 @@ from routes.openai_errors import PREFIX, openai_error
 from routes.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
 from routes.route import Route, Upload
 from routes.rows import off_loop
+from routes.threads import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.wire import Observe
 
@@ -74,6 +75,7 @@ class OutgoingChunks:
         return self
 
     def __next__(self) -> bytes:
+        keep_state()
         chunk = next(self._chunks)
         if chunk not in _SIGNS_OF_LIFE:
             self._exchange.wrote()

@@ -20,6 +20,7 @@ from routes.context import Context, Gate
 from routes.openapi import openapi_document
 from routes.route import Route
 from routes.table import ROUTES
+from routes.threads import drop_ended
 from rwkv_batch.client import EngineClient
 from rwkv_batch.process import LogStyle, become_child
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.1
 _WIDENINGS = 100
+_TURNS_TO_DROP = 50
+"""Turns of housekeeping from one search for ended threads to the next."""
 _FLUSH_S = 0.3
 """Time for the last bytes to leave Robyn after the last handler has returned."""
 
@@ -34,6 +37,7 @@ _FLUSH_S = 0.3
 def run_http_worker(config: HttpConfig, address: str, style: LogStyle, name: str, supervisor: Connection) -> None:
     """Main function of the process; it ends when the supervisor says so."""
     become_child(name, style)
+    _let_others_finish()
     cpus = os.sched_getaffinity(0)
     # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
@@ -61,6 +65,8 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
                 _widen(cpus)
             # Entering Robyn's native side releases the streams whose clients have gone.
             Headers({})
+            if turn % _TURNS_TO_DROP == 0:
+                drop_ended()
             time.sleep(_HOUSEKEEPING_S)
 
     def started() -> None:
@@ -70,6 +76,16 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
     register(app, context, routes)
     app.startup_handler(started)
     app.start(host=context.config.host, port=context.config.port, _check_port=False)
+
+
+def _let_others_finish() -> None:
+    """Where all CPUs are busy, a thread of ours that wakes waits its turn instead of taking another's place at once.
+
+    What it would interrupt there is a step of the engine, whose threads all wait for the one that was stopped.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _widen(cpus: set[int]) -> None:

@@ -7,12 +7,17 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 import time
 
 import msgspec
 
 _CHATTY = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
 """Libraries that tell every step of their start."""
+
+
+_SWITCH_S = 0.001
+"""How long a thread that wants Python's lock lets another have it: news of other rows must not wait out launches."""
 
 
 class LogStyle(msgspec.Struct, frozen=True):
@@ -63,4 +68,5 @@ def become_child(process: str, style: LogStyle) -> None:
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
     set_up_logging(process, style)
