@@ -1,12 +1,19 @@
-"""Small tensors from the host to a device, without waiting for what the device is doing."""
+"""Tensors from the host to a device and back, without waiting for what the device is doing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from native.binding import bind, raise_on
+
+MAX_PITCH = 2**31 - 1
+"""Most bytes between two pieces of a copy."""
+ANY_DIRECTION = 4  # cudaMemcpyDefault
 Numbers = Sequence[int] | Sequence[float] | Sequence[list[float]]
 
 
@@ -18,3 +25,35 @@ def on_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tens
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor in host memory from which a copy to the device need not be waited for; unchanged if it is not one."""
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
+
+
+def copy_pieces(target: Tensor, source: Tensor) -> None:
+    """target <- source, [n, ...] of one type, on the current stream; either may be n pieces that lie apart.
+
+    Between a GPU and pinned memory it returns at once; keep both tensors until the copy is done. The copy engine
+    does all of it, where `Tensor.copy_` would gather the pieces on the GPU first.
+    """
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise ValueError(f"{source.dtype} {tuple(source.shape)} does not fit {target.dtype} {tuple(target.shape)}")
+    if not (target[0].is_contiguous() and source[0].is_contiguous()):
+        raise ValueError(f"a piece is contiguous, not of strides {target[0].stride()} or {source[0].stride()}")
+    pitches = [tensor.stride(0) * tensor.element_size() for tensor in (target, source)]
+    copy_2d = _copy_2d() if target.is_cuda or source.is_cuda else None
+    if copy_2d is None or max(pitches) > MAX_PITCH:
+        target.copy_(source, non_blocking=True)
+        return
+    stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device).cuda_stream
+    places = target.data_ptr(), pitches[0], source.data_ptr(), pitches[1]
+    size = source[0].numel() * source.element_size()
+    raise_on(copy_2d(*places, size, len(source), ANY_DIRECTION, stream), "cudaMemcpy2DAsync")
+
+
+@functools.cache
+def _copy_2d() -> Callable[..., int] | None:
+    """cudaMemcpy2DAsync of the CUDA runtime that torch has loaded; None where it has another."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    return bind(runtime, "cudaMemcpy2DAsync", pointer, size, pointer, size, size, size, ctypes.c_int, pointer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native.transfer import copy_pieces
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.state import StateArena
 from state_pool.arena import HostState
@@ -22,7 +23,7 @@ class HostTensors:
 
 
 class StateCopy:
-    """A copy under way. Implements `state_pool.arena.Copy`."""
+    """A copy under way; keep it until it is done. Implements `state_pool.arena.Copy`."""
 
     def __init__(self, host: HostTensors, events: list[torch.cuda.Event]) -> None:
         self.host = host
@@ -69,7 +70,7 @@ class PipelineArena:
         for name, part in self._parts():
             tensors[name] = torch.empty(part.shape[1:], dtype=part.dtype, pin_memory=part.is_cuda)
             with self._beside(part):
-                tensors[name].copy_(part[slot], non_blocking=True)
+                copy_pieces(tensors[name], part[slot])
         return StateCopy(HostTensors(tensors), self._events())
 
     def load(self, slot: int, host: HostState) -> StateCopy:
@@ -78,7 +79,7 @@ class PipelineArena:
             raise TypeError(f"a state to load comes from save or host_state, not from {type(host).__name__}")
         for name, part in self._parts():
             with self._beside(part):
-                part[slot].copy_(host.tensors[name], non_blocking=True)
+                copy_pieces(part[slot], host.tensors[name])
         events = self._events()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)

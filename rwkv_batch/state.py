@@ -1,4 +1,4 @@
-"""The states of all sequences on one device: slots in two tensors, one state contiguous in each."""
+"""The states of all sequences on one device: slots in two tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ class StateArena:
     wkv:   [num_slots, layers, H, 64 (value), 64 (key)], fp32 or fp16
     shift: [num_slots, layers, 2, C]; 0 = the last ln1 output (time mix), 1 = the last ln2 output (channel mix)
 
+    In a GPU's memory layers come before slots: a step goes through all slots of one layer, and states that lie together
+    are read faster (docs/performance.md). A slot is a piece for each layer there; on a CPU it is one piece.
+
     Slot 0 holds zeros and is never written; slot 1 is the dummy that graph padding writes to.
     """
 
@@ -28,15 +31,21 @@ class StateArena:
     ) -> None:
         heads = width // HEAD_SIZE
         self.num_slots = num_slots
-        self.wkv = torch.zeros(num_slots, num_layers, heads, HEAD_SIZE, HEAD_SIZE, dtype=wkv_dtype, device=device)
-        self.shift = torch.zeros(num_slots, num_layers, 2, width, dtype=shift_dtype, device=device)
+
+        def slots(dtype: torch.dtype, *size: int) -> Tensor:
+            if device.type == "cpu":
+                return torch.zeros(num_slots, num_layers, *size, dtype=dtype, device=device)
+            return torch.zeros(num_layers, num_slots, *size, dtype=dtype, device=device).transpose(0, 1)
+
+        self.wkv = slots(wkv_dtype, heads, HEAD_SIZE, HEAD_SIZE)
+        self.shift = slots(shift_dtype, 2, width)
 
     def layer_wkv(self, layer: int) -> Tensor:
         """View [num_slots, H, 64, 64] of one layer; strided over slots."""
         return self.wkv[:, layer]
 
     def att_shift(self, layer: int) -> Tensor:
-        """View [num_slots, C]: token-shift state of the time mix."""
+        """View [num_slots, C]: token-shift state of the time mix; strided over slots."""
         return self.shift[:, layer, 0]
 
     def ffn_shift(self, layer: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 
 from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
 
@@ -12,12 +12,14 @@ class Slots:
 
     Running rows, parked sessions, cached prefixes, leases that read from a slot and copies under way each
     hold a slot once; whoever lets go last frees it. So a state that is being read cannot be handed out anew.
+    The lowest free slot is handed out first: rows that run lie close together, which is faster to read.
     """
 
     def __init__(self, num_slots: int) -> None:
         if num_slots <= FIRST_FREE_SLOT:
             raise ValueError(f"an arena of {num_slots} slots has none to lend; it needs at least {FIRST_FREE_SLOT + 1}")
-        self._free = deque(range(FIRST_FREE_SLOT, num_slots))
+        self._free = list(range(FIRST_FREE_SLOT, num_slots))
+        """a heap"""
         self._holders = [0] * num_slots
         self.num_usable = num_slots - FIRST_FREE_SLOT
 
@@ -30,7 +32,7 @@ class Slots:
         """A free slot, held once by the caller; None if there is none."""
         if not self._free:
             return None
-        slot = self._free.popleft()
+        slot = heapq.heappop(self._free)
         self._holders[slot] = 1
         return slot
 
@@ -50,7 +52,7 @@ class Slots:
             raise ValueError(f"slot {slot} was let go more often than held")
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
-            self._free.append(slot)
+            heapq.heappush(self._free, slot)
 
     def holders(self, slot: int) -> int:
         """How many hold the slot."""

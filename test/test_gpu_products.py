@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cuda import SPARSE_COLUMNS, SPARSE_SHARE
+from rwkv_batch.kernels.cuda_library import library
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Activation, Map, multiply, multiply_turned, skinny
 from rwkv_batch.kernels.cuda_wide import has_wide
 
@@ -46,6 +48,18 @@ def skip_where_missing(rows: int) -> None:
         pytest.skip("products of many rows are cuBLAS's here")
 
 
+def sparse_product(hidden: Tensor, turned: Tensor) -> Tensor:
+    """hidden [B <= 8, F] @ turned [F, C] by the kernel that skips what is zero; its work space poisoned."""
+    rows, (ffn, width) = len(hidden), turned.shape
+    y = torch.full((rows, width), torch.nan, device=GPU, dtype=torch.float16)
+    partial = torch.full((-(-ffn // SPARSE_SHARE) * rows * width,), torch.nan, device=GPU)
+    counters = torch.zeros(-(-width // SPARSE_COLUMNS), device=GPU, dtype=torch.int32)
+    tensors = (hidden, turned, y, partial, counters)
+    library().call("rwkv_sparse_value", *(tensor.data_ptr() for tensor in tensors), rows, width, ffn)
+    assert not counters.any()
+    return y
+
+
 @pytest.mark.parametrize(
     ("run", "rows"), [*product([multiply], ROWS), *product([skinny], [r for r in ROWS if r <= MAX_SKINNY_ROWS])]
 )
@@ -58,6 +72,16 @@ def test_grouped_maps(run: Callable[[list[Map]], None], rows: int) -> None:
     run([Map(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
     for m in maps:
         assert_near(m.y[:rows], ACTIVATIONS[m.activation](m.x.float() @ m.weight.float().T))
+        assert torch.isnan(m.y[rows:]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 13])
+def test_few_rows_and_few_outputs(rows: int) -> None:
+    """So few that the few-rows kernel makes its blocks smaller; several maps."""
+    maps = [Map(weight(n, k), normal(rows, k), poisoned(rows, n)) for n, k in [(992, 2048), (96, 1024), (544, 4096)]]
+    skinny([Map(m.weight, m.x, m.y[:rows]) for m in maps])
+    for m in maps:
+        assert_near(m.y[:rows], m.x.float() @ m.weight.float().T)
         assert torch.isnan(m.y[rows:]).all()
 
 
@@ -79,6 +103,20 @@ def test_turned(rows: int, shape: tuple[int, int]) -> None:
     k, n = shape
     x, turned = normal(rows, k), weight(n, k).T.contiguous()
     assert_near(multiply_turned(x, turned), x.float() @ turned.float())
+
+
+@pytest.mark.parametrize(("rows", "shape"), product(range(1, 9), [(256, 64), (1280, 320), (8192, 2048), (16384, 4096)]))
+def test_inputs_that_are_zero_are_skipped(rows: int, shape: tuple[int, int]) -> None:
+    """A few active inputs, none, all; what is not read holds NaN; the same bits again."""
+    ffn, width = shape
+    for active in (0.12, 0.0, 1.0):
+        hidden = normal(rows, ffn).abs() * (torch.rand(rows, ffn, device=GPU) < active)
+        turned = weight(width, ffn).T.contiguous()
+        true = hidden.float() @ turned.float()
+        turned[(hidden == 0).all(0)] = torch.nan
+        ys = [sparse_product(hidden, turned) for _ in range(3)]
+        assert_near(ys[0], true)
+        assert all(torch.equal(y, ys[0]) for y in ys)
 
 
 def test_equal_runs_give_equal_bits() -> None:

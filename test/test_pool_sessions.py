@@ -270,3 +270,11 @@ def test_slots_are_counted() -> None:
         slots.hold(one)
     with pytest.raises(ValueError, match="none to lend"):
         Slots(2)
+
+
+def test_the_lowest_free_slot_is_handed_out_first() -> None:
+    slots = Slots(7)
+    assert [slots.take() for _ in range(5)] == [2, 3, 4, 5, 6]
+    for slot in (5, 2, 6):
+        slots.drop(slot)
+    assert [slots.take() for _ in range(3)] == [2, 5, 6]

@@ -128,6 +128,14 @@ def test_decoding_rows_are_in_every_step_whatever_is_read_beside_them() -> None:
         read(rows)
 
 
+def test_rows_decode_in_the_order_of_their_slots() -> None:
+    plan, slots = scheduler(budget=8)
+    slots.free = [4, 9, 2, 7]
+    plan.add(*job(4))
+    read(plan.schedule())
+    assert [row.sequence.slot for row in plan.schedule()] == [2, 4, 7, 9]
+
+
 def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
     plan, _ = scheduler(budget=64, beside=20, chunk=64)
     plan.add(*job(1, prompt_tokens=70))
