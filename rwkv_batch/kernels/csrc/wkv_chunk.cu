@@ -23,13 +23,12 @@
 #include "wkv.cuh"
 
 constexpr int CHUNK = 16;
-constexpr int BLOCK_BARRIER = 0;
-constexpr int TEAM = 128;                 // threads that carry the state, or make one chunk's operands
-constexpr int LD = HEAD + 8;              // halves between rows of an operand: ldmatrix without conflicts
+constexpr int TEAM = 128;                  // threads that carry the state, or make one chunk's operands
+constexpr int LD = HEAD + 8;               // halves between rows of an operand: ldmatrix without conflicts
 constexpr int LD_SMALL = CHUNK + 8;
-constexpr int ROWS_TURNED = HEAD + CHUNK; // of [A' KA']^T and [R' KR']^T
-constexpr int PAIR_TOKENS = 64;           // of a row: fewer are not worth two blocks
-constexpr int SHORT_TOKENS = 144;
+constexpr int ROWS_TURNED = HEAD + CHUNK;  // of [A' KA']^T and [R' KR']^T
+constexpr int PAIR_TOKENS = 64;            // of a row: fewer are not worth two blocks
+constexpr int SHORT_TOKENS = 160;          // fewer: what a block begins and ends with weighs
 constexpr float LOG2_E = 1.4426950409f;
 constexpr uint32_t MINUS_INFINITY = 0xfc00fc00u;  // two fp16
 
@@ -41,7 +40,7 @@ struct __align__(16) Stage {
 };
 
 // A team's own: the chunk that it is at.
-struct Scratch {
+struct __align__(16) Scratch {
     __half a[CHUNK][LD], r[CHUNK][LD];
     union {
         struct {
@@ -57,7 +56,7 @@ struct Scratch {
 };
 
 // What the elementwise part needs of each channel; the sigmoids' biases times -log2(e), 1 - k_a beside k_a.
-struct Constants {
+struct __align__(16) Constants {
     float w0[HEAD], a0[HEAD], v0[HEAD], k_k[HEAD], k_a[HEAD], one_less_k_a[HEAD], r_k[HEAD], ln_weight[HEAD], ln_bias[HEAD];
 };
 
@@ -77,7 +76,8 @@ struct Shared {
     uint64_t used[PAIRED ? TEAMS : 0];  // mbarriers of the block without state: y is there
 };
 
-// Barriers by number: 0 is the block's; then each team's own; then "made" and "used" of each stage.
+// Barriers by number: the block's; then each team's own; then, of each team's stage: it is made, it is used and y there.
+constexpr int BLOCK_BARRIER = 0;
 __device__ __forceinline__ int team_barrier(int team) { return 1 + team; }
 template <int TEAMS>
 __device__ __forceinline__ int made_barrier(int team) { return 1 + TEAMS + team; }
@@ -152,11 +152,13 @@ struct Place {
     int warp, lane, token, channel;
 
     __device__ __forceinline__ explicit Place(int thread)
-        : warp(thread >> 5), lane(thread & 31), token((thread >> 5) * 4 + ((thread >> 4) & 1) * 2), channel((thread & 15) * 4) {}
+        : warp(thread >> 5),
+          lane(thread & 31),
+          token((thread >> 5) * 4 + ((thread >> 4) & 1) * 2),
+          channel((thread & 15) * 4) {}
 };
 
-// A thread's 2 tokens as they lie in memory. Beyond a row's end its last token stands in, without k and with a decay of 1:
-// it changes no state, and nothing before it.
+// A thread's 2 tokens as they lie in memory. Beyond a row's end: nothing, and a decay of 1.
 struct Inputs {
     uint2 r[2], w[2], k[2], v[2], a[2], gate[2], first[2];
 
@@ -167,7 +169,8 @@ struct Inputs {
         for (int i = 0; i < 2; ++i) {
             const bool there = i < left;
             const auto get = [&](const __half* x, uint32_t otherwise) {
-                return there ? *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(x) + bytes) : make_uint2(otherwise, otherwise);
+                return there ? *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(x) + bytes)
+                             : make_uint2(otherwise, otherwise);
             };
             r[i] = get(p.r, 0u), w[i] = get(p.w, MINUS_INFINITY), k[i] = get(p.k, 0u), v[i] = get(p.v, 0u), a[i] = get(p.a, 0u);
             gate[i] = get(p.v_gate, 0u), first[i] = get(p.v_first, 0u);
@@ -195,38 +198,35 @@ __device__ __forceinline__ void load_constants(const WkvArgs& p, int head, Const
 __device__ __forceinline__ void make_vectors(
     const Constants& c, const Inputs& in, Scratch& sh, Stage& out, Kept& kept, const Place& at, int barrier) {
     Four log_w[2], kk[2], rate[2], k[2];
-    float2 squares, bonus;
+    float square_parts[2] = {}, bonus_parts[2] = {};
     {
-        {
-            const Four w0 = load_four(c.w0 + at.channel), a0 = load_four(c.a0 + at.channel);
+        const Four w0 = load_four(c.w0 + at.channel), a0 = load_four(c.a0 + at.channel);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Four w = unpack_four(in.w[i]), a = unpack_four(in.a[i]);
+        for (int i = 0; i < 2; ++i) {
+            const Four w = unpack_four(in.w[i]), a = unpack_four(in.a[i]);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    log_w[i].x[j] = DECAY_SCALE * LOG2_E * biased_sigmoid(w.x[j], w0.x[j]);
-                    rate[i].x[j] = biased_sigmoid(a.x[j], a0.x[j]);
-                }
+            for (int j = 0; j < 4; ++j) {
+                log_w[i].x[j] = DECAY_SCALE * LOG2_E * biased_sigmoid(w.x[j], w0.x[j]);
+                rate[i].x[j] = biased_sigmoid(a.x[j], a0.x[j]);
             }
         }
-        asm volatile("" ::: "memory");
-        float square_parts[2] = {}, bonus_parts[2] = {};
-        {
-            const Four k_k = load_four(c.k_k + at.channel), k_a = load_four(c.k_a + at.channel);
-            const Four one_less = load_four(c.one_less_k_a + at.channel), r_k = load_four(c.r_k + at.channel);
+    }
+    {
+        const Four k_k = load_four(c.k_k + at.channel), k_a = load_four(c.k_a + at.channel);
+        const Four one_less = load_four(c.one_less_k_a + at.channel), r_k = load_four(c.r_k + at.channel);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Four r = unpack_four(in.r[i]), raw = unpack_four(in.k[i]);
+        for (int i = 0; i < 2; ++i) {
+            const Four r = unpack_four(in.r[i]), raw = unpack_four(in.k[i]);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    kk[i].x[j] = raw.x[j] * k_k.x[j];
-                    k[i].x[j] = raw.x[j] * fmaf(rate[i].x[j], k_a.x[j], one_less.x[j]);
-                    square_parts[i] = fmaf(kk[i].x[j], kk[i].x[j], square_parts[i]);
-                    bonus_parts[i] = fmaf(r.x[j] * k[i].x[j], r_k.x[j], bonus_parts[i]);
-                }
+            for (int j = 0; j < 4; ++j) {
+                kk[i].x[j] = raw.x[j] * k_k.x[j];
+                k[i].x[j] = raw.x[j] * fmaf(rate[i].x[j], k_a.x[j], one_less.x[j]);
+                square_parts[i] = fmaf(kk[i].x[j], kk[i].x[j], square_parts[i]);
+                bonus_parts[i] = fmaf(r.x[j] * k[i].x[j], r_k.x[j], bonus_parts[i]);
             }
         }
-        asm volatile("" ::: "memory");
+    }
+    {
         const Four v0 = load_four(c.v0 + at.channel);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -237,9 +237,9 @@ __device__ __forceinline__ void make_vectors(
             }
             put_four(&out.v[at.token + i][at.channel], kept.bonus[i]);
         }
-        squares = token_sums(square_parts[0], square_parts[1], at.lane & 8);
-        bonus = token_sums(bonus_parts[0], bonus_parts[1], at.lane & 8);
     }
+    const float2 squares = token_sums(square_parts[0], square_parts[1], at.lane & 8);
+    const float2 bonus = token_sums(bonus_parts[0], bonus_parts[1], at.lane & 8);
 #pragma unroll
     for (int j = 0; j < 4; ++j) kept.bonus[0].x[j] *= bonus.x, kept.bonus[1].x[j] *= bonus.y;
     Four before;  // log of the decays of this warp's tokens before this thread's
@@ -404,8 +404,8 @@ __device__ __forceinline__ void finish_operands(const Scratch& sh, Stage& out, c
 
 // Group norm, bonus and gate of a thread's 2 tokens, from what the state's warps left.
 __device__ __forceinline__ void finish_tokens(
-    const WkvArgs& p, const Constants& c, const float (*from_state)[HEAD + 4], const Kept& kept, const uint2 (&gates)[2], int64_t from, int left,
-    const Place& at) {
+    const WkvArgs& p, const Constants& c, const float (*from_state)[HEAD + 4], const Kept& kept, const uint2 (&gates)[2],
+    int64_t from, int left, const Place& at) {
     Four y[2];
     float sums[2] = {};
 #pragma unroll
@@ -438,7 +438,8 @@ __device__ __forceinline__ void finish_tokens(
 }
 
 // One chunk for this warp's 16 values: y into `out`, s to the chunk's end.
-__device__ __forceinline__ void advance(const Stage& stage, float (&out)[CHUNK][HEAD + 4], float (&s)[8][4], int values, int lane) {
+__device__ __forceinline__ void advance(
+    const Stage& stage, float (&out)[CHUNK][HEAD + 4], float (&s)[8][4], int values, int lane) {
     const int g = lane >> 2, q = lane & 3;
     const Fragment v = left_operand_transposed(&stage.v[0][0], LD, values, lane);
     const Fragment own = right_operand_kn(stage.a[HEAD], LD_SMALL, 0, lane);
@@ -487,15 +488,16 @@ __device__ __forceinline__ void advance(const Stage& stage, float (&out)[CHUNK][
     }
 }
 
-// A warp's 16 values of a head in a slot, from fp16 or fp32 to its sums and back. fp16 is 2 bytes.
+// A warp's 16 values of a head in a slot, fp16 (2 bytes) or fp32, as its sums and back.
 __device__ __forceinline__ void load_state(const void* head, int state_bytes, float (&s)[8][4], int warp, int lane) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int up = 0; up < 2; ++up) {
             const int at = (warp * 16 + (lane >> 2) + up * 8) * HEAD + n * 8 + 2 * (lane & 3);
-            const float2 f = state_bytes == 2 ? __half22float2(*reinterpret_cast<const __half2*>(static_cast<const __half*>(head) + at))
-                                              : *reinterpret_cast<const float2*>(static_cast<const float*>(head) + at);
+            const auto* halves = reinterpret_cast<const __half2*>(static_cast<const __half*>(head) + at);
+            const auto* floats = reinterpret_cast<const float2*>(static_cast<const float*>(head) + at);
+            const float2 f = state_bytes == 2 ? __half22float2(*halves) : *floats;
             s[n][2 * up] = f.x, s[n][2 * up + 1] = f.y;
         }
     }
@@ -527,6 +529,7 @@ struct Tokens {
           count(p.cu_seqlens == nullptr ? 1 : static_cast<int>(p.cu_seqlens[row + 1] - start)) {}
 };
 
+// The warps of the state.
 template <int TEAMS, bool PAIRED>
 __device__ __forceinline__ void carry_state(
     const WkvArgs& p, int state_bytes, Shared<TEAMS, PAIRED>& sh, int head, int row) {
@@ -558,9 +561,10 @@ __device__ __forceinline__ void carry_state(
     store_state(head_at(p.write_slots[row]), state_bytes, s, warp, lane);
 }
 
-// `team`: of this block. `guest`: whether the other block has the state.
+// A team of this block. `guest`: the other block has the state.
 template <int TEAMS, bool PAIRED>
-__device__ __forceinline__ void make_chunks(const WkvArgs& p, Shared<TEAMS, PAIRED>& sh, int head, int row, int team, bool guest) {
+__device__ __forceinline__ void make_chunks(
+    const WkvArgs& p, Shared<TEAMS, PAIRED>& sh, int head, int row, int team, bool guest) {
     constexpr int STEP = CHUNK * (PAIRED ? 2 * TEAMS - 1 : TEAMS);
     const Place at(threadIdx.x & (TEAM - 1));
     const int part = (at.warp + team) & 3, barrier = team_barrier(team);  // T's warps of all teams on different schedulers
@@ -569,7 +573,8 @@ __device__ __forceinline__ void make_chunks(const WkvArgs& p, Shared<TEAMS, PAIR
     const Tokens tokens(p, row);
     const int width = p.heads * HEAD;
     const int64_t begin = tokens.start * width + head * HEAD;
-    const auto left_at = [&](int chunk) { return tokens.count - chunk - at.token; };  // tokens from this thread's first one on
+    // Of the chunk that begins with this token of the row: tokens from this thread's first one on, and where that is.
+    const auto left_at = [&](int chunk) { return tokens.count - chunk - at.token; };
     const auto from = [&](int chunk) { return begin + static_cast<int64_t>(chunk + at.token) * width + at.channel; };
     int chunk = (guest ? TEAMS - 1 + team : team) * CHUNK;
     Inputs in;
@@ -674,17 +679,18 @@ int launch_kernel(const WkvArgs& p, int state_bytes, void* stream) {
     return launch_result();
 }
 
-// The same bits whichever runs: what differs is who makes a chunk.
+// Which of them runs changes who makes a chunk, and no bit of what comes out: a row's text does not depend on its company.
 RWKV_API int rwkv_wkv_chunk(const WkvArgs* args, int state_bytes, int64_t tokens, void* stream) {
     WkvArgs p = *args;
     if (p.v_first == nullptr) p.v_first = p.v_gate = p.v, p.v0 = p.w0;  // the first layer: v + (v - v) * anything
     const Machine& machine = this_machine();
+    const auto fits = [&](size_t bytes) { return bytes <= static_cast<size_t>(machine.shared_bytes); };
     const int64_t blocks = static_cast<int64_t>(p.heads) * p.rows, mean = tokens / p.rows;
-    if (machine.early_launch && 2 * blocks <= machine.processors && mean >= PAIR_TOKENS) {
+    const bool clusters = machine.early_launch && fits(sizeof(Shared<3, true>));  // both came with sm_90
+    if (clusters && 2 * blocks <= machine.processors && mean >= PAIR_TOKENS) {
         return launch_kernel<3, 1, true>(p, state_bytes, stream);
     }
-    // Few chunks a row: what a block begins and ends with is hidden behind another block.
-    const bool fits = sizeof(Shared<4, false>) <= static_cast<size_t>(machine.shared_bytes);
-    if (!fits || (blocks > machine.processors && mean < SHORT_TOKENS)) return launch_kernel<2, 2, false>(p, state_bytes, stream);
+    const bool one_behind_another = blocks > machine.processors && mean < SHORT_TOKENS;
+    if (one_behind_another || !fits(sizeof(Shared<4, false>))) return launch_kernel<2, 2, false>(p, state_bytes, stream);
     return launch_kernel<4, 1, false>(p, state_bytes, stream);
 }
