@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ZERO_SLOT = 0
-DUMMY_SLOT = 1
 STAGING_BUFFERS = 4
 WARM_UP_RUNS = 2
 ALIGNMENT = 16
@@ -41,7 +39,8 @@ class Recorder:
                 for _ in range(WARM_UP_RUNS):
                     step()
                 self._stream.synchronize()
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                # thread_local: what the pool's threads allocate meanwhile is no part of it
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     step()
         except RuntimeError as error:
             raise CaptureError(f"{name} could not be captured: {_reason(error)}") from error
@@ -80,7 +79,7 @@ class StagedArrays:
 
     @contextmanager
     def filling(self) -> Iterator[dict[str, Array]]:
-        """The host's arrays, to be filled whole; when the block ends, their copy to the device is on its way."""
+        """The host's arrays: fill what the step reads of them. When the block ends, their copy is on its way."""
         self._turn = (self._turn + 1) % STAGING_BUFFERS
         event = self._events[self._turn]
         event.synchronize()

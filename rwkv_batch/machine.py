@@ -15,7 +15,7 @@ from torch import Tensor
 from native.transfer import on_device
 from rwkv_batch.arena import PipelineArena
 from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.capture import DUMMY_SLOT, ZERO_SLOT, CaptureError
+from rwkv_batch.capture import CaptureError
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fetch import Fetch
@@ -28,7 +28,7 @@ from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.weights import WeightsError, open_weights
 from sampling.registry import choose_sampler
 from sampling.sampler import Logprobs, Sampler
-from state_pool.arena import FIRST_FREE_SLOT
+from state_pool.arena import DUMMY_SLOT, FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.errors import DatabaseUnusable
 from state_pool.pool import StatePool
 
@@ -193,7 +193,8 @@ class Machine:
         try:
             for lengths in steps:
                 prompts, count = [[0] * length for length in lengths], len(lengths)
-                inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, list(range(count)))
+                drawing = list(range(min(count, rows)))
+                inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, drawing)
                 self.pipeline.forward(inputs, self._logits)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError as error:

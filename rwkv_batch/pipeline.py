@@ -24,6 +24,11 @@ class Pipeline:
     ) -> None:
         self.weights = weights
         self.devices = [resolve_device(name) for name in devices]
+        if len(devices) > weights.shape.layers:
+            raise ValueError(
+                f"{len(devices)} pipeline devices were asked for, but the model has {weights.shape.layers} layers; "
+                "name at most one device for each layer in --pp-devices"
+            )
         self.kernel_refusals: dict[str, str] = {}
         self.stages: list[Stage] = []
         for device, (first, last) in zip(self.devices, split_layers(weights.shape.layers, len(devices)), strict=True):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.batch import StepInputs
-from rwkv_batch.capture import DUMMY_SLOT, ZERO_SLOT, Recorder, StagedArrays
+from rwkv_batch.capture import Recorder, StagedArrays
 from rwkv_batch.stage import Stage
+from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 

@@ -112,7 +112,7 @@ class Scheduler:
         self._admit_forked()
         self._admit()
         decoding = [s for s in self._running if s.num_unread == 1 and s.may_run]
-        decoding.sort(key=attrgetter("slot"))  # neighbours in a step are then neighbours in memory, which is faster
+        decoding.sort(key=attrgetter("first_slot"))  # neighbours in a step lie together in memory: faster to read
         rows = [ScheduledRow(s, 1, s.draws) for s in decoding]
         limits = self.limits
         return rows + self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)

@@ -128,6 +128,11 @@ class Sequence:
         return self.slot if self.fed else ZERO_SLOT
 
     @property
+    def first_slot(self) -> int:
+        """The lower of the slots it holds, whichever it writes next."""
+        return self.slot if self.spare == NO_SLOT else min(self.slot, self.spare)
+
+    @property
     def write_slot(self) -> int:
         """Where the next step leaves its state: not over the old one while it may have to be taken back."""
         return self.spare if self.keeps_last_state else self.slot

@@ -164,15 +164,20 @@ class Link(Generic[Incoming, Outgoing]):
             logger.error("a peer left %d frames unread; closing its connection", len(self._waiting))
             self._close()
         elif len(self._waiting) == 1:
-            threading.Thread(target=self._send_waiting, name=f"{self._name}-send", daemon=True).start()
+            try:
+                threading.Thread(target=self._send_waiting, name=f"{self._name}-send", daemon=True).start()
+            except RuntimeError as error:  # no more threads to be had: the peer is lost, not the sender
+                logger.error("a peer that lags cannot be waited for (%s); closing its connection", error)
+                self._close()
 
     def _send_waiting(self) -> None:
-        """Send what waits; a frame stays in front until it has gone, so that nothing overtakes it."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    return
-                frame = self._waiting[0]
+        """Send what waits; a frame stays in front until it has gone, so that nothing overtakes it.
+
+        The last one goes and the thread ends under one hold of the lock: who sends next finds the queue as it is.
+        """
+        with self._lock:
+            frame = self._waiting[0] if self._waiting else None
+        while frame is not None:
             try:
                 self._connection.sendall(frame)
             except OSError:
@@ -181,3 +186,4 @@ class Link(Generic[Incoming, Outgoing]):
                 if self._waiting:
                     self._waiting.popleft()
                     self._waiting_bytes -= len(frame)
+                frame = self._waiting[0] if self._waiting else None

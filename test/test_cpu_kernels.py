@@ -89,6 +89,15 @@ def test_layers_equal_naive(batch: tuple[list[int], list[int], list[int]], stage
 
 
 @needs_compiler
+def test_values_of_a_stage_on_a_gpu_are_taken() -> None:
+    """A stage before this one may hand over fp16."""
+    inputs, stage = random_inputs(BATCHES[0]), next(stage for stage in STAGES if stage[0])
+    x, v_first = (normal(len(inputs.tokens), WIDTH, seed=seed).half() for seed in (1, 7))
+    wanted = run(CpuOps(), stage, x.float(), v_first.float(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, run(CpuOps(), stage, x, v_first, inputs), strict=True))
+
+
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_layers_are_bit_identical_for_any_number_of_threads(threads: int) -> None:
     inputs, x = random_inputs(BATCHES[2]), normal(42, WIDTH, seed=1)

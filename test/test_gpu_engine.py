@@ -68,6 +68,14 @@ def test_greedy_answers_agree_with_the_cpu_in_fp32(model: Path, wkv_state: str) 
     assert same(got, wanted) >= 0.995
 
 
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_few_rows_with_long_prompts(model: Path, rows: int) -> None:
+    """Fewer rows than a step of prompts could have."""
+    with started_engine(model, devices=("cuda:0",), max_running=rows, prefill_tokens_per_step=16384) as few:
+        texts = run(few, *[ask(f"English: {i}\n\nChinese:", max_tokens=4) for i in range(2 * rows)]).all_texts
+        assert len(texts) == 2 * rows and call(few, "status")["decode_graphs"] == "used"
+
+
 def test_overlapped_equals_plain(model: Path) -> None:
     rows = translations(100)
     sampled = [

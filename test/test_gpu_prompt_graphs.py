@@ -10,12 +10,12 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.capture import DUMMY_SLOT
 from rwkv_batch.graphs import DecodeGraphs
 from rwkv_batch.loader import Precision
 from rwkv_batch.prompt_graphs import SIZES, PromptGraphs
 from rwkv_batch.stage import Stage
 from rwkv_batch.weights import ModelShape, Weights
+from state_pool.arena import DUMMY_SLOT
 from test.test_prompt_graphs import STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -28,6 +28,7 @@ def pinned_like(slot: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("max_pitch", [transfer.MAX_PITCH, 0], ids=["one copy", "too far apart for one"])
 def test_a_slot_goes_out_and_comes_in_to_the_bit(max_pitch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transfer._copy_2d() is not None, "torch's own runtime has it"
     monkeypatch.setattr(transfer, "MAX_PITCH", max_pitch)
     arena = random_arena()
     for part in (arena.wkv, arena.shift):

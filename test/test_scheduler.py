@@ -136,6 +136,19 @@ def test_rows_decode_in_the_order_of_their_slots() -> None:
     assert [row.sequence.slot for row in plan.schedule()] == [2, 4, 7, 9]
 
 
+def test_rows_with_two_slots_keep_their_order() -> None:
+    """What a session's row writes in turn: the order must not change with it."""
+    plan, slots = scheduler(budget=8)
+    slots.free = [5, 2]
+    plan.add(*job(2))
+    read(plan.schedule())
+    first, second = (row.sequence for row in plan.schedule())
+    first.spare, second.spare = 9, 6
+    for _ in range(4):
+        assert [row.sequence for row in plan.schedule()] == [first, second]
+        first.slot, first.spare = first.spare, first.slot
+
+
 def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
     plan, _ = scheduler(budget=64, beside=20, chunk=64)
     plan.add(*job(1, prompt_tokens=70))

@@ -252,6 +252,12 @@ def test_memory_of_loading_is_about_the_file(tmp_path: Path, suffix: str, kernel
     assert peak < 1.35 * size
 
 
+def test_more_devices_than_layers_are_refused(tmp_path: Path) -> None:
+    weights = open_weights(written(tmp_path / "two-layers.pth", small()))
+    with pytest.raises(ValueError, match="3 pipeline devices were asked for, but the model has 2 layers"):
+        Pipeline(weights, devices=("cpu",) * 3)
+
+
 def test_a_large_file_shows_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

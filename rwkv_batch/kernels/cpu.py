@@ -111,12 +111,14 @@ class CpuOps(NaiveOps):
         """See ops.RunsLayers. Raises IndexError for rows that do not fit the slots, MemoryError."""
         if state.wkv.dtype != torch.float32:
             return forward_layers(layers, x, v_first, state, inputs, self)
+        prepared = [layer.args for layer in layers if isinstance(layer, CpuLayer)]
+        assert len(prepared) == len(layers), "prepare_layer comes first"
         x = x.to(torch.float32).contiguous()
         tokens, width = x.shape
         out = torch.empty_like(x)
-        first = torch.empty_like(x) if v_first is None else v_first.contiguous()
+        first = torch.empty_like(x) if v_first is None else v_first.to(torch.float32).contiguous()
         args = StepArgs(
-            (LayerArgs * len(layers))(*(layer.args for layer in layers if isinstance(layer, CpuLayer))), len(layers),
+            (LayerArgs * len(layers))(*prepared), len(layers),
             x.data_ptr(), out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
             *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
         )  # fmt: skip

@@ -102,8 +102,13 @@ class CudaLinear(Linear):
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 on the way; into `out` if that is given."""
+        shape = x.shape[0], self.weight.shape[0]
         if out is None:
-            out = torch.empty(x.shape[0], self.weight.shape[0], dtype=torch.float32, device=x.device)
+            out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        elif out.shape != shape:
+            raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
+        if x.shape[0] == 0:
+            return out
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
             skinny([Map(self.weight, x, out)])
             return out

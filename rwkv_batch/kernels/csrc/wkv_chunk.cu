@@ -679,7 +679,7 @@ int launch_kernel(const WkvArgs& p, int state_bytes, void* stream) {
     return launch_result();
 }
 
-// Which of them runs changes who makes a chunk, and no bit of what comes out: a row's text does not depend on its company.
+// Which of them runs changes who makes a chunk, and no bit of what comes out.
 RWKV_API int rwkv_wkv_chunk(const WkvArgs* args, int state_bytes, int64_t tokens, void* stream) {
     WkvArgs p = *args;
     if (p.v_first == nullptr) p.v_first = p.v_gate = p.v, p.v0 = p.w0;  // the first layer: v + (v - v) * anything

@@ -1,0 +1,85 @@
+"""A link whose peer lags: frames wait for a thread of their own, each goes once, in order."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from rwkv_batch.wire import Link
+
+DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
+LARGE = b"x" * 300_000
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Link, Link]]:
+    """A sender and a receiver with little room between them."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    sender, receiver = (Link(end, DECODER, name) for end, name in zip(ends, ("sender", "receiver"), strict=True))
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+class SendsWhenReleased:
+    """A lock whose release lets another sender in, once, at the moment when nothing waits any more."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._done = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if threading.current_thread().name == "sender-send" and not self._link._waiting and not self._done:
+            self._done = True
+            self._link.send((1, LARGE))
+
+
+def test_a_frame_that_comes_as_the_last_one_goes_is_sent_once(links: tuple[Link, Link]) -> None:
+    sender, receiver = links
+    sender._lock = SendsWhenReleased(sender)  # type: ignore[assignment]
+    got: list[tuple[int, int]] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        for number, body in receiver.receive():
+            got.append((number, len(body)))
+            if len(got) == 2:
+                sender.send((2, b"last"))
+        ended.set()
+
+    sender.send((0, LARGE))
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    for _ in range(2000):
+        if len(got) == 3:
+            break
+        ended.wait(0.01)
+    assert got == [(0, len(LARGE)), (1, len(LARGE)), (2, 4)]
+    sender.close()
+    assert ended.wait(WAIT_S)
+
+
+def test_without_a_thread_the_peer_is_lost_and_not_the_sender(
+    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = links
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    sender.send((0, LARGE))
+    sender.send((1, b"dropped"))
+    assert list(receiver.receive()) == []
