@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from routes.config import HttpConfig
+from routes.turns import Turns
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.face import EngineFace
 from rwkv_batch.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ class Context:
     engine: ServingFace
     config: HttpConfig
     gate: Gate
+    turns: Turns = field(default_factory=Turns)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))
     shared: dict[str, Any] = field(default_factory=dict)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 import uuid
 from typing import Any
 
 from routes.context import Context
+from routes.turns import Box
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.face import EngineFace, Reply
+from rwkv_batch.face import Reply
 from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
@@ -28,20 +28,21 @@ def new_job_id() -> str:
 class Feed:
     """A bounded queue with one reader. Closing it cancels the job; a reader that stops reading is cut off."""
 
-    def __init__(self, engine: EngineFace, job_id: str, stall_timeout_s: float) -> None:
-        self._engine = engine
+    def __init__(self, context: Context, job_id: str) -> None:
+        self._engine = context.engine
+        self._turns = context.turns
         self._job_id = job_id
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = context.config.stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
-        self._events: queue.SimpleQueue[JobEvents] = queue.SimpleQueue()
+        self._box: Box[JobEvents] = Box()
         self._last_pull = time.monotonic()
         self._ended = threading.Event()
         self._closed = False
 
     def sink(self, events: JobEvents) -> None:
         """Take what a step brought. Runs on the engine client's thread; returns at once."""
-        self._events.put(events)
+        self._turns.put(self._box, events)
         if events.done:
             self._ended.set()
             self._loop.call_soon_threadsafe(self._finish)
@@ -52,13 +53,7 @@ class Feed:
     def pull(self, timeout_s: float) -> list[JobEvents]:
         """Everything that waits; waits for at most `timeout_s` seconds, then []."""
         self._last_pull = time.monotonic()
-        try:
-            batch = [self._events.get(timeout=timeout_s)]
-        except queue.Empty:
-            return []
-        while not self._events.empty():
-            batch.append(self._events.get_nowait())
-        return batch
+        return self._turns.take(self._box, timeout_s)
 
     async def wait_finished(self, timeout_s: float) -> bool:
         """Whether the last event is there within `timeout_s` seconds."""
@@ -84,7 +79,7 @@ class Feed:
 
     def _is_stalled(self) -> bool:
         idle = time.monotonic() - self._last_pull
-        return idle > self._stall_timeout_s or self._events.qsize() > MAX_WAITING_EVENTS
+        return idle > self._stall_timeout_s or len(self._box.news) > MAX_WAITING_EVENTS
 
 
 async def submit(context: Context, job: Job) -> Feed:
@@ -92,7 +87,7 @@ async def submit(context: Context, job: Job) -> Feed:
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
 
-    feed = Feed(context.engine, job.job_id, context.config.stall_timeout_s)
+    feed = Feed(context, job.job_id)
     context.engine.submit(job, feed.sink, _settler(loop, admission))
     await admission
     return feed
