@@ -1,7 +1,7 @@
 // The threads of one call: a phase's items dealt to whoever is free, and all of them meeting behind it.
 //
-// A step has a dozen short phases a layer. Meeting through OpenMP costs 5 us a time when its threads spin, and 90 when
-// they sleep (OMP_WAIT_POLICY=PASSIVE, as in the service), so there is one parallel region per call and this inside.
+// A step has a dozen short phases a layer. Where OpenMP's threads sleep between regions (OMP_WAIT_POLICY=PASSIVE, as
+// in the service), a region for each phase took 10 of one row's 25 ms, so there is one per call and this inside.
 #pragma once
 #include <omp.h>
 
