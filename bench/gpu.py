@@ -24,7 +24,7 @@ import torch
 
 from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
 from rwkv_batch.batch import StepInputs
-from rwkv_batch.graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.stage import Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)

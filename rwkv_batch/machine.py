@@ -17,9 +17,9 @@ from rwkv_batch.arena import PipelineArena
 from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.capture import CaptureError
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fetch import Fetch
-from rwkv_batch.graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.pipeline import Pipeline
 from rwkv_batch.prompt_graphs import PromptGraphs
 from rwkv_batch.request import TokenLogprob

@@ -11,7 +11,7 @@ import torch
 
 from demo.random_weights import random_weights
 from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.graphs import DecodeGraphs
+from rwkv_batch.decode_graphs import DecodeGraphs
 from rwkv_batch.loader import Precision
 from rwkv_batch.stage import Stage
 from rwkv_batch.weights import ModelShape, Weights

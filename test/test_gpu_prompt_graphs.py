@@ -10,7 +10,7 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.graphs import DecodeGraphs
+from rwkv_batch.decode_graphs import DecodeGraphs
 from rwkv_batch.loader import Precision
 from rwkv_batch.prompt_graphs import SIZES, PromptGraphs
 from rwkv_batch.stage import Stage
