@@ -37,13 +37,16 @@ def drop_ended() -> None:
     """Drop the states of threads that have ended."""
     if not CAN_KEEP:
         return
-    alive = set(map(int, os.listdir("/proc/self/task")))
     with _lock:
-        ended = [state for thread, state in _kept if thread not in alive]
-        _kept[:] = [entry for entry in _kept if entry[0] in alive]
+        kept = list(_kept)
+    # Looked at after that: a thread that comes up meanwhile is not among those asked for.
+    alive = set(map(int, os.listdir("/proc/self/task")))
+    ended = [entry for entry in kept if entry[0] not in alive]
+    with _lock:
+        _kept[:] = [entry for entry in _kept if entry not in ended]
     if ended:
         # From Python 3.12 on a thread that drops another's state is not known as Python's any more: let it end.
-        dropping = threading.Thread(target=_drop, args=(ended,))
+        dropping = threading.Thread(target=_drop, args=([state for _, state in ended],))
         dropping.start()
         dropping.join()
 

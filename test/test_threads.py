@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 
@@ -65,6 +66,34 @@ def test_the_state_of_a_living_thread_is_not_dropped() -> None:
     may_end.set()
     thread.join()
     assert seen == [before + 2]
+    drop_ended()
+    assert num_states() == before
+
+
+def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop_ended()
+    before, listed = num_states(), os.listdir
+    kept, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        keep_state()
+        kept.set()
+        may_end.wait(30)
+
+    thread = threading.Thread(target=on_foreign_thread, args=(work,))
+
+    def list_then_start(path: str) -> list[str]:
+        found = listed(path)
+        thread.start()
+        assert kept.wait(30)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", list_then_start)
+        drop_ended()
+    assert num_states() == before + 2, "the thread's and that of the one that waits for it"
+    may_end.set()
+    thread.join()
     drop_ended()
     assert num_states() == before
 
