@@ -1,6 +1,6 @@
 """Short prompts as CUDA graphs: launched one by one, the kernels of a forward take the host longer than the GPU.
 
-On an H200, 15 tokens of the 7.2B shape: 8.7 ms kernel by kernel, 4.5 by a graph; of the 1.5B shape 6.5 and 1.7.
+What that is worth: docs/performance.md, "Steps that mix prompts and decoding rows".
 
 A graph reads up to 48 rows of up to 512 tokens in all. Rows and tokens that are not there are padding: every graph has
 one row more than it serves, which takes what is left of the tokens, from the zero state into the dummy slot.
