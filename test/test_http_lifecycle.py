@@ -203,7 +203,12 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
             thread.start()
         wait_for(lambda: service.status()["running_rows"] == 2, 30, "2 rows run")
         service.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: service.get("/readyz").status_code == 503, 10, "draining")
+
+        def drains() -> bool:
+            """Workers hear of it one after the other; each answers some of so many."""
+            return all(service.get("/readyz").status_code == 503 for _ in range(16))
+
+        wait_for(drains, 10, "every worker drains")
         assert service.get("/readyz").json() == {"status": "draining", "error": "draining"}
         refused = service.post(CHAT, {"contents": ["a"], "max_tokens": 1})
         assert refused.status_code == 503
