@@ -1,0 +1,1 @@
+"""The interface described: OpenAPI document, reference page."""

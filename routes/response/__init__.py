@@ -1,0 +1,1 @@
+"""From the engine's events to bytes: text, JSON, server-sent events."""

@@ -1,0 +1,1 @@
+"""Robyn and its process: the wrapper around every handler, the threads."""

@@ -1,0 +1,1 @@
+"""Decides: who runs, what each row reads next, what its tokens mean. No torch."""

@@ -1,0 +1,1 @@
+"""Between processes: the engine's socket, its messages, both ends of it."""

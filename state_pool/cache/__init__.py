@@ -1,0 +1,1 @@
+"""The tiers above the disk: slots, host memory, cached prompt prefixes."""
