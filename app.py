@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from rwkv_batch.errors import StartupError
-from rwkv_batch.process import LogStyle, set_up_logging
+from rwkv_batch.ipc.process import LogStyle, set_up_logging
 from settings import Settings, SettingsError, parse_settings
 
 logger = logging.getLogger("supervisor")
@@ -47,7 +47,7 @@ def _engine_process(*arguments: Any) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tqdm import tqdm
 
-    from rwkv_batch.server import run_engine
+    from rwkv_batch.ipc.server import run_engine
 
     # tqdm's own lock holds a semaphore of the system, which an engine that is killed leaves behind, with a warning.
     tqdm.set_lock(threading.RLock())
@@ -55,7 +55,7 @@ def _engine_process(*arguments: Any) -> None:
 
 
 def _http_process(*arguments: Any) -> None:
-    from routes.server import run_http_worker
+    from routes.serving.worker import run_http_worker
 
     run_http_worker(*arguments)
 

@@ -44,10 +44,10 @@ from typing import Any
 import torch
 
 from demo.random_weights import write_random_model
-from rwkv_batch.batch import step_inputs
 from rwkv_batch.kernels import cpu_library
-from rwkv_batch.pipeline import Pipeline
-from rwkv_batch.weights import open_weights
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.pipeline import Pipeline
 
 LAYERS, WIDTH, VOCAB = 12, 768, 65536
 BATCHES = (1, 8, 32, 128)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
-from rwkv_batch.batch import StepInputs
-from rwkv_batch.decode_graphs import DecodeGraphs, DeviceSampler
-from rwkv_batch.stage import Stage
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.runner.stage import Stage
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))

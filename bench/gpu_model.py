@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.registry import choose_ops
-from rwkv_batch.layer import Layer
-from rwkv_batch.loader import Precision
-from rwkv_batch.stage import Stage
-from rwkv_batch.weights import ModelShape, Weights
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.runner.stage import Stage
 
 VOCAB = 65536
 SIZES = {

@@ -21,14 +21,14 @@ from torch import Tensor
 from bench.gpu import GPU, prefill_inputs
 from bench.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_turned, skinny
-from rwkv_batch.layer import Projections
-from rwkv_batch.loader import LayerLoader, Precision
-from rwkv_batch.weights import ModelShape, Weights
+from rwkv_batch.model.layer import Projections
+from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import ModelShape, Weights
 
 COPIES = 4
 FEW = (1, 2, 4, 8, 16)

@@ -15,8 +15,8 @@ from typing import Any
 
 from app import Supervisor, log_style
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.face import Reply, Sink
-from rwkv_batch.process import set_up_logging
+from rwkv_batch.ipc.process import set_up_logging
+from rwkv_batch.protocol import Reply, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
 from settings import parse_settings
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from routes.answers import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
-from routes.batch import BatchDialect, batch_rows, transcript_of
-from routes.bodies import BatchBody
 from routes.context import Context
-from routes.feed import ask, new_job_id
-from routes.generate import run
-from routes.reply import Reply, json_answer
+from routes.request.bodies import BatchBody
+from routes.response.event_stream import ask, new_job_id
+from routes.response.generate import run
+from routes.response.native_format import BatchDialect, batch_rows, transcript_of
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job

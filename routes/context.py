@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from routes.config import HttpConfig
-from routes.turns import Turns
+from routes.response.wakeups import Turns
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.face import EngineFace
+from rwkv_batch.ipc.wire import Observe
+from rwkv_batch.protocol import EngineFace
 from rwkv_batch.tokenizer import Tokenizer
-from rwkv_batch.wire import Observe
 
 
 class ServingFace(EngineFace, Protocol):

@@ -7,17 +7,17 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from routes import prompts
-from routes.answers import BatchAnswer, BatchChunk
-from routes.batch import BatchDialect, given_stops
-from routes.bodies import SamplingBody
 from routes.context import Context
-from routes.feed import new_job_id
-from routes.generate import run
-from routes.reply import Reply
+from routes.request import prompts
+from routes.request.bodies import SamplingBody
+from routes.request.generate_requests import build_rows, off_loop
+from routes.response.event_stream import new_job_id
+from routes.response.generate import run
+from routes.response.native_format import BatchDialect, given_stops
+from routes.response.reply import Reply
+from routes.response.response_models import BatchAnswer, BatchChunk
+from routes.response.transcript import Transcript
 from routes.route import Route
-from routes.rows import build_rows, off_loop
-from routes.text import Transcript
 from rwkv_batch.request import Job
 
 PATH = "/FIM/v1/batch-FIM"

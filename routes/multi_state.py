@@ -7,13 +7,13 @@ from typing import Any
 from pydantic import Field
 
 from routes import state
-from routes.answers import BatchChunk, DialogueAnswer, DialogueMade
-from routes.batch import BatchDialect
 from routes.context import Context
-from routes.generate import RowResult, run
-from routes.reply import Reply, sse
+from routes.response.generate import RowResult, run
+from routes.response.native_format import BatchDialect
+from routes.response.reply import Reply, sse
+from routes.response.response_models import BatchChunk, DialogueAnswer, DialogueMade
+from routes.response.transcript import RowNews, Transcript
 from routes.route import SESSION_ERRORS, Route
-from routes.text import RowNews, Transcript
 from rwkv_batch.request import Finish
 
 PATH = "/multi_state/chat/completions"

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from routes.bodies import Body, Fields
 from routes.context import Context
-from routes.reply import JSON, ErrorBody, Reply, native_error
+from routes.request.bodies import Body, Fields
+from routes.response.reply import JSON, ErrorBody, Reply, native_error
 from rwkv_batch.errors import ErrorKind
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)

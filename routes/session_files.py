@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field
 
-from routes.answers import Imported
-from routes.bodies import Fields
 from routes.context import Context
-from routes.feed import ask
-from routes.reply import FILE, Answer, Reply, json_answer
+from routes.request.bodies import Fields
+from routes.response.event_stream import ask
+from routes.response.reply import FILE, Answer, Reply, json_answer
+from routes.response.response_models import Imported
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.errors import ErrorKind
 

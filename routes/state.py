@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from routes.answers import BatchAnswer, BatchChunk, Deleted, SessionList
-from routes.batch import BatchDialect
-from routes.bodies import DEFAULT_STOPS, Body, SamplingBody
 from routes.context import Context
-from routes.feed import ask, new_job_id
-from routes.generate import run
-from routes.reply import Reply, json_answer
+from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody
+from routes.request.generate_requests import build_rows, off_loop
+from routes.request.session_turn import as_turn
+from routes.response.event_stream import ask, new_job_id
+from routes.response.generate import run
+from routes.response.native_format import BatchDialect
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import BatchAnswer, BatchChunk, Deleted, SessionList
+from routes.response.transcript import Transcript
 from routes.route import SESSION_ERRORS, Route
-from routes.rows import build_rows, off_loop
-from routes.sessions import as_turn
-from routes.text import Transcript
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job
 

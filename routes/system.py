@@ -6,15 +6,15 @@ from typing import Any
 
 from pydantic import Field
 
-from routes import prompts
-from routes.answers import Health, Model, ModelList, Status, TokenCount
-from routes.bodies import CountBody, Fields, shown
 from routes.context import Context
-from routes.feed import ask
-from routes.openai_errors import openai_error
-from routes.reply import Answer, Reply, json_answer
+from routes.openai.errors import openai_error
+from routes.request import prompts
+from routes.request.bodies import CountBody, Fields, shown
+from routes.request.generate_requests import off_loop
+from routes.response.event_stream import ask
+from routes.response.reply import Answer, Reply, json_answer
+from routes.response.response_models import Health, Model, ModelList, Status, TokenCount
 from routes.route import Route, Upload
-from routes.rows import off_loop
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 

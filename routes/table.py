@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from routes import (
-    big_batch,
-    docs,
-    fim,
-    multi_state,
-    openai_chat,
-    openai_completions,
-    session_files,
-    state,
-    system,
-    translate,
-    v1,
-    v2,
-)
+from routes import big_batch, fim, multi_state, session_files, state, system, translate, v1, v2
+from routes.docs import pages
+from routes.openai import chat, completions
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -27,8 +16,8 @@ ROUTES: tuple[Route, ...] = (
     *state.ROUTES,
     *session_files.ROUTES,
     *multi_state.ROUTES,
-    *openai_chat.ROUTES,
-    *openai_completions.ROUTES,
+    *chat.ROUTES,
+    *completions.ROUTES,
     *system.ROUTES,
-    *docs.ROUTES,
+    *pages.ROUTES,
 )

@@ -12,16 +12,16 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from routes import languages, prompts
-from routes.answers import Translations
-from routes.bodies import AUTO, TranslateBody
 from routes.context import Context
-from routes.feed import new_job_id
-from routes.generate import RowResult, run_whole
-from routes.reply import Reply, json_answer, native_error
+from routes.request import languages, prompts
+from routes.request.bodies import AUTO, TranslateBody
+from routes.request.generate_requests import encode, invalid, off_loop
+from routes.response.event_stream import new_job_id
+from routes.response.generate import RowResult, run_whole
+from routes.response.reply import Reply, json_answer, native_error
+from routes.response.response_models import Translations
+from routes.response.transcript import Transcript
 from routes.route import Route
-from routes.rows import encode, invalid, off_loop
-from routes.text import Transcript
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, Job
 from sampling.params import SamplingParams

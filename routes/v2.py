@@ -5,11 +5,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from routes import v1
-from routes.answers import BatchAnswer, BatchChunk
-from routes.batch import serve
-from routes.bodies import PromptBody
 from routes.context import Context
-from routes.reply import Reply
+from routes.request.bodies import PromptBody
+from routes.response.native_format import serve
+from routes.response.reply import Reply
+from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.route import SESSION_ERRORS, Route
 
 PATH = "/v2/chat/completions"

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.job_table import JobTable
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import Phase
+from rwkv_batch.core.session_transfer import SessionFiles
+from rwkv_batch.core.state_manager import SlotKeeper, as_service_error
+from rwkv_batch.core.throughput import Speed
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.face import Reply, Sink
-from rwkv_batch.jobs import JobTable
-from rwkv_batch.machine import Launched, Machine
+from rwkv_batch.protocol import Reply, Sink
 from rwkv_batch.request import Job
-from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.sequence import Phase
-from rwkv_batch.session_files import SessionFiles
-from rwkv_batch.slot_keeper import SlotKeeper, as_service_error
-from rwkv_batch.speed import Speed
+from rwkv_batch.runner.model_runner import Launched, Machine
 
 logger = logging.getLogger(__name__)
 

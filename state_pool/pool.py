@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from state_pool.arena import Arena
-from state_pool.carrier import Carrier, OnExported
+from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
+from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
+from state_pool.disk.store import Deliveries, Store
 from state_pool.lease import Lease, OnDurable
-from state_pool.portable import SessionFile
-from state_pool.prefix import PrefixCache, PrefixHit
+from state_pool.session_file import SessionFile
 from state_pool.sessions import Session, SessionIndex
 from state_pool.status import integrity_faults, pool_stats, session_status
-from state_pool.store import Deliveries, Store
-from state_pool.tiers import Tiers
-from state_pool.turns import Turns
+from state_pool.turns.import_export import Carrier, OnExported
+from state_pool.turns.turns import Turns
 
 _HOUSEKEEPING_S = 0.25
 _RETRY_S = 1.0

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from state_pool.codec import LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError
-from state_pool.records import LAYOUT_VERSION, Layout
 
 FORMAT = "rwkv-session-1"
 MAX_HEADER_BYTES = 1 << 24

@@ -11,12 +11,12 @@ import msgspec
 
 from state_pool.arena import ZERO_SLOT
 from state_pool.config import PoolConfig
+from state_pool.disk.store import Store
 from state_pool.sessions import Session, SessionIndex
-from state_pool.store import Store
 
 if TYPE_CHECKING:
-    from state_pool.prefix import PrefixCache
-    from state_pool.tiers import Tiers
+    from state_pool.cache.prefix_cache import PrefixCache
+    from state_pool.cache.tiers import Tiers
 
 
 def session_status(index: SessionIndex, limit: int, offset: int) -> dict[str, Any]:

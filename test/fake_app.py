@@ -6,7 +6,7 @@ import os
 import sys
 
 from app import Supervisor, log_style
-from rwkv_batch.process import set_up_logging
+from rwkv_batch.ipc.process import set_up_logging
 from settings import parse_settings
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.face import Reply, Sink
+from rwkv_batch.protocol import Reply, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
 from rwkv_batch.tokenizer import Tokenizer
 

@@ -69,7 +69,7 @@ def test_what_a_package_does_not_know(package: str, forbidden: set[str]) -> None
 
 def test_the_scheduler_has_no_torch() -> None:
     assert "torch" not in {
-        name.partition(".")[0] for name in imported(ROOT / "rwkv_batch/scheduler.py", everywhere=True)
+        name.partition(".")[0] for name in imported(ROOT / "rwkv_batch/core/scheduler.py", everywhere=True)
     }
 
 
@@ -90,9 +90,7 @@ def test_no_circles() -> None:
 
 
 def test_an_http_worker_loads_no_torch_and_the_supervisor_little() -> None:
-    worker = (
-        "import sys, routes.server, routes.http; print([m for m in ('torch', 'demo', 'sqlite3') if m in sys.modules])"
-    )
+    worker = "import sys, routes.serving.worker, routes.serving.http; print([m for m in ('torch', 'demo', 'sqlite3') if m in sys.modules])"
     supervisor = "import sys, app; print([m for m in ('torch', 'robyn', 'numpy', 'pydantic') if m in sys.modules])"
     for code in (worker, supervisor):
         ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from routes.answers import Error, OpenAIError
-from routes.bodies import Fields
-from routes.reply import FILE, JSON, SSE, native_error
+from routes.request.bodies import Fields
+from routes.response.reply import FILE, JSON, SSE, native_error
+from routes.response.response_models import Error, OpenAIError
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 

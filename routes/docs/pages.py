@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from routes.context import Context
-from routes.reference import page
-from routes.reply import Answer, Reply
+from routes.docs.reference import page
+from routes.response.reply import Answer, Reply
 from routes.route import Route
 from routes.system import OPENAPI
 

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 SERVER = "http://localhost:8000"
-API_PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+API_PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 _SCHEMAS = "#/components/schemas/"
 _LIMITS = {
     "minimum": "≥ {}",
@@ -253,7 +253,7 @@ def _html_shape(shape: Shape) -> str:
 
 def main() -> None:
     """Write docs/api.md."""
-    from routes.openapi import openapi_document
+    from routes.docs.openapi import openapi_document
     from routes.table import ROUTES
 
     API_PAGE.parent.mkdir(exist_ok=True)

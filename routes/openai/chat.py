@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from routes import prompts
-from routes.answers import ChatAnswer, ChatChunk
-from routes.batch import given_stops
 from routes.context import Context
-from routes.generate import RowResult, run
-from routes.openai_answer import (
+from routes.openai.errors import openai_error
+from routes.openai.request import ChatBody
+from routes.openai.response import (
     OpenAIDialect,
     as_logprob,
     fingerprint,
@@ -19,13 +17,15 @@ from routes.openai_answer import (
     openai_rows,
     token_text,
 )
-from routes.openai_bodies import ChatBody
-from routes.openai_errors import openai_error
-from routes.reasoning import Parting
-from routes.reply import Reply
+from routes.request import prompts
+from routes.request.session_turn import as_turn
+from routes.response.generate import RowResult, run
+from routes.response.native_format import given_stops
+from routes.response.reasoning import Parting
+from routes.response.reply import Reply
+from routes.response.response_models import ChatAnswer, ChatChunk
+from routes.response.transcript import RowNews, Transcript
 from routes.route import SESSION_ERRORS, Route
-from routes.sessions import as_turn
-from routes.text import RowNews, Transcript
 from rwkv_batch.request import TokenLogprob
 
 PATH = "/openai/v1/chat/completions"

@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from routes import prompts, system
-from routes.answers import CompletionAnswer, CompletionChunk, ModelList
-from routes.batch import given_stops
+from routes import system
 from routes.context import Context
-from routes.generate import RowResult, run
-from routes.openai_answer import (
+from routes.openai.errors import openai_error
+from routes.openai.request import CompletionBody
+from routes.openai.response import (
     OpenAIDialect,
     as_logprob,
     chosen,
@@ -21,12 +20,14 @@ from routes.openai_answer import (
     openai_rows,
     token_text,
 )
-from routes.openai_bodies import CompletionBody
-from routes.openai_errors import openai_error
-from routes.reply import Reply
+from routes.request import prompts
+from routes.request.session_turn import as_turn
+from routes.response.generate import RowResult, run
+from routes.response.native_format import given_stops
+from routes.response.reply import Reply
+from routes.response.response_models import CompletionAnswer, CompletionChunk, ModelList
+from routes.response.transcript import RowNews, Transcript
 from routes.route import SESSION_ERRORS, Route
-from routes.sessions import as_turn
-from routes.text import RowNews, Transcript
 from rwkv_batch.request import TokenLogprob
 
 PATH = "/openai/v1/completions"

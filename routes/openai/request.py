@@ -9,8 +9,8 @@ import msgspec
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from routes import prompts
-from routes.bodies import Fields, Message, SamplingBody, SessionFields, StopToken
+from routes.request import prompts
+from routes.request.bodies import Fields, Message, SamplingBody, SessionFields, StopToken
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from routes.batch import usage
 from routes.context import Context
-from routes.feed import ask, new_job_id
-from routes.generate import PlainDialect, RowResult
-from routes.openai_bodies import OpenAIBody
-from routes.openai_errors import openai_error
-from routes.reply import ErrorBody, sse
-from routes.rows import build_rows, invalid, off_loop
-from routes.text import RowNews
+from routes.openai.errors import openai_error
+from routes.openai.request import OpenAIBody
+from routes.request.generate_requests import build_rows, invalid, off_loop
+from routes.response.event_stream import ask, new_job_id
+from routes.response.generate import PlainDialect, RowResult
+from routes.response.native_format import usage
+from routes.response.reply import ErrorBody, sse
+from routes.response.transcript import RowNews
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
-from routes.bodies import GenerationBody
 from routes.config import HttpConfig
+from routes.request.bodies import GenerationBody
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer

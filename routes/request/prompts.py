@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 
-from routes.bodies import DEFAULT_STOPS, Message
+from routes.request.bodies import DEFAULT_STOPS, Message
 
 FIM_STOP = "✿"
 ROUND_BREAK = "\n\n"

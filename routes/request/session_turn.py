@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from routes import prompts
 from routes.context import Context
-from routes.rows import encode, invalid
+from routes.request import prompts
+from routes.request.generate_requests import encode, invalid
 from rwkv_batch.request import GenerateRequest, SessionTurn
 
 

@@ -10,9 +10,9 @@ import uuid
 from typing import Any
 
 from routes.context import Context
-from routes.turns import Box
+from routes.response.wakeups import Box
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.face import Reply
+from rwkv_batch.protocol import Reply
 from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)

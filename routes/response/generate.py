@@ -11,9 +11,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from routes.context import Context
-from routes.feed import Feed, submit
-from routes.reply import DONE, JSON, SSE, Answer, ErrorBody, Reply, Stream, error_answer, native_error, sse, to_json
-from routes.text import RowNews, Transcript
+from routes.response.event_stream import Feed, submit
+from routes.response.reply import (
+    DONE,
+    JSON,
+    SSE,
+    Answer,
+    ErrorBody,
+    Reply,
+    Stream,
+    error_answer,
+    native_error,
+    sse,
+    to_json,
+)
+from routes.response.transcript import RowNews, Transcript
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Finish, Job
 

@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from routes import prompts
-from routes.bodies import DEFAULT_STOPS, BatchBody, GenerationBody, PromptBody
 from routes.context import Context
-from routes.feed import new_job_id
-from routes.generate import PlainDialect, RowResult, run
-from routes.reply import Reply, native_error, sse
-from routes.rows import build_rows, off_loop
-from routes.sessions import as_turn
-from routes.text import RowNews, Transcript
+from routes.request import prompts
+from routes.request.bodies import DEFAULT_STOPS, BatchBody, GenerationBody, PromptBody
+from routes.request.generate_requests import build_rows, off_loop
+from routes.request.session_turn import as_turn
+from routes.response.event_stream import new_job_id
+from routes.response.generate import PlainDialect, RowResult, run
+from routes.response.reply import Reply, native_error, sse
+from routes.response.transcript import RowNews, Transcript
 from rwkv_batch.request import Finish, GenerateRequest, Job
 
 

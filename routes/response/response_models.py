@@ -1,6 +1,6 @@
 """What the routes answer, as models: for the OpenAPI document and the reference alone, answers are written without.
 
-test/test_routes_answers.py holds real answers against them, field by field.
+test/routes/test_routes_answers.py holds real answers against them, field by field.
 """
 
 from __future__ import annotations

@@ -17,16 +17,16 @@ from urllib.parse import unquote, unquote_plus
 import pydantic_core
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
-from routes.bodies import validate
 from routes.context import Context
-from routes.generate import BLANK, HEARTBEAT
-from routes.openai_errors import PREFIX, openai_error
-from routes.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
+from routes.openai.errors import PREFIX, openai_error
+from routes.request.bodies import validate
+from routes.request.generate_requests import off_loop
+from routes.response.generate import BLANK, HEARTBEAT
+from routes.response.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
 from routes.route import Route, Upload
-from routes.rows import off_loop
-from routes.threads import keep_state
+from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.wire import Observe
+from rwkv_batch.ipc.wire import Observe
 
 logger = logging.getLogger(__name__)
 

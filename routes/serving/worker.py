@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 from routes import system, translate
 from routes.config import HttpConfig
 from routes.context import Context, Gate
-from routes.openapi import openapi_document
+from routes.docs.openapi import openapi_document
 from routes.route import Route
+from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
-from routes.threads import drop_ended
-from rwkv_batch.client import EngineClient
-from rwkv_batch.process import LogStyle, become_child
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.process import LogStyle, become_child
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
         os.environ.pop(name, None)
     from robyn import Headers, Robyn
 
-    from routes.http import register
+    from routes.serving.http import register
 
     def keep_house() -> None:
         for turn in range(sys.maxsize):

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
+from rwkv_batch.core.output import RowOutput, StopRules
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.state_manager import SlotKeeper
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.face import Sink
-from rwkv_batch.output import RowOutput, StopRules
+from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
-from rwkv_batch.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.sequence import PENDING, Phase, RunningJob, Sequence
-from rwkv_batch.slot_keeper import SlotKeeper
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 
 Drawn = tuple[int, TokenLogprob | None]

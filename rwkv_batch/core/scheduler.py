@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from rwkv_batch.sequence import NO_SEAT, Phase, RunningJob, Sequence
-from rwkv_batch.slots import SlotSource
+from rwkv_batch.core.sequence import NO_SEAT, Phase, RunningJob, Sequence
+from rwkv_batch.core.slot_source import SlotSource
 
 LEAST_SHARE = 32
 """Prompt tokens that a job gets at its turn, however many jobs have prompts to read."""

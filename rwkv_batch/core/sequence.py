@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rwkv_batch.face import Sink
-from rwkv_batch.output import RowOutput
+from rwkv_batch.core.output import RowOutput
+from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from state_pool.arena import ZERO_SLOT
 from state_pool.lease import Lease

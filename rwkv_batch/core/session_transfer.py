@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.face import Reply
-from rwkv_batch.slot_keeper import as_service_error
+from rwkv_batch.protocol import Reply
 from state_pool.errors import PoolError
 from state_pool.pool import StatePool
-from state_pool.portable import NotASession, SessionFile, decode
+from state_pool.session_file import NotASession, SessionFile, decode
 
 Put = Callable[[Callable[[], None]], bool]
 """Runs a command on the engine's thread; False: the engine takes none any more."""

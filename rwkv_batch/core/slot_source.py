@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rwkv_batch.sequence import Sequence
+from rwkv_batch.core.sequence import Sequence
 
 
 class SlotSource(Protocol):

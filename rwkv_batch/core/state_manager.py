@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rwkv_batch.core.sequence import NO_SLOT, Mark, Phase, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.sequence import NO_SLOT, Mark, Phase, Sequence, SharedSlot
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.lease import LeaseState

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rwkv_batch.scheduler import ScheduledRow
+from rwkv_batch.core.scheduler import ScheduledRow
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,7 @@ import threading
 from typing import Any, NamedTuple
 
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.face import Reply, Sink
-from rwkv_batch.request import Job, JobEvents
-from rwkv_batch.wire import (
+from rwkv_batch.ipc.wire import (
     Admitted,
     Answer,
     Call,
@@ -29,6 +27,8 @@ from rwkv_batch.wire import (
     ToWorker,
     to_worker_decoder,
 )
+from rwkv_batch.protocol import Reply, Sink
+from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
-from rwkv_batch.wire import Observe
 
 disable_created_metrics()
 

@@ -20,11 +20,9 @@ from typing import Any, Protocol
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError
-from rwkv_batch.face import EngineFace
-from rwkv_batch.metrics import Metrics
-from rwkv_batch.process import LogStyle, become_child
-from rwkv_batch.request import JobEvents
-from rwkv_batch.wire import (
+from rwkv_batch.ipc.metrics import Metrics
+from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.wire import (
     Admitted,
     Answer,
     Call,
@@ -38,6 +36,8 @@ from rwkv_batch.wire import (
     ToWorker,
     to_engine_decoder,
 )
+from rwkv_batch.protocol import EngineFace
+from rwkv_batch.request import JobEvents
 
 logger = logging.getLogger(__name__)
 

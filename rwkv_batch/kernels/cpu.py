@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.cpu_library import (
     Activation,
     Failure,
@@ -26,10 +25,11 @@ from rwkv_batch.kernels.cpu_library import (
     library,
 )
 from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.layer import Layer, Norm
-from rwkv_batch.linear import Linear
-from rwkv_batch.model import forward_layers
-from rwkv_batch.state import StateArena
+from rwkv_batch.model.layer import Layer, Norm
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.rwkv7 import forward_layers
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.step_inputs import StepInputs
 
 ALIGNMENT = 64
 

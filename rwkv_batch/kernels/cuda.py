@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from native import machine
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, pointer, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_turned
 from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide, why_no_wide
-from rwkv_batch.layer import Layer, Norm, Projections
+from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.step_inputs import StepInputs
 
 HEAD_SIZE = 64
 MAX_WIDTH = 4096

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from rwkv_batch.layer import Layer
-from rwkv_batch.linear import Linear
-from rwkv_batch.mapped import release
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.mmap_release import release
 
 RANK_STEP = 64
 TURNED_ROWS = 512

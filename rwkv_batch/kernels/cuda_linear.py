@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, library, pointer
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, has_wide, launch_wide
-from rwkv_batch.linear import Linear
+from rwkv_batch.model.linear import Linear
 
 MAX_SKINNY_ROWS = 16
 LEAST_WIDE_DEPTH = 4096

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
-from rwkv_batch.layer import Layer, Norm, Projections
+from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.step_inputs import StepInputs
 
 DECAY_SCALE = -0.6065306597126334
 """-exp(-0.5): log of the smallest decay."""

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from rwkv_batch.kernels.ops import DoesWithout, Ops
+from rwkv_batch.model.ops import DoesWithout, Ops
 
 _BACKENDS = {
     "cuda": ("rwkv_batch.kernels.cuda", "CudaOps"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rwkv_batch.linear import Linear
+from rwkv_batch.model.linear import Linear
 
 
 @dataclass(slots=True)

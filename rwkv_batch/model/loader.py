@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rwkv_batch.layer import Layer, Norm, ValueResidual
-from rwkv_batch.linear import Linear
-from rwkv_batch.mapped import release
-from rwkv_batch.weights import Weights
+from rwkv_batch.model.layer import Layer, Norm, ValueResidual
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 PROGRESS_FROM_BYTES = 256 << 20

@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
-from rwkv_batch.layer import Layer, Norm, Projections
-from rwkv_batch.state import StateArena
+from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.step_inputs import StepInputs
 
 
 class Ops(Protocol):

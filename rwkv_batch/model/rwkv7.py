@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
-from rwkv_batch.kernels.ops import Ops
-from rwkv_batch.layer import Layer
-from rwkv_batch.state import StateArena
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.ops import Ops
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.step_inputs import StepInputs
 
 
 def forward_layers(

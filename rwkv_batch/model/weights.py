@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
-from rwkv_batch.mapped import release
+from rwkv_batch.model.mmap_release import release
 
 HEAD_SIZE = 64
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from native.transfer import on_device
-from rwkv_batch.batch import StepInputs
-from rwkv_batch.capture import Recorder, StagedArrays
-from rwkv_batch.stage import Stage
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.graph_capture import Recorder, StagedArrays
+from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from native.transfer import on_device
-from rwkv_batch.arena import PipelineArena
-from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.capture import CaptureError
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.decode_graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.core.scheduler import Limits, ScheduledRow
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fetch import Fetch
-from rwkv_batch.pipeline import Pipeline
-from rwkv_batch.prompt_graphs import PromptGraphs
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import WeightsError, open_weights
 from rwkv_batch.request import TokenLogprob
-from rwkv_batch.scheduler import Limits, ScheduledRow
+from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.runner.graph_capture import CaptureError
+from rwkv_batch.runner.host_copy import Fetch
+from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.runner.prefill_graphs import PromptGraphs
+from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.tokenizer import Tokenizer
-from rwkv_batch.weights import WeightsError, open_weights
 from sampling.registry import choose_sampler
 from sampling.sampler import Logprobs, Sampler
 from state_pool.arena import DUMMY_SLOT, FIRST_FREE_SLOT, ZERO_SLOT

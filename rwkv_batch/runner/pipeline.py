@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.registry import choose_ops
-from rwkv_batch.stage import Stage, precision_for, split_layers
-from rwkv_batch.weights import Weights
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.stage import Stage, precision_for, split_layers
 
 
 class Pipeline:

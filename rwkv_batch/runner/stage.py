@@ -7,14 +7,14 @@ import itertools
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.naive import layer_norm
-from rwkv_batch.kernels.ops import NormsRows, Ops, PreparesLayers, RunsLayers
-from rwkv_batch.linear import Linear
-from rwkv_batch.loader import LayerLoader, Precision, load_layers
-from rwkv_batch.model import forward_layers
-from rwkv_batch.state import StateArena
-from rwkv_batch.weights import Weights
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.loader import LayerLoader, Precision, load_layers
+from rwkv_batch.model.ops import NormsRows, Ops, PreparesLayers, RunsLayers
+from rwkv_batch.model.rwkv7 import forward_layers
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import Weights
 
 
 class Stage:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from native.transfer import copy_pieces
-from rwkv_batch.pipeline import Pipeline
-from rwkv_batch.state import StateArena
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.arena import HostState
 
 

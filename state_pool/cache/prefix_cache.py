@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from state_pool.arena import HostState
+from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, RecentPrompts
+from state_pool.cache.tiers import Tiers
+from state_pool.codec import pack_tokens
 from state_pool.config import PoolConfig
-from state_pool.recent import KEY_TOKENS, TOKEN_BYTES, RecentPrompts
-from state_pool.records import pack_tokens
-from state_pool.tiers import Tiers
 
 MIN_TOKENS = KEY_TOKENS
 """Shortest prefix worth a state; also the part by which entries are looked up."""

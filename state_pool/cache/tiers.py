@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from state_pool.arena import ZERO_SLOT, Arena, Copy, HostState
+from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
-from state_pool.jobs import Append, Checkpoint, Done, Loaded, SessionRow
+from state_pool.disk.operations import Append, Checkpoint, Done, Loaded, SessionRow
+from state_pool.disk.store import Store
 from state_pool.sessions import Session, SessionIndex
-from state_pool.slots import Slots
-from state_pool.store import Store
 
 
 class Evictable(Protocol):

@@ -8,8 +8,8 @@ import sqlite3
 import time
 from pathlib import Path
 
+from state_pool.disk.migrations import migrate
 from state_pool.errors import DatabaseUnusable
-from state_pool.migrations import migrate
 
 BUSY_TIMEOUT_S = 2.0
 """How long another process may hold SQLite's own lock before we say so."""

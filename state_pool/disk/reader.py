@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from state_pool.arena import Arena
 from state_pool.crash_points import reach
+from state_pool.disk.operations import Loaded
+from state_pool.disk.verify import Damaged, Loader
+from state_pool.disk.writer import Deliver
 from state_pool.errors import SessionUnusable
-from state_pool.jobs import Loaded
-from state_pool.loader import Damaged, Loader
-from state_pool.writer import Deliver
 
 LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]

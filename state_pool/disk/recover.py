@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from state_pool.database import open_writer
+from state_pool.codec import CHUNKS_PER_STATE
+from state_pool.disk.database import open_writer
+from state_pool.disk.operations import Delete
+from state_pool.disk.statements import delete_chunks, delete_sessions
+from state_pool.disk.verify import Loader
 from state_pool.errors import DatabaseUnusable, SessionUnusable
-from state_pool.jobs import Delete
-from state_pool.loader import Loader
-from state_pool.records import CHUNKS_PER_STATE
-from state_pool.tables import delete_chunks, delete_sessions
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from state_pool.jobs import Append, Delete, SessionRow
-from state_pool.records import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
+from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
+from state_pool.disk.operations import Append, Delete, SessionRow
 
 
 def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
-from state_pool.database import ProcessLock, explain, open_maintainer, open_reader, open_writer
-from state_pool.jobs import Append, Checkpoint, Delete, Done, Quarantined, SessionRow
-from state_pool.reader import OnLoaded, Reader
+from state_pool.disk.database import ProcessLock, explain, open_maintainer, open_reader, open_writer
+from state_pool.disk.operations import Append, Checkpoint, Delete, Done, Quarantined, SessionRow
+from state_pool.disk.reader import OnLoaded, Reader
+from state_pool.disk.writer import Writer
 from state_pool.sessions import Session, SessionIndex, SessionKey
-from state_pool.writer import Writer
 
 
 class Deliveries:

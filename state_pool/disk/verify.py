@@ -6,8 +6,7 @@ import json
 import math
 import sqlite3
 
-from state_pool.errors import SessionUnusable
-from state_pool.records import (
+from state_pool.codec import (
     CHUNKS_PER_STATE,
     LAYOUT_VERSION,
     Layout,
@@ -17,7 +16,8 @@ from state_pool.records import (
     piece_checksum,
     unpack_tokens,
 )
-from state_pool.tables import StateRow
+from state_pool.disk.statements import StateRow
+from state_pool.errors import SessionUnusable
 
 
 class Damaged(SessionUnusable):

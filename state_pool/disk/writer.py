@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from state_pool import tables
+from state_pool.codec import Layout, chunks_of, layout_text
 from state_pool.crash_points import reach
+from state_pool.disk import statements
+from state_pool.disk.operations import Append, Checkpoint, Delete, Done, Quarantined
+from state_pool.disk.wal import WalMover, move
 from state_pool.errors import SessionNotFound, TurnNotStored
-from state_pool.jobs import Append, Checkpoint, Delete, Done, Quarantined
-from state_pool.records import Layout, chunks_of, layout_text
-from state_pool.wal import WalMover, move
 
 GROUP_LIMIT = 256
 """Most small jobs in one transaction."""
@@ -84,8 +84,8 @@ class Writer:
         self._staging: _Staging | None = None
         self._stopping = False
         self._wal_bytes = 0
-        self.next_row, self._next_state = tables.first_numbers(connection)
-        self._garbage = deque(tables.orphaned_states(connection))
+        self.next_row, self._next_state = statements.first_numbers(connection)
+        self._garbage = deque(statements.orphaned_states(connection))
         self._garbage.extend(self._sweep_at_start())
         self._measure()
         self._rest_to_move = False
@@ -207,12 +207,12 @@ class Writer:
     def _apply(self, job: Small) -> list[int]:
         if isinstance(job, Append):
             reach("before_append")
-            tables.append_turn(self._connection, job, self._fingerprint)
+            statements.append_turn(self._connection, job, self._fingerprint)
             reach("after_append")
             return []
         if isinstance(job, Delete):
             reach("before_delete")
-            return tables.delete_sessions(self._connection, job)
+            return statements.delete_sessions(self._connection, job)
         self._connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
         return []
 
@@ -227,7 +227,7 @@ class Writer:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             while staging.chunks and (written == 0 or not self._small):
-                tables.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
+                statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
                 written += len(staging.chunks.popleft())
                 staging.number += 1
                 reach("within_checkpoint")
@@ -245,9 +245,9 @@ class Writer:
         job, connection = staging.job, self._connection
         session = job.session
         if job.commits is not None and self._retain:
-            tables.append_turn(connection, job.commits, self._fingerprint)
-        tables.put_session(connection, session, self._fingerprint)
-        row = tables.StateRow(
+            statements.append_turn(connection, job.commits, self._fingerprint)
+        statements.put_session(connection, session, self._fingerprint)
+        row = statements.StateRow(
             state=staging.state,
             session=session.row,
             turn=session.turn,
@@ -256,8 +256,8 @@ class Writer:
             layout=layout_text(self._layout),
             num_bytes=staging.num_bytes,
         )
-        old = tables.put_state(connection, row)
-        tables.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
+        old = statements.put_state(connection, row)
+        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
         reach("before_commit")
         return old
 
@@ -286,9 +286,9 @@ class Writer:
         state = self._garbage[0]
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            empty = tables.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
+            empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             if empty and len(self._garbage) == 1:
-                self._garbage.extend(tables.sweep_hidden(self._connection))
+                self._garbage.extend(statements.sweep_hidden(self._connection))
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
             self._roll_back(error)
@@ -300,7 +300,7 @@ class Writer:
 
     def _sweep_at_start(self) -> list[int]:
         self._connection.execute("BEGIN IMMEDIATE")
-        garbage = tables.sweep_hidden(self._connection)
+        garbage = statements.sweep_hidden(self._connection)
         self._connection.execute("COMMIT")
         return garbage
 

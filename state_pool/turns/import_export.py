@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 from state_pool.arena import ZERO_SLOT, HostState
+from state_pool.cache.tiers import Tiers, mark_stored, row_of
+from state_pool.disk.operations import Append, Checkpoint, Delete, Loaded
+from state_pool.disk.reader import LoadResult
+from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.jobs import Append, Checkpoint, Delete, Loaded
 from state_pool.lease import OnDurable, PendingTurn
-from state_pool.portable import SessionFile
-from state_pool.reader import LoadResult
+from state_pool.session_file import SessionFile
 from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
-from state_pool.store import Deliveries, Store
-from state_pool.tiers import Tiers, mark_stored, row_of
 
 AT_ONCE = 2
 """Exports and imports under way; each holds a state in host memory."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 
+from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
+from state_pool.disk.operations import Loaded, Quarantined
+from state_pool.disk.reader import LoadResult
+from state_pool.disk.store import Store
+from state_pool.disk.verify import Damaged
 from state_pool.errors import SessionUnusable
-from state_pool.jobs import Loaded, Quarantined
 from state_pool.lease import Lease, LeaseState
-from state_pool.loader import Damaged
-from state_pool.reader import LoadResult
 from state_pool.sessions import Session
-from state_pool.store import Store
-from state_pool.tiers import Tiers
 
 _LOOK_AHEAD = 64
 """Waiting leases tried in one step, so that a long queue costs a step little."""

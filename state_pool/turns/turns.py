@@ -6,15 +6,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from state_pool.cache.tiers import Tiers, mark_stored, row_of
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
+from state_pool.disk.operations import Append, Delete
+from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
-from state_pool.jobs import Append, Delete
 from state_pool.lease import Lease, LeaseState, OnDurable, PendingTurn
 from state_pool.sessions import ROOT, Session, SessionIndex, SessionKey
-from state_pool.store import Deliveries, Store
-from state_pool.supply import Supply
-from state_pool.tiers import Tiers, mark_stored, row_of
+from state_pool.turns.lease_queue import Supply
 
 
 class Turns:

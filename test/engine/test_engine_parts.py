@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.capture import CaptureError
+from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.machine import Launched, Machine
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest
-from rwkv_batch.scheduler import ScheduledRow
+from rwkv_batch.runner.graph_capture import CaptureError
+from rwkv_batch.runner.model_runner import Launched, Machine
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn

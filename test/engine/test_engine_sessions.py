@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.machine import Launched
 from rwkv_batch.request import FinishReason
-from rwkv_batch.scheduler import ScheduledRow
-from rwkv_batch.sequence import Phase
+from rwkv_batch.runner.model_runner import Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rwkv_batch.output import RowOutput, StopRules
+from rwkv_batch.core.output import RowOutput, StopRules
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rwkv_batch.output import RowOutput, StopRules
+from rwkv_batch.core.output import RowOutput, StopRules
+from rwkv_batch.core.scheduler import Limits, ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
 from rwkv_batch.request import GenerateRequest, Job
-from rwkv_batch.scheduler import Limits, ScheduledRow, Scheduler
-from rwkv_batch.sequence import Phase, RunningJob, Sequence
 from sampling.params import SamplingParams
 
 TABLE = [b""] * 300

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from routes.threads import CAN_KEEP, drop_ended, keep_state
+from routes.serving.thread_states import CAN_KEEP, drop_ended, keep_state
 
 pytestmark = pytest.mark.skipif(not CAN_KEEP, reason="only where threads can be listed")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from rwkv_batch.wire import Link
+from rwkv_batch.ipc.wire import Link
 
 DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 LARGE = b"x" * 300_000

@@ -10,13 +10,13 @@ import torch
 
 from demo.files import ensure_model
 from rwkv_batch.engine import Engine
-from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.model.weights import open_weights
 from rwkv_batch.request import GenerateRequest
-from rwkv_batch.weights import open_weights
+from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from test.gpu.test_gpu_engine import same, translations
 from test.harness import ask, call, run, started_engine, submit, turn
-from test.test_gpu_engine import same, translations
 
 FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_GPU: dict[str, Any] = {"max_running": 128, "prefill_tokens_per_step": 2048}
@@ -95,8 +95,8 @@ def test_sessions_resume_from_every_tier(model: Path, devices: tuple[str, ...], 
 
 def test_a_state_comes_back_to_the_bit(model: Path, devices: tuple[str, ...]) -> None:
     """Saved and loaded while steps run, into another slot."""
-    from rwkv_batch.arena import PipelineArena
-    from rwkv_batch.batch import step_inputs
+    from rwkv_batch.model.step_inputs import step_inputs
+    from rwkv_batch.runner.state_copy import PipelineArena
 
     pipeline = Pipeline(open_weights(model), devices)
     pipeline.allocate_slots(64)

@@ -11,11 +11,11 @@ import torch
 
 from demo.evaluate import held_pairs
 from demo.files import ensure_model
-from rwkv_batch.batch import step_inputs
 from rwkv_batch.engine import Engine
-from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import open_weights
 from rwkv_batch.request import GenerateRequest
-from rwkv_batch.weights import open_weights
+from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, ask, call, run, started_engine, submit, turn

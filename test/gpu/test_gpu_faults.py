@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from demo.files import ensure_model
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.errors import ErrorKind, StartupError
-from rwkv_batch.pipeline import Pipeline
+from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.request import GenerateRequest
+from rwkv_batch.runner.pipeline import Pipeline
+from test.gpu.test_gpu_engine import same, translations
 from test.harness import Running, ask, call, run, started_engine, submit
-from test.test_gpu_engine import same, translations
 
 pytestmark = [
     pytest.mark.gpu,

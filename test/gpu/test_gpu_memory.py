@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from demo.random_weights import random_weights
-from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.decode_graphs import DecodeGraphs
-from rwkv_batch.loader import Precision
-from rwkv_batch.stage import Stage
-from rwkv_batch.weights import ModelShape, Weights
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.stage import Stage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.batch import StepInputs, step_inputs
-from rwkv_batch.decode_graphs import DecodeGraphs
-from rwkv_batch.loader import Precision
-from rwkv_batch.prompt_graphs import SIZES, PromptGraphs
-from rwkv_batch.stage import Stage
-from rwkv_batch.weights import ModelShape, Weights
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.prefill_graphs import SIZES, PromptGraphs
+from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT
-from test.test_prompt_graphs import STEPS
+from test.model.test_prefill_graphs import STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from native import transfer
 from native.transfer import copy_pieces
-from rwkv_batch.state import StateArena
+from rwkv_batch.model.state_arena import StateArena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

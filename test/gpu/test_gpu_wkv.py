@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.batch import StepInputs
 from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.layer import Projections
+from rwkv_batch.model.layer import Projections
+from rwkv_batch.model.step_inputs import StepInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from native.build import BuildError
-from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.kernels import cpu_library
 from rwkv_batch.kernels.cpu import CpuOps
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.kernels.registry import choose_ops
-from rwkv_batch.layer import Layer
-from rwkv_batch.linear import Linear
-from rwkv_batch.loader import LayerLoader, Precision
-from rwkv_batch.model import forward_layers
-from rwkv_batch.state import StateArena
-from rwkv_batch.weights import weights_from
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.rwkv7 import forward_layers
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import weights_from
 
 needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
 CPU = torch.device("cpu")

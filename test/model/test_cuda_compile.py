@@ -9,7 +9,7 @@ import pytest
 
 from native import cuda_check
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MAX_SPILL_BYTES = 128
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cuda_check.why_not()))

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
-from rwkv_batch.layer import Layer
-from rwkv_batch.linear import Linear
-from rwkv_batch.loader import LayerLoader, Precision
-from rwkv_batch.weights import Weights, weights_from
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.weights import Weights, weights_from
 
 WIDTH = 640
 """More than one slice of ffn.value"""

@@ -11,7 +11,7 @@ from torch import Tensor
 from rwkv_batch.kernels import cpu_library
 from rwkv_batch.kernels.cpu import CpuLinear, run_linears
 from rwkv_batch.kernels.cpu_library import Activation, Kind
-from rwkv_batch.linear import Linear
+from rwkv_batch.model.linear import Linear
 
 needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
 SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768)]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from demo.random_weights import random_weights
-from rwkv_batch.batch import StepInputs, step_inputs
 from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.loader import Precision
-from rwkv_batch.prompt_graphs import SIZES, PromptSize, padded
-from rwkv_batch.stage import Stage
-from rwkv_batch.weights import ModelShape, Weights
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.runner.prefill_graphs import SIZES, PromptSize, padded
+from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT
 
 LAYERS, WIDTH, VOCAB, RANKS = 2, 128, 300, (20, 24, 12, 40)

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.loader import FOLD_ROWS, LayerLoader, Precision
-from rwkv_batch.mapped import release
-from rwkv_batch.pipeline import Pipeline
-from rwkv_batch.weights import ModelShape, Weights, WeightsError, expected_shapes, open_weights, weights_from
+from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
+from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.weights import ModelShape, Weights, WeightsError, expected_shapes, open_weights, weights_from
+from rwkv_batch.runner.pipeline import Pipeline
 
 Tensors = dict[str, Tensor]
 
@@ -223,8 +223,8 @@ def test_releasing_pages_loses_nothing(tmp_path: Path) -> None:
 LOAD = """
 import resource, sys
 import torch
-from rwkv_batch.pipeline import Pipeline
-from rwkv_batch.weights import open_weights
+from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.model.weights import open_weights
 from rwkv_batch.kernels.cpu import CpuOps
 
 def status(key):
@@ -264,7 +264,7 @@ def test_a_large_file_shows_progress(
     weights: Weights = open_weights(written(tmp_path / "large.pth", small()))
     Pipeline(weights, devices=("cpu",))
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("rwkv_batch.loader.PROGRESS_FROM_BYTES", 1)
+    monkeypatch.setattr("rwkv_batch.model.loader.PROGRESS_FROM_BYTES", 1)
     Pipeline(weights, devices=("cpu",))
     shown = capsys.readouterr().err
     assert "loading large.pth" in shown and "2/2" in shown

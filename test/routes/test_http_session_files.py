@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
-from state_pool.portable import decode
+from state_pool.session_file import decode
 from test.serving import Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}

@@ -1,6 +1,6 @@
 """OpenAI's dialect by itself, without a service: thoughts, bodies, chunks, errors.
 
-python test/test_openai_adapter.py
+python test/routes/test_openai_adapter.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAGGED = [
 
 
 def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
-    from routes.reasoning import Parting
+    from routes.response.reasoning import Parting
 
     parting = Parting(thinks)
     news = [parting.feed(piece, final=False) for piece in pieces] + [parting.feed("", final=True)]
@@ -50,15 +50,15 @@ def test_a_thought_is_parted_wherever_the_text_is_cut(thinks: bool, text: str, r
 
 
 def test_an_answer_is_not_held_back() -> None:
-    from routes.reasoning import Parting
+    from routes.response.reasoning import Parting
 
     parting = Parting(thinks=False)
     assert [parting.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]
 
 
 def chat_body(**fields: Any) -> Any:
-    from routes.bodies import validate
-    from routes.openai_bodies import ChatBody
+    from routes.openai.request import ChatBody
+    from routes.request.bodies import validate
 
     return validate(ChatBody, {"messages": [{"role": "user", "content": "a"}], **fields})
 
@@ -85,7 +85,7 @@ def test_the_familys_names_win_and_its_defaults_hold() -> None:
 
 
 def test_names_of_limits_and_of_thinking() -> None:
-    from routes.prompts import Think
+    from routes.request.prompts import Think
 
     assert chat_body(max_completion_tokens=5, max_tokens=9).max_tokens == 5
     assert chat_body(stop="x").stop_texts == ["x"]
@@ -118,7 +118,7 @@ def test_names_of_limits_and_of_thinking() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    from routes.openai_errors import openai_error
+    from routes.openai.errors import openai_error
     from rwkv_batch.errors import ServiceError
 
     with pytest.raises(ServiceError) as refusal:
@@ -141,8 +141,8 @@ def test_harmless_forms_are_taken() -> None:
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
 )
 def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
-    from routes.bodies import validate
-    from routes.openai_bodies import CompletionBody
+    from routes.openai.request import CompletionBody
+    from routes.request.bodies import validate
 
     assert validate(CompletionBody, {"prompt": prompt}).prompts == prompts
 
@@ -159,8 +159,8 @@ def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
     ],
 )
 def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> None:
-    from routes.bodies import validate
-    from routes.openai_bodies import CompletionBody
+    from routes.openai.request import CompletionBody
+    from routes.request.bodies import validate
     from rwkv_batch.errors import ServiceError
 
     with pytest.raises(ServiceError) as refusal:
@@ -173,8 +173,8 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
 
 
 def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
-    from routes.openai_chat import ChatDialect
-    from routes.text import RowNews
+    from routes.openai.chat import ChatDialect
+    from routes.response.transcript import RowNews
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)
@@ -216,7 +216,7 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
 
 
 def test_every_kind_of_failure_has_a_form() -> None:
-    from routes.openai_errors import openai_error
+    from routes.openai.errors import openai_error
     from rwkv_batch.errors import ErrorInfo, ErrorKind
 
     types = {kind: openai_error(ErrorInfo(kind=kind, message="m"))["error"] for kind in ErrorKind}
@@ -227,5 +227,5 @@ def test_every_kind_of_failure_has_a_form() -> None:
 
 
 if __name__ == "__main__":
-    ROOT = Path(__file__).resolve().parent.parent
+    ROOT = Path(__file__).resolve().parents[2]
     sys.exit(pytest.main([__file__, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *sys.argv[1:]]))

@@ -1,6 +1,6 @@
 """The OpenAI routes as OpenAI's own package speaks to them.
 
-Against a service that runs: `python test/test_openai_routes.py [--url http://localhost:8000] [--password P]`.
+Against a service that runs: `python test/routes/test_openai_routes.py [--url http://localhost:8000] [--password P]`.
 Under pytest a service of its own is started.
 """
 
@@ -23,7 +23,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 URL, PASSWORD = "RWKV_TEST_URL", "RWKV_TEST_PASSWORD"
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "rwkv7"
 ASK: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a river?"}]
 EXACT: dict[str, Any] = {"ignore_eos": True, "stop_tokens": []}

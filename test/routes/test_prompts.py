@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from routes import languages, prompts
-from routes.bodies import Message
-from routes.prompts import Think
+from routes.request import languages, prompts
+from routes.request.bodies import Message
+from routes.request.prompts import Think
 
 
 def talk(*turns: tuple[str, str]) -> list[Message]:

@@ -20,8 +20,8 @@ from schemathesis import GenerationMode
 from schemathesis import checks as known
 from schemathesis.specs.openapi import checks
 
-from routes.openapi import openapi_document
-from routes.reference import API_PAGE, SERVER, markdown, sections, shapes
+from routes.docs.openapi import openapi_document
+from routes.docs.reference import API_PAGE, SERVER, markdown, sections, shapes
 from routes.table import ROUTES
 from test.serving import Service
 

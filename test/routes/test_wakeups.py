@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from routes.turns import Box, Turns, _Reader
+from routes.response.wakeups import Box, Turns, _Reader
 
 LONG_S = 30.0
 

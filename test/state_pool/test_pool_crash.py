@@ -22,7 +22,7 @@ from test.pool_child import crash_config
 from test.pool_fakes import Driver, FakeArena, state_of
 
 Key = tuple[str, int]
-ROOT_FOLDER = Path(__file__).parent.parent
+ROOT_FOLDER = Path(__file__).parents[2]
 RANDOM_KILLS = 6
 
 

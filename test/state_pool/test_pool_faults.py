@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.database import ProcessLock
+from state_pool.disk.database import ProcessLock
+from state_pool.disk.migrations import SCHEMA_VERSION
+from state_pool.disk.operations import Append, SessionRow
+from state_pool.disk.recover import salvage
+from state_pool.disk.statements import append_turn
+from state_pool.disk.store import Store
 from state_pool.errors import DatabaseUnusable, PoolFull, SessionNotFound, SessionUnusable, TurnNotStored
-from state_pool.jobs import Append, SessionRow
-from state_pool.migrations import SCHEMA_VERSION
-from state_pool.salvage import salvage
 from state_pool.sessions import SessionKey
-from state_pool.store import Store
-from state_pool.tables import append_turn
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
 WORDS = 4096
@@ -160,7 +160,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_migration_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_three(tmp_path)
-    from state_pool import migrations
+    from state_pool.disk import migrations
 
     broken = ("adds a column, then fails", ("ALTER TABLE sessions ADD COLUMN extra", "NONSENSE"))
     monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
@@ -196,7 +196,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("state_pool.database.BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
     lock = ProcessLock(str(tmp_path / "sessions.db"))
     with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
         reopen(tmp_path)
@@ -205,7 +205,7 @@ def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sqlites_own_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("state_pool.database.BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
     write_three(tmp_path)
     with raw(tmp_path) as connection:
         connection.execute("BEGIN EXCLUSIVE")
@@ -229,7 +229,7 @@ def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
     for path in [*tmp_path.iterdir(), tmp_path, *list(tmp_path.parents)[:3]]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     done = subprocess.run(
-        [sys.executable, "-c", _OPEN, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+        [sys.executable, "-c", _OPEN, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     tmp_path.chmod(0o755)
     assert done.returncode == 1

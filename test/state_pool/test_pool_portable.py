@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from state_pool.errors import PoolError, SessionBusy, SessionNotFound
-from state_pool.portable import NotASession, SessionFile, decode
+from state_pool.session_file import NotASession, SessionFile, decode
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from state_pool.arena import ZERO_SLOT
-from state_pool.recent import RecentPrompts, common_bytes
-from state_pool.records import pack_tokens
+from state_pool.cache.prompt_history import RecentPrompts, common_bytes
+from state_pool.codec import pack_tokens
 from test.pool_fakes import Driver, FakeArena, config_in, state_of
 
 SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]

@@ -11,7 +11,7 @@ import pytest
 
 from demo.random_weights import write_random_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(300)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.errors import SessionBusy, SessionNotFound
 from state_pool.lease import LeaseState
-from state_pool.slots import Slots
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 
 
