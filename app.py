@@ -161,7 +161,7 @@ class Supervisor:
         self._listen_to_engine()
         for child in self._children():
             if child.process is not None and not child.process.is_alive():
-                self._bury(child)
+                self._reap(child)
 
     def _next_restart(self) -> float | None:
         waiting = [child.restart_at for child in self._children() if child.process is None]
@@ -179,7 +179,7 @@ class Supervisor:
             case ("failed", reason):
                 logger.error("the engine did not start again: %s", reason)
 
-    def _bury(self, child: Child) -> None:
+    def _reap(self, child: Child) -> None:
         assert child.process is not None
         code = child.process.exitcode
         if child is self._engine:

@@ -43,7 +43,7 @@ CLIENTS = 6
 SESSIONS_PER_CLIENT = 4
 START_S = 180.0
 MAX_UNSURE = 3
-"""Turns without an answer after which a session is not tried again: each doubles the histories it may have."""
+"""WakeUps without an answer after which a session is not tried again: each doubles the histories it may have."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Conversation:
 
     @property
     def unsure(self) -> int:
-        """Turns whose fate the client does not know."""
+        """WakeUps whose fate the client does not know."""
         return sum(turn.text is None for turn in self.turns)
 
     @property

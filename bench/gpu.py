@@ -120,9 +120,9 @@ def mixed_sampler(rows: int) -> tuple[DeviceSampler | None, str]:
             temperature=0.6 + 0.1 * (seat % 8),
             top_k=(0, 50, 200)[seat % 3],
             top_p=(0.3, 0.5, 0.9, 1.0)[seat % 4],
-            alpha_presence=0.5 * (seat % 5),
-            alpha_frequency=0.1 * (seat % 3),
-            alpha_decay=0.99,
+            presence_penalty=0.5 * (seat % 5),
+            frequency_penalty=0.1 * (seat % 3),
+            penalty_decay=0.99,
             seed=seat,
         )
         sampler.admit(seat, params)

@@ -75,12 +75,12 @@ class PacedEngine:
         self._delivered = act
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
-        """See EngineFace."""
+        """See EngineProtocol."""
         admitted(None)
         self._arrived.append(_Row(job, sink))
 
     def cancel(self, job_id: str) -> None:
-        """See EngineFace."""
+        """See EngineProtocol."""
         self._rows.pop(job_id, None)
 
     def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:

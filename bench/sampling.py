@@ -27,7 +27,7 @@ from sampling.registry import SAMPLERS, sampler_class
 from sampling.sampler import Sampler
 
 VOCAB = 65536
-PENALTIES = SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996)
+PENALTIES = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 CASES = {
     "greedy": [SamplingParams(temperature=0.0)],
     "open": [SamplingParams()],

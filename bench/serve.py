@@ -54,7 +54,7 @@ def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> Non
     engine = Engine(with_model(parse_settings(arguments, os.environ)).engine)
     engine.start()
     encode = Tokenizer().encode
-    sampling = SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996)
+    sampling = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 
     def job(client: int, turn: int) -> Job:
         rows = [

@@ -31,7 +31,7 @@ from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from sampling.params import SamplingParams
 from settings import parse_settings
 
-SAMPLING = SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996)
+SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 SETTLE = 0.25
 """Share of the time that is not counted: the clients begin together."""
 FIRST_WORD, LAST_WORD = 300, 60000

@@ -29,7 +29,7 @@ class _Waiting:
         self._failed: list[Any] = []
 
     def sink(self, events: JobEvents) -> None:
-        """Take a step's news."""
+        """Take a step's updates."""
         for delta in events.deltas:
             self._bytes[delta.row] += delta.text
             if delta.finish and delta.finish.error:

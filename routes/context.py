@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from routes.config import HttpConfig
-from routes.response.wakeups import Turns
+from routes.response.wakeups import WakeUps
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
-from rwkv_batch.protocol import EngineFace
+from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
 
-class ServingFace(EngineFace, Protocol):
+class ServingEngine(EngineProtocol, Protocol):
     """An engine that can be away, and that keeps the figures of all workers."""
 
     @property
@@ -66,10 +66,10 @@ class Gate:
 class Context:
     """One per HTTP worker."""
 
-    engine: ServingFace
+    engine: ServingEngine
     config: HttpConfig
     gate: Gate
-    turns: Turns = field(default_factory=Turns)
+    wake_ups: WakeUps = field(default_factory=WakeUps)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))
     shared: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from routes.response.generate import RowResult, run
 from routes.response.native_format import BatchDialect
 from routes.response.reply import Reply, sse
 from routes.response.response_models import BatchChunk, DialogueAnswer, DialogueMade
-from routes.response.transcript import RowNews, Transcript
+from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import Finish
 
@@ -33,11 +33,11 @@ class DialogueDialect(BatchDialect):
         self._session_id = session_id
         self._made: int | None = None
 
-    def chunk(self, news: list[RowNews]) -> bytes:
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
         """See Dialect."""
-        for row in news:
+        for row in updates:
             self._note(row.finish)
-        return super().chunk(news)
+        return super().chunk(updates)
 
     def closing(self) -> bytes:
         """See Dialect."""

@@ -16,13 +16,13 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Phase
-from rwkv_batch.core.session_transfer import SessionFiles
-from rwkv_batch.core.state_manager import SlotKeeper, as_service_error
-from rwkv_batch.core.throughput import Speed
+from rwkv_batch.core.session_transfer import SessionTransfer
+from rwkv_batch.core.state_manager import StateManager, as_service_error
+from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Reply, Sink
 from rwkv_batch.request import Job
-from rwkv_batch.runner.model_runner import Launched, Machine
+from rwkv_batch.runner.model_runner import Launched, ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ IDLE_POLL_S = 0.25
 
 
 class Engine:
-    """Implements `EngineFace`. `start` loads the model; `stop` ends everything."""
+    """Implements `EngineProtocol`. `start` loads the model; `stop` ends everything."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -46,9 +46,9 @@ class Engine:
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
         """why it could not be loaded"""
-        self.speed = Speed()
+        self.speed = Throughput()
         self._in_flight: list[Launched] = []
-        self._files = SessionFiles(self._put, self._refusal)
+        self._files = SessionTransfer(self._put, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -82,27 +82,27 @@ class Engine:
         """See `server.ManagedEngine`."""
         self.jobs.when_delivered = act
 
-    # EngineFace ----------------------------------------------------------------------------------------------
+    # EngineProtocol ----------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
-        """See `EngineFace.submit`."""
+        """See `EngineProtocol.submit`."""
         arrived = time.monotonic()
         if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink, arrived))):
             admitted(self._refusal())
 
     def cancel(self, job_id: str) -> None:
-        """See `EngineFace.cancel`."""
+        """See `EngineProtocol.cancel`."""
         self._put(lambda: self.jobs.cancel(job_id))
 
     def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
-        """See `EngineFace.call`."""
+        """See `EngineProtocol.call`."""
         match verb:
             case "session_delete":
                 taken = self._put(lambda: self._delete_sessions(reply, **arguments))
             case "session_export":
                 taken = self._put(lambda: self._files.export(self.machine.pool, reply, **arguments))
             case "session_import":
-                taken = self._put(lambda: self._files.bring(self.machine.pool, reply, **arguments))
+                taken = self._put(lambda: self._files.import_session(self.machine.pool, reply, **arguments))
             case _:
                 taken = self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments)))
         if not taken:
@@ -184,8 +184,8 @@ class Engine:
 
     def _load(self) -> None:
         # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
-        self.machine = Machine(self.config, self._wake.set)
-        self.keeper = SlotKeeper(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
+        self.machine = ModelRunner(self.config, self._wake.set)
+        self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
 

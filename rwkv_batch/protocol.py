@@ -14,7 +14,7 @@ Reply = Callable[[Any], None]
 """Receives the answer of `call` (plain data), or a ServiceError; same rules as `Sink`."""
 
 
-class EngineFace(Protocol):
+class EngineProtocol(Protocol):
     """What routes may ask. All methods return at once; answers arrive through callbacks.
 
     `call` verbs, each with keyword arguments of plain data and a plain-data answer:

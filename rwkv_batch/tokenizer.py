@@ -76,7 +76,7 @@ class Tokenizer:
         return b"".join(table[i] for i in ids)
 
     @functools.cached_property
-    def countless_ids(self) -> list[int]:
+    def penalty_exempt_ids(self) -> list[int]:
         """Ids whose text is only digits, spaces or tabs: they do not add to the penalty count."""
         allowed = frozenset(b"0123456789 \t")
         return [i for i, token in enumerate(self.byte_table) if token and allowed.issuperset(token)]

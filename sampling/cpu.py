@@ -60,9 +60,9 @@ def packed(params: SamplingParams, vocab: int) -> Parameters:
         seed=params.seed & 0xFFFFFFFFFFFFFFFF,
         scale=inverse_temperature(params),
         noise=params.noise,
-        presence=params.alpha_presence,
-        frequency=params.alpha_frequency,
-        decay=params.alpha_decay,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        decay=params.penalty_decay,
         kind=kind_of(params, vocab),
         penalised=int(uses_penalties(params)),
         num_bias=len(params.logit_bias),
@@ -79,19 +79,19 @@ class CpuSampler:
         """Serves CPUs where a C++ compiler is."""
         return machine.why_no_cpp() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         reason = self.why_not(device)
         if reason is not None:
             raise RuntimeError(reason)
         self._params = [SamplingParams(temperature=0.0)] * max_rows
         self._vocab, self._device = vocab, torch.device("cpu")
         self._library = build.load(LIBRARY)
-        countless = torch.zeros(vocab, dtype=torch.uint8)
-        countless[torch.tensor(countless_ids, dtype=torch.int64)] = 1
+        penalty_exempt = torch.zeros(vocab, dtype=torch.uint8)
+        penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64)] = 1
         create = self._library["sampler_new"]
         create.restype = ctypes.c_void_p
         create.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-        self._handle = ctypes.c_void_p(create(max_rows, vocab, countless.data_ptr()))
+        self._handle = ctypes.c_void_p(create(max_rows, vocab, penalty_exempt.data_ptr()))
         weakref.finalize(self, self._library["sampler_free"], self._handle)
 
     def admit(self, seat: int, params: SamplingParams) -> None:

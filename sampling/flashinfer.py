@@ -54,14 +54,14 @@ class FlashInferSampler:
             return "the package flashinfer-python is not installed"
         return RapidSampler.why_not(device)
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         reason = self.why_not(device)
         if reason is not None:
             raise RuntimeError(reason)
         self._filters: ModuleType = importlib.import_module("flashinfer.sampling")
         self._build_filters(vocab, device)
-        self.table = SeatTable(max_rows, vocab, device, countless_ids)
-        self._drawer = RapidSampler(max_rows, vocab, device, countless_ids=[])
+        self.table = SeatTable(max_rows, vocab, device, penalty_exempt_ids)
+        self._drawer = RapidSampler(max_rows, vocab, device, penalty_exempt_ids=[])
         self._steady: tuple[tuple[int, list[int]], Plan, Limits] | None = None
 
     def _build_filters(self, vocab: int, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 For each row of logits, in this order:
 
-1. Logit bias is added, then for every token seen so far `alpha_presence + count * alpha_frequency` is subtracted
+1. Logit bias is added, then for every token seen so far `presence_penalty + count * frequency_penalty` is subtracted
    (not for `Method.NOISE`). NaN then counts as -inf, and what exceeds 1e30 as 1e30.
 2. Tokens are ranked by this logit, largest first, equal ones by lower id.
 3. s = logit * (1/T) in fp32; m(token) = exp(s - max s); M = sum of m over all V tokens.
@@ -95,8 +95,8 @@ class NaiveSampler:
         """Serves everywhere."""
         return None
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
-        self.table = SeatTable(max_rows, vocab, device, countless_ids)
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
+        self.table = SeatTable(max_rows, vocab, device, penalty_exempt_ids)
         self._scratch = Scratch(vocab, device)
         self._plan: Plan | None = None
         self._plan_for: tuple[int, list[int]] = (-1, [])
@@ -174,7 +174,7 @@ def make_plan(table: SeatTable, seats: list[int]) -> Plan:
     punished = [row for row, p in enumerate(params) if uses_penalties(p)]
     if punished:
         alphas = [
-            [params[row].alpha_presence, params[row].alpha_frequency, params[row].alpha_decay] for row in punished
+            [params[row].presence_penalty, params[row].frequency_penalty, params[row].penalty_decay] for row in punished
         ]
         listed = [seats[row] for row in punished]
         plan.penalised = (

@@ -31,9 +31,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0 or >= vocabulary: off."""
     top_p: float = 1.0
     """>= 1: off; 0: greedy."""
-    alpha_presence: float = 0.0
-    alpha_frequency: float = 0.0
-    alpha_decay: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_decay: float = 1.0
     seed: int = 0
     """Unsigned, 64 bits."""
     logit_bias: dict[int, float] = {}
@@ -51,4 +51,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_penalties(self) -> bool:
         """Whether the tokens generated so far matter."""
-        return self.alpha_presence != 0 or self.alpha_frequency != 0
+        return self.presence_penalty != 0 or self.frequency_penalty != 0

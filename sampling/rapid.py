@@ -72,7 +72,7 @@ class Launch(ctypes.Structure):
         ("tokens", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("entries", ctypes.c_void_p),
-        ("countless", ctypes.c_void_p),
+        ("penalty_exempt", ctypes.c_void_p),
         ("chunks", ctypes.c_void_p),
         ("best", ctypes.c_void_p),
         ("arrived", ctypes.c_void_p),
@@ -95,7 +95,7 @@ class RapidSampler:
         """Serves CUDA devices where nvcc is."""
         return machine.why_no_cuda(device)
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         reason = self.why_not(device)
         if reason is None and vocab > MAX_VOCAB:
             reason = f"vocabulary of {vocab} is over the limit of {MAX_VOCAB}"
@@ -109,7 +109,7 @@ class RapidSampler:
         self._table = torch.zeros(max_rows, ctypes.sizeof(Seat), dtype=torch.uint8, device=self.device)
         self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
         self._countless = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
-        self._countless[torch.tensor(countless_ids, dtype=torch.int64, device=self.device)] = 1
+        self._countless[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
         self._chunks = torch.zeros(max_rows, MAX_CHUNKS, 2, device=self.device)
         self._best = torch.zeros(max_rows, MAX_PARTS, dtype=torch.int64, device=self.device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
@@ -146,9 +146,9 @@ class RapidSampler:
             top_k=params.top_k if 0 < params.top_k < self.vocab else self.vocab,
             scale=inverse_temperature(params),
             noise=params.noise,
-            presence=params.alpha_presence,
-            frequency=params.alpha_frequency,
-            decay=params.alpha_decay,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            decay=params.penalty_decay,
             kind=kind_of(params, self.vocab),
             penalised=int(uses_penalties(params)),
             num_entries=len(params.logit_bias),
@@ -168,7 +168,7 @@ class RapidSampler:
             tokens=binding.pointer(out, "out", torch.int64, (rows,), self.device),
             table=self._table.data_ptr(),
             entries=self._entries.data_ptr(),
-            countless=self._countless.data_ptr(),
+            penalty_exempt=self._countless.data_ptr(),
             chunks=self._chunks.data_ptr(),
             best=self._best.data_ptr(),
             arrived=self._arrived.data_ptr(),

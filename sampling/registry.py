@@ -44,7 +44,7 @@ def choose_sampler(
     device: torch.device,
     max_rows: int,
     vocab: int,
-    countless_ids: list[int],
+    penalty_exempt_ids: list[int],
     made: Iterable[Sampler] = (),
 ) -> tuple[Sampler, dict[str, str]]:
     """The first of `names` that can serve `device`, made unless it is in `made`, and why each before it could not.
@@ -64,7 +64,7 @@ def choose_sampler(
             found = sampler_class(name)
             reason = found.why_not(device)
             if reason is None:
-                return found(max_rows, vocab, device, countless_ids), refusals
+                return found(max_rows, vocab, device, penalty_exempt_ids), refusals
         except Exception as error:
             log.warning("the sampler %s cannot be used", name, exc_info=True)
             reason = f"{type(error).__name__}: {error}"

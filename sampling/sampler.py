@@ -44,8 +44,8 @@ class Sampler(Protocol):
         """Why this sampler cannot serve this device; None if it can."""
         ...
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
-        """`countless_ids`: tokens that never add to the penalty count (digits, spaces, tabs)."""
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
+        """`penalty_exempt_ids`: tokens that never add to the penalty count (digits, spaces, tabs)."""
         ...
 
     def admit(self, seat: int, params: SamplingParams) -> None:

@@ -53,14 +53,14 @@ class SeatTable:
     entries are valid is known on the device exactly and on the host as an upper bound, so nothing is read back.
     """
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device, countless_ids: list[int]) -> None:
+    def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         self.vocab, self.device = vocab, device
         self.params = [SamplingParams(temperature=0.0)] * max_rows
         self.version = 0
         """Grows with every admission: plans made for a list of seats are valid for one version."""
         self.steps = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.countless = torch.zeros(vocab, dtype=torch.bool, device=device)
-        self.countless[torch.tensor(countless_ids, dtype=torch.int64, device=device)] = True
+        self.penalty_exempt = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self.penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=device)] = True
         self.seen_ids = torch.zeros(max_rows, MIN_CAPACITY, dtype=torch.int64, device=device)
         self.seen_counts = torch.zeros(max_rows, MIN_CAPACITY, device=device)
         self.num_seen = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -128,7 +128,7 @@ class SeatTable:
         here = places == at.unsqueeze(1)
         # A token seen for the first time begins at 0 whatever the last row left in its place.
         fresh = here & ~old.unsqueeze(1)
-        counts = counts.masked_fill_(fresh, 0.0) + (here & ~self.countless[tokens].unsqueeze(1))
+        counts = counts.masked_fill_(fresh, 0.0) + (here & ~self.penalty_exempt[tokens].unsqueeze(1))
         self.seen_counts[seats, :width] = counts
         self.seen_ids[seats, at] = tokens
         self.num_seen[seats] = known + (~old)

@@ -18,7 +18,7 @@ from state_pool.lease import Lease, OnDurable
 from state_pool.session_file import SessionFile
 from state_pool.sessions import Session, SessionIndex
 from state_pool.status import integrity_faults, pool_stats, session_status
-from state_pool.turns.import_export import Carrier, OnExported
+from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.turns import Turns
 
 _HOUSEKEEPING_S = 0.25
@@ -44,7 +44,7 @@ class StatePool:
         self._prefix = PrefixCache(self._tiers, config)
         self._tiers.other = self._prefix
         self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver)
-        self._carrier = Carrier(self._index, self._tiers, self._store, self._deliver, self._turns.advance)
+        self._import_export = ImportExport(self._index, self._tiers, self._store, self._deliver, self._turns.advance)
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -114,14 +114,14 @@ class StatePool:
         `on_exported` is called once from `poll` with a `SessionFile`, whose `encode` belongs on another
         thread, or with why it could not be read. Raises SessionNotFound, SessionUnusable, PoolFull.
         """
-        self._carrier.export(session_id, dialogue, on_exported)
+        self._import_export.export(session_id, dialogue, on_exported)
 
-    def bring(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
+    def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
         """Make an exported session a new one here; `on_durable` is called once from `poll`.
 
         Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull.
         """
-        self._carrier.bring(session_id, file, on_durable)
+        self._import_export.import_session(session_id, file, on_durable)
 
     # -- prefixes --------------------------------------------------------------------------------------
 
@@ -141,16 +141,16 @@ class StatePool:
         """Whether another row is computing a longer prefix of `tokens` than is cached: starting later is cheaper."""
         return self._prefix.awaits(tokens)
 
-    def prefix_borders(self, tokens: Sequence[int], observed: bool = False) -> list[int]:
+    def prefix_cache_points(self, tokens: Sequence[int], observed: bool = False) -> list[int]:
         """Positions where the prefill should pause, because the state there is worth `offer_prefix`; at most one.
 
         `observed`: the prompt was announced by `observe_prompt`. Rows that share the border wait for it if
-        they ask `awaits_prefix`, so a row that ends before must say so by `abandon_border`.
+        they ask `awaits_prefix`, so a row that ends before must say so by `abandon_cache_point`.
         """
         return self._prefix.borders(tokens, observed)
 
-    def abandon_border(self, tokens: Sequence[int]) -> None:
-        """The state after `tokens`, announced by `prefix_borders`, will not be offered after all."""
+    def abandon_cache_point(self, tokens: Sequence[int]) -> None:
+        """The state after `tokens`, announced by `prefix_cache_points`, will not be offered after all."""
         self._prefix.abandon(tokens)
 
     def offer_prefix(self, tokens: Sequence[int], slot: int) -> PrefixHit | None:
@@ -167,7 +167,7 @@ class StatePool:
     def pending(self) -> bool:
         """Whether `poll` has or will soon have something to conclude: call it every few milliseconds."""
         store = self._store
-        waits = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._carrier.pending
+        waits = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._import_export.pending
         return bool(waits or (store is not None and store.pending))
 
     def poll(self) -> None:
@@ -179,7 +179,7 @@ class StatePool:
         now = time.monotonic()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_S
-            self._keep_house(now)
+            self._do_housekeeping(now)
 
     def status(self, limit: int = 100, offset: int = 0) -> dict[str, Any]:
         """What /state/status shows: counts by tier, and sessions newest first."""
@@ -204,7 +204,7 @@ class StatePool:
             self._store.close()
         self._deliver.run()
 
-    def _keep_house(self, now: float) -> None:
+    def _do_housekeeping(self, now: float) -> None:
         self._tiers.trim()
         self._prefix.trim()
         if now >= self._next_retry:

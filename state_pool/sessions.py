@@ -147,7 +147,7 @@ class SessionIndex:
         self.l2.pop(session, None)
 
     def touch(self, session: Session, now: float) -> None:
-        """Mark as the most recently used."""
+        """RollbackState as the most recently used."""
         session.updated = now
         self._by_key.move_to_end(session.key)
         if session in self.l1:

@@ -52,7 +52,7 @@ class OracleRow:
     """A row's parameters and what it has generated."""
 
     params: SamplingParams
-    countless: frozenset[int] = frozenset()
+    penalty_exempt: frozenset[int] = frozenset()
     step: int = 0
     counts: dict[int, float] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class OracleRow:
             changed[token] += bias
         if self.params.method is Method.STANDARD:
             for token, count in self.counts.items():
-                changed[token] -= self.params.alpha_presence + count * self.params.alpha_frequency
+                changed[token] -= self.params.presence_penalty + count * self.params.frequency_penalty
         changed[np.isnan(changed)] = -np.inf
         return np.minimum(changed, 1e30)
 
@@ -91,8 +91,8 @@ class OracleRow:
         """Account for a drawn token."""
         self.step += 1
         for seen in self.counts:
-            self.counts[seen] *= self.params.alpha_decay
-        self.counts[token] = self.counts.get(token, 0.0) + (token not in self.countless)
+            self.counts[seen] *= self.params.penalty_decay
+        self.counts[token] = self.counts.get(token, 0.0) + (token not in self.penalty_exempt)
 
 
 def kept_tokens(

@@ -90,7 +90,10 @@ def test_no_circles() -> None:
 
 
 def test_an_http_worker_loads_no_torch_and_the_supervisor_little() -> None:
-    worker = "import sys, routes.serving.worker, routes.serving.http; print([m for m in ('torch', 'demo', 'sqlite3') if m in sys.modules])"
+    worker = (
+        "import sys, routes.serving.worker, routes.serving.http; "
+        "print([m for m in ('torch', 'demo', 'sqlite3') if m in sys.modules])"
+    )
     supervisor = "import sys, app; print([m for m in ('torch', 'robyn', 'numpy', 'pydantic') if m in sys.modules])"
     for code in (worker, supervisor):
         ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

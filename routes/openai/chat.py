@@ -24,7 +24,7 @@ from routes.response.native_format import given_stops
 from routes.response.reasoning import Parting
 from routes.response.reply import Reply
 from routes.response.response_models import ChatAnswer, ChatChunk
-from routes.response.transcript import RowNews, Transcript
+from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import TokenLogprob
 
@@ -49,19 +49,19 @@ class ChatDialect(OpenAIDialect):
         choices = ({"index": row, "delta": delta, "finish_reason": None} for row in range(len(self._partings)))
         return b"".join(map(self.frame, choices))
 
-    def piece(self, news: RowNews) -> dict[str, Any] | None:
+    def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
         """See OpenAIDialect."""
-        parted = self._partings[news.row].feed(news.text, news.finish is not None)
+        parted = self._partings[updates.row].feed(updates.text, updates.finish is not None)
         delta: dict[str, Any] = {}
         if parted.reasoning:
             delta["reasoning_content"] = parted.reasoning
         if parted.content:
             delta["content"] = parted.content
-        if not delta and not news.logprobs:
+        if not delta and not updates.logprobs:
             return None
-        choice: dict[str, Any] = {"index": news.row, "delta": delta, "finish_reason": None}
+        choice: dict[str, Any] = {"index": updates.row, "delta": delta, "finish_reason": None}
         if self._tells_logprobs:
-            choice["logprobs"] = chat_logprobs(news.logprobs)
+            choice["logprobs"] = chat_logprobs(updates.logprobs)
         return choice
 
     def end(self, row: int, reason: str) -> dict[str, Any]:

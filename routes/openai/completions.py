@@ -26,7 +26,7 @@ from routes.response.generate import RowResult, run
 from routes.response.native_format import given_stops
 from routes.response.reply import Reply
 from routes.response.response_models import CompletionAnswer, CompletionChunk, ModelList
-from routes.response.transcript import RowNews, Transcript
+from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import TokenLogprob
 
@@ -47,12 +47,12 @@ class CompletionDialect(OpenAIDialect):
         """what each row still has to say before its own text"""
         self._offsets = [0] * num_rows
 
-    def piece(self, news: RowNews) -> dict[str, Any] | None:
+    def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
         """See OpenAIDialect."""
-        text = self._text(news.row, news.text)
-        if not text and not news.logprobs:
+        text = self._text(updates.row, updates.text)
+        if not text and not updates.logprobs:
             return None
-        return self._choice(news.row, text, news.logprobs, None)
+        return self._choice(updates.row, text, updates.logprobs, None)
 
     def end(self, row: int, reason: str) -> dict[str, Any]:
         """See OpenAIDialect."""

@@ -84,10 +84,11 @@ class OpenAIBody(SessionFields, SamplingBody):
     def sampling(self, seed: int) -> SamplingParams:
         """The family's own names win over OpenAI's where both are given."""
         plain = super().sampling(seed)
-        renamed = {"alpha_presence": self.presence_penalty, "alpha_frequency": self.frequency_penalty}
-        given = {
-            name: value for name, value in renamed.items() if value is not None and name not in self.model_fields_set
-        }
+        given = {}
+        if self.presence_penalty is not None and "alpha_presence" not in self.model_fields_set:
+            given["presence_penalty"] = self.presence_penalty
+        if self.frequency_penalty is not None and "alpha_frequency" not in self.model_fields_set:
+            given["frequency_penalty"] = self.frequency_penalty
         bias = {int(token): -math.inf if value <= _BAN else value for token, value in self.logit_bias.items()}
         return msgspec.structs.replace(plain, **given, logit_bias=bias, top_logprobs=self.asked_logprobs)
 

@@ -17,7 +17,7 @@ from routes.response.event_stream import ask, new_job_id
 from routes.response.generate import PlainDialect, RowResult
 from routes.response.native_format import usage
 from routes.response.reply import ErrorBody, sse
-from routes.response.transcript import RowNews
+from routes.response.transcript import RowUpdate
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"
@@ -88,7 +88,7 @@ class OpenAIDialect(PlainDialect):
         self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
         self._finishes: list[Finish | None] = [None] * num_rows
 
-    def piece(self, news: RowNews) -> dict[str, Any] | None:
+    def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
         """New text of a row as a choice; None if there is nothing to say."""
         raise NotImplementedError
 
@@ -96,10 +96,10 @@ class OpenAIDialect(PlainDialect):
         """The last choice of a row."""
         raise NotImplementedError
 
-    def chunk(self, news: list[RowNews]) -> bytes:
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
         """See Dialect."""
         choices: list[dict[str, Any]] = []
-        for row in news:
+        for row in updates:
             piece = self.piece(row)
             if piece is not None:
                 choices.append(piece)

@@ -104,9 +104,9 @@ class SamplingBody(GenerationBody):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            alpha_presence=self.alpha_presence,
-            alpha_frequency=self.alpha_frequency,
-            alpha_decay=self.alpha_decay,
+            presence_penalty=self.alpha_presence,
+            frequency_penalty=self.alpha_frequency,
+            penalty_decay=self.alpha_decay,
             seed=seed,
         )
 

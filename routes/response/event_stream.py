@@ -25,12 +25,12 @@ def new_job_id() -> str:
     return uuid.uuid4().hex
 
 
-class Feed:
+class EventStream:
     """A bounded queue with one reader. Closing it cancels the job; a reader that stops reading is cut off."""
 
     def __init__(self, context: Context, job_id: str) -> None:
         self._engine = context.engine
-        self._turns = context.turns
+        self._wake_ups = context.wake_ups
         self._job_id = job_id
         self._stall_timeout_s = context.config.stall_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class Feed:
 
     def sink(self, events: JobEvents) -> None:
         """Take what a step brought. Runs on the engine client's thread; returns at once."""
-        self._turns.put(self._box, events)
+        self._wake_ups.put(self._box, events)
         if events.done:
             self._ended.set()
             self._loop.call_soon_threadsafe(self._finish)
@@ -53,7 +53,7 @@ class Feed:
     def pull(self, timeout_s: float) -> list[JobEvents]:
         """Everything that waits; waits for at most `timeout_s` seconds, then []."""
         self._last_pull = time.monotonic()
-        return self._turns.take(self._box, timeout_s)
+        return self._wake_ups.take(self._box, timeout_s)
 
     async def wait_finished(self, timeout_s: float) -> bool:
         """Whether the last event is there within `timeout_s` seconds."""
@@ -79,18 +79,18 @@ class Feed:
 
     def _is_stalled(self) -> bool:
         idle = time.monotonic() - self._last_pull
-        return idle > self._stall_timeout_s or len(self._box.news) > MAX_WAITING_EVENTS
+        return idle > self._stall_timeout_s or len(self._box.items) > MAX_WAITING_EVENTS
 
 
-async def submit(context: Context, job: Job) -> Feed:
+async def submit(context: Context, job: Job) -> EventStream:
     """Hand a job to the engine and wait until it is admitted. Raises ServiceError when it is refused."""
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
 
-    feed = Feed(context, job.job_id)
-    context.engine.submit(job, feed.sink, _settler(loop, admission))
+    stream = EventStream(context, job.job_id)
+    context.engine.submit(job, stream.sink, _settler(loop, admission))
     await admission
-    return feed
+    return stream
 
 
 async def ask(context: Context, verb: str, **arguments: object) -> object:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from routes.context import Context
-from routes.response.event_stream import Feed, submit
+from routes.response.event_stream import EventStream, submit
 from routes.response.reply import (
     DONE,
     JSON,
@@ -25,7 +25,7 @@ from routes.response.reply import (
     sse,
     to_json,
 )
-from routes.response.transcript import RowNews, Transcript
+from routes.response.transcript import RowUpdate, Transcript
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Finish, Job
 
@@ -58,8 +58,8 @@ class Dialect(Protocol):
     def opening(self) -> bytes:
         """What a stream begins with."""
 
-    def chunk(self, news: list[RowNews]) -> bytes:
-        """News as server-sent events."""
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        """EventBatch as server-sent events."""
 
     def closing(self) -> bytes:
         """What a stream says before [DONE]."""
@@ -85,8 +85,8 @@ class PlainDialect:
 class SseChunks:
     """A job as server-sent events; what waits is merged into one chunk."""
 
-    def __init__(self, feed: Feed, transcript: Transcript, dialect: Dialect) -> None:
-        self._feed = feed
+    def __init__(self, stream: EventStream, transcript: Transcript, dialect: Dialect) -> None:
+        self._stream = stream
         self._transcript = transcript
         self._dialect = dialect
         self._start = dialect.opening()
@@ -110,15 +110,15 @@ class SseChunks:
 
     def close(self) -> None:
         """See Chunks."""
-        self._feed.close()
+        self._stream.close()
 
     def _next_chunk(self) -> bytes:
-        batch = self._feed.pull(PATIENCE_S)
+        batch = self._stream.pull(PATIENCE_S)
         if not batch:
             return HEARTBEAT
-        news = self._transcript.read(batch)
-        chunk = self._dialect.chunk(news) if news else b""
-        for row in news:
+        updates = self._transcript.read(batch)
+        chunk = self._dialect.chunk(updates) if updates else b""
+        for row in updates:
             if row.finish is not None and row.finish.error is not None:
                 chunk += sse(self._dialect.error_body(row.finish.error) | {"index": row.row})
         if batch[-1].done:
@@ -135,8 +135,8 @@ class SseChunks:
 class JsonChunks:
     """A JSON answer that takes its time: white space, which JSON allows before a value, until it is there."""
 
-    def __init__(self, feed: Feed, make: Callable[[], Answer]) -> None:
-        self._feed = feed
+    def __init__(self, stream: EventStream, make: Callable[[], Answer]) -> None:
+        self._stream = stream
         self._make = make
         self._ended = False
 
@@ -146,21 +146,21 @@ class JsonChunks:
     def __next__(self) -> bytes:
         if self._ended:
             raise StopIteration
-        if not self._feed.wait_on_thread(PATIENCE_S):
+        if not self._stream.wait_on_thread(PATIENCE_S):
             return BLANK
         self._ended = True
         return self._make().body
 
     def close(self) -> None:
         """See Chunks."""
-        self._feed.close()
+        self._stream.close()
 
 
-def _results(feed: Feed, transcript: Transcript, num_rows: int) -> list[RowResult]:
+def _results(stream: EventStream, transcript: Transcript, num_rows: int) -> list[RowResult]:
     """All rows of a job that has ended. Raises ServiceError if the job, or every row of it, failed."""
     rows = [RowResult("", None, []) for _ in range(num_rows)]
-    for news in transcript.read(feed.pull(0)):
-        rows[news.row] = RowResult(news.text, news.finish, news.logprobs)
+    for updates in transcript.read(stream.pull(0)):
+        rows[updates.row] = RowResult(updates.text, updates.finish, updates.logprobs)
     if transcript.error is not None:
         raise ServiceError.from_info(transcript.error)
     errors = [row.finish.error for row in rows if row.finish is not None and row.finish.error is not None]
@@ -173,25 +173,25 @@ async def run_whole(
     context: Context, job: Job, transcript: Transcript, whole: Callable[[list[RowResult]], Any], error_body: ErrorBody
 ) -> Reply:
     """Run a job and answer with one JSON value, which `whole` makes of its rows."""
-    feed = await submit(context, job)
+    events = await submit(context, job)
 
     def make() -> Answer:
         try:
-            return Answer(to_json(whole(_results(feed, transcript, job.num_rows))))
+            return Answer(to_json(whole(_results(events, transcript, job.num_rows))))
         except ServiceError as error:
             return error_answer(error.info, error_body)
         except Exception:
             logger.exception("an answer could not be written")
             return error_answer(_INTERNAL, error_body)
 
-    if await feed.wait_finished(GRACE_S):
+    if await events.wait_finished(GRACE_S):
         return make()
-    return Stream(JsonChunks(feed, make), JSON)
+    return Stream(JsonChunks(events, make), JSON)
 
 
 async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcript, stream: bool) -> Reply:
     """Run a job and answer as `dialect` writes."""
     if not stream:
         return await run_whole(context, job, transcript, dialect.whole, dialect.error_body)
-    feed = await submit(context, job)
-    return Stream(SseChunks(feed, transcript, dialect), SSE)
+    events = await submit(context, job)
+    return Stream(SseChunks(events, transcript, dialect), SSE)

@@ -15,7 +15,7 @@ from routes.request.session_turn import as_turn
 from routes.response.event_stream import new_job_id
 from routes.response.generate import PlainDialect, RowResult, run
 from routes.response.reply import Reply, native_error, sse
-from routes.response.transcript import RowNews, Transcript
+from routes.response.transcript import RowUpdate, Transcript
 from rwkv_batch.request import Finish, GenerateRequest, Job
 
 
@@ -43,10 +43,10 @@ class BatchDialect(PlainDialect):
         if answer_id:
             self._chunk_head = {**self._whole_head, **self._chunk_head}
 
-    def chunk(self, news: list[RowNews]) -> bytes:
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
         """See Dialect."""
         choices: list[dict[str, Any]] = []
-        for row in news:
+        for row in updates:
             if row.text:
                 choices.append({"index": row.row, "delta": {"content": row.text}})
             if row.finish is not None:

@@ -92,7 +92,7 @@ class Delta(BaseModel):
 
 
 class BatchChunkChoice(BaseModel):
-    """News of one row: text, or its end."""
+    """EventBatch of one row: text, or its end."""
 
     index: int
     delta: Delta
@@ -253,7 +253,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """News of one answer."""
+    """EventBatch of one answer."""
 
     index: int
     delta: ChatDelta

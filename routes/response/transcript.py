@@ -1,4 +1,4 @@
-"""From the engine's bytes to text: one incremental UTF-8 decoder per row, and news merged per row."""
+"""From the engine's bytes to text: one incremental UTF-8 decoder per row, and updates merged per row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RowText:
 
 
 @dataclass(slots=True)
-class RowNews:
+class RowUpdate:
     """What is new of one row."""
 
     row: int
@@ -44,24 +44,24 @@ class RowNews:
 
 
 class Transcript:
-    """Turns a job's events into news per row, several steps at once if they have waited."""
+    """WakeUps a job's events into updates per row, several steps at once if they have waited."""
 
     def __init__(self, num_rows: int, opening: str = "", strip: bool = False) -> None:
         self._rows = [RowText(opening, strip) for _ in range(num_rows)]
         self.error: ErrorInfo | None = None
 
-    def read(self, batch: Iterable[JobEvents]) -> list[RowNews]:
-        """News of the rows that have any, in order of their first delta. A failure of the job stays in `error`."""
+    def read(self, batch: Iterable[JobEvents]) -> list[RowUpdate]:
+        """Updates of the rows that have any, in order of their first delta. A failure of the job stays in `error`."""
         pieces: dict[int, list[bytes]] = {}
-        news: dict[int, RowNews] = {}
+        updates: dict[int, RowUpdate] = {}
         for events in batch:
             self.error = events.error or self.error
             for delta in events.deltas:
-                row = news.setdefault(delta.row, RowNews(delta.row))
+                row = updates.setdefault(delta.row, RowUpdate(delta.row))
                 pieces.setdefault(delta.row, []).append(delta.text)
                 row.num_tokens += delta.num_tokens
                 row.finish = delta.finish or row.finish
                 row.logprobs += delta.logprobs or ()
-        for index, row in news.items():
+        for index, row in updates.items():
             row.text = self._rows[index].feed(b"".join(pieces[index]), row.finish is not None)
-        return list(news.values())
+        return list(updates.values())

@@ -1,7 +1,7 @@
-"""News for the threads that write streams: a few threads at a time are woken, first those that had none yet.
+"""EventBatch for the threads that write streams: a few threads at a time are woken, first those that had none yet.
 
 Python's lock goes to threads in the order in which they ask for it. Were all woken at once for which a step brings
-news, whatever comes next (a new request, another's first token) would wait until the last of them has written.
+items, whatever comes next (a new request, another's first token) would wait until the last of them has written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 _AT_A_TIME = 2
-"""One takes its news while the next one wakes."""
+"""One takes its items while the next one wakes."""
 
 
 class _Reader(enum.Enum):
@@ -23,24 +23,24 @@ class _Reader(enum.Enum):
     ELSEWHERE = enum.auto()
     WAITS = enum.auto()
     QUEUES = enum.auto()
-    """waits, and its news are there"""
+    """waits, and its items are there"""
     CALLED = enum.auto()
     """is woken to take them"""
 
 
 class Box(Generic[Item]):
-    """News for one reader. Its fields belong to `Turns`."""
+    """EventBatch for one reader. Its fields belong to `WakeUps`."""
 
     def __init__(self) -> None:
-        self.news: list[Item] = []
+        self.items: list[Item] = []
         self.reader = _Reader.ELSEWHERE
         self.has_read = False
         self.bell = threading.Lock()
         self.bell.acquire()
 
 
-class Turns:
-    """Puts news into boxes and calls their readers by turns. Any thread."""
+class WakeUps:
+    """Puts items into boxes and calls their readers by turns. Any thread."""
 
     def __init__(self, at_a_time: int = _AT_A_TIME) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Turns:
     def put(self, box: Box[Item], item: Item) -> None:
         """Returns at once."""
         with self._lock:
-            box.news.append(item)
+            box.items.append(item)
             if box.reader is not _Reader.WAITS:
                 return
             if self._free:
@@ -66,7 +66,7 @@ class Turns:
     def take(self, box: Box[Item], timeout_s: float) -> list[Item]:
         """Everything that waits; waits for at most `timeout_s` seconds, then []. Only the box's reader."""
         with self._lock:
-            if box.news:
+            if box.items:
                 return self._empty(box)
             box.reader = _Reader.WAITS
         heard = box.bell.acquire(timeout=timeout_s)
@@ -80,9 +80,9 @@ class Turns:
 
     @staticmethod
     def _empty(box: Box[Item]) -> list[Item]:
-        news, box.news = box.news, []
-        box.has_read = box.has_read or bool(news)
-        return news
+        items, box.items = box.items, []
+        box.has_read = box.has_read or bool(items)
+        return items
 
     @staticmethod
     def _call(box: Box) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 0.1
 _WIDENINGS = 100
 _TURNS_TO_DROP = 50
-"""Turns of housekeeping from one search for ended threads to the next."""
+"""WakeUps of housekeeping from one search for ended threads to the next."""
 _FLUSH_S = 0.3
 """Time for the last bytes to leave Robyn after the last handler has returned."""
 
@@ -47,7 +47,7 @@ def run_http_worker(config: HttpConfig, address: str, style: LogStyle, name: str
     context.shared[system.OPENAPI] = openapi_document(ROUTES)
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
     client.start()
-    threading.Thread(target=_obey, args=(context, supervisor), name="supervisor", daemon=True).start()
+    threading.Thread(target=_follow_supervisor, args=(context, supervisor), name="supervisor", daemon=True).start()
     _serve(context, ROUTES, cpus)
 
 
@@ -60,7 +60,7 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
 
     from routes.serving.http import register
 
-    def keep_house() -> None:
+    def housekeeping() -> None:
         for turn in range(sys.maxsize):
             if turn < _WIDENINGS:
                 _widen(cpus)
@@ -74,7 +74,7 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
         # What was loaded stays: a full collection that walks all of it stops every stream for 10 ms.
         gc.collect()
         gc.freeze()
-        threading.Thread(target=keep_house, name="housekeeping", daemon=True).start()
+        threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
 
     app = Robyn(__file__)
     register(app, context, routes)
@@ -99,7 +99,7 @@ def _widen(cpus: set[int]) -> None:
             os.sched_setaffinity(int(thread), cpus)
 
 
-def _obey(context: Context, supervisor: Connection) -> None:
+def _follow_supervisor(context: Context, supervisor: Connection) -> None:
     """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
     while True:
         try:

@@ -15,7 +15,7 @@ import msgspec
 from rwkv_batch.core.output import RowOutput, StopRules
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
-from rwkv_batch.core.state_manager import SlotKeeper
+from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
@@ -27,7 +27,7 @@ Drawn = tuple[int, TokenLogprob | None]
 class JobTable:
     """Jobs by id. Owned by the engine thread."""
 
-    def __init__(self, scheduler: Scheduler, keeper: SlotKeeper, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(self, scheduler: Scheduler, keeper: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
         self._scheduler = scheduler
         self._keeper = keeper
         self._byte_table = tokenizer.byte_table
@@ -37,7 +37,7 @@ class JobTable:
         self._tie = itertools.count()
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
-        self._news: dict[RunningJob, None] = {}
+        self._changed: dict[RunningJob, None] = {}
         self.when_delivered: Callable[[], None] = lambda: None
         """called behind the sinks of a step"""
 
@@ -132,9 +132,11 @@ class JobTable:
             sampling = msgspec.structs.replace(sampling, logit_bias={**sampling.logit_bias, END_OF_TEXT: float("-inf")})
         return request if sampling is request.sampling else msgspec.structs.replace(request, sampling=sampling)
 
-    def _sequence(self, job: RunningJob, row: int, request: GenerateRequest, feed: list[int], draws: bool) -> Sequence:
+    def _sequence(
+        self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], draws: bool
+    ) -> Sequence:
         output = RowOutput(row, request, StopRules(request, self._byte_table), self._byte_table)
-        return Sequence(job, row, request, feed, output, draws=draws, prompt_tokens=len(request.prompt))
+        return Sequence(job, row, request, token_ids, output, draws=draws, prompt_tokens=len(request.prompt))
 
     # A step's outcome ----------------------------------------------------------------------------------------
 
@@ -144,9 +146,9 @@ class JobTable:
             sequence = row.sequence
             self._keeper.advance(sequence, row.num_tokens)
             if row.draws:
-                sequence.feed.append(PENDING)
-            elif not sequence.draws and sequence.num_unread == 0:
-                self._fed_up(sequence)
+                sequence.token_ids.append(PENDING)
+            elif not sequence.draws and sequence.num_uncomputed_tokens == 0:
+                self._prompt_done(sequence)
 
     def commit(self, rows: list[ScheduledRow], drawn: list[Drawn]) -> None:
         """What a launched step has drawn; `drawn` belongs to the rows that draw, in their order."""
@@ -157,19 +159,19 @@ class JobTable:
 
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         """A row has drawn a token."""
-        at = sequence.base + len(sequence.output.tokens)
+        at = sequence.prompt_end + len(sequence.output.tokens)
         reason = sequence.output.push(token, logprob)
         if reason is not None:
             self._keeper.take_back(sequence)
             self._finish(sequence, reason)
             return
-        sequence.feed[at] = token
-        self._keeper.keep_or_drop_mark(sequence)
+        sequence.token_ids[at] = token
+        self._keeper.update_rollback_state(sequence)
         if (delta := sequence.output.take_delta()) is not None:
             sequence.job.deltas.append(delta)
-            self._news[sequence.job] = None
+            self._changed[sequence.job] = None
 
-    def _fed_up(self, sequence: Sequence) -> None:
+    def _prompt_done(self, sequence: Sequence) -> None:
         """A row that does not draw has read everything: a closed turn, or a prompt that several rows share."""
         if sequence.phase is Phase.CLOSING:
             self._check_in(sequence)
@@ -196,7 +198,7 @@ class JobTable:
             self._send_finish(sequence, FinishReason.ERROR if error else reason, error.info if error else None)
 
         self._keeper.record_turn(sequence, acknowledge)
-        if sequence.num_unread == 0:
+        if sequence.num_uncomputed_tokens == 0:
             self._check_in(sequence)
 
     def _check_in(self, sequence: Sequence) -> None:
@@ -235,10 +237,10 @@ class JobTable:
             delta = msgspec.structs.replace(delta, row=row)
             job.deltas.append(delta)
             job.unfinished -= 1
-        self._news[job] = None
+        self._changed[job] = None
 
     def cancel(self, job_id: str) -> None:
-        """See `EngineFace.cancel`."""
+        """See `EngineProtocol.cancel`."""
         job = self._jobs.get(job_id)
         if job is not None:
             self._end_job(job, FinishReason.CANCELLED)
@@ -296,7 +298,7 @@ class JobTable:
         for sequence in rows:
             self._leased.pop(sequence, None)
             self._drop(sequence)
-        self._news.pop(job, None)
+        self._changed.pop(job, None)
         if self._jobs.get(job.job.job_id) is job:
             del self._jobs[job.job.job_id]
             told = error if job.unfinished else None
@@ -320,13 +322,13 @@ class JobTable:
 
     def deliver(self) -> None:
         """Send what this step brought, one event a job."""
-        for job in self._news:
+        for job in self._changed:
             done = job.unfinished == 0
             if done:
                 self._jobs.pop(job.job.job_id, None)
             job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=done))
             job.deltas = []
-        self._news.clear()
+        self._changed.clear()
         self.when_delivered()
 
     def check_integrity(self) -> list[str]:

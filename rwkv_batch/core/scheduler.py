@@ -111,7 +111,7 @@ class Scheduler:
         self._steps += 1
         self._admit_forked()
         self._admit()
-        decoding = [s for s in self._running if s.num_unread == 1 and s.may_run]
+        decoding = [s for s in self._running if s.num_uncomputed_tokens == 1 and s.may_run]
         decoding.sort(key=attrgetter("first_slot"))  # neighbours in a step lie together in memory: faster to read
         rows = [ScheduledRow(s, 1, s.draws) for s in decoding]
         limits = self.limits
@@ -168,7 +168,7 @@ class Scheduler:
         """Prompt chunks within the budget: a chunk per job and round, none above its job's share, turns taken."""
         by_job: dict[RunningJob, deque[Sequence]] = {}
         for sequence in self._running:
-            if sequence.num_unread > 1:
+            if sequence.num_uncomputed_tokens > 1:
                 by_job.setdefault(sequence.job, deque()).append(sequence)
         rows: list[ScheduledRow] = []
         queues = deque(by_job.values())
@@ -179,16 +179,18 @@ class Scheduler:
             sequence = queue.popleft()
             num_tokens = min(self._chunk(sequence), share, budget)
             budget -= num_tokens
-            rows.append(ScheduledRow(sequence, num_tokens, sequence.draws and num_tokens == sequence.num_unread))
+            rows.append(
+                ScheduledRow(sequence, num_tokens, sequence.draws and num_tokens == sequence.num_uncomputed_tokens)
+            )
             if queue:
                 queues.append(queue)
         return rows
 
     def _chunk(self, sequence: Sequence) -> int:
         """Tokens to read next: up to the chunk size, stopping at a border worth caching."""
-        limit = min(sequence.num_unread, self.limits.prefill_chunk)
-        if sequence.borders:
-            limit = min(limit, sequence.borders[0] - sequence.fed)
+        limit = min(sequence.num_uncomputed_tokens, self.limits.prefill_chunk)
+        if sequence.cache_points:
+            limit = min(limit, sequence.cache_points[0] - sequence.num_computed_tokens)
         return limit
 
     def give_up_seat(self, sequence: Sequence) -> None:

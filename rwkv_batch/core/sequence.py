@@ -33,7 +33,7 @@ class Phase(enum.Enum):
 NO_SLOT = -1
 NO_SEAT = -1
 PENDING = -1
-"""Stands in `Sequence.feed` for a token that is drawn but not yet known to the host."""
+"""Stands in `Sequence.token_ids` for a token that is drawn but not yet known to the host."""
 
 
 class SharedSlot:
@@ -52,7 +52,7 @@ class SharedSlot:
 
 
 @dataclass(slots=True)
-class Mark:
+class RollbackState:
     """A state kept because the text after it may turn out to be a stop: it holds `count` drawn tokens."""
 
     slot: int
@@ -85,62 +85,65 @@ class RunningJob:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A row. `feed[fed:]` is what no launched step has read yet; its last token, once read, yields a draw.
+    """A row. What no launched step has read yet is `token_ids[num_computed_tokens:]`; its last token, once read, yields
+    a draw.
 
-    The state after feed[:fed] lies in `shared.slot` while `shared` is set (a session, a cached prefix, a
+    The state after the tokens before that lies in `shared.slot` while `shared` is set (a session, a cached prefix, a
     fork's base: never written by this row), else in `slot`.
     """
 
     job: RunningJob
     row: int
     request: GenerateRequest
-    feed: list[int]
+    token_ids: list[int]
     output: RowOutput
-    fed: int = 0
+    num_computed_tokens: int = 0
     phase: Phase = Phase.WAITING
     slot: int = NO_SLOT
-    spare: int = NO_SLOT
+    spare_slot: int = NO_SLOT
     """For a session's row in the overlapped loop: where the state before the last read token is kept."""
     seat: int = NO_SEAT
     shared: SharedSlot | None = None
     draws: bool = True
-    """False: reads its feed and never draws (the shared prompt of `n` continuations)."""
+    """False: reads its tokens and never draws (the shared prompt of `n` continuations)."""
     stands_for: int = 1
     """rows of the job that end if this one ends before it has been forked"""
     lease: Lease | None = None
-    mark: Mark | None = None
-    base: int = 0
-    """where the drawn tokens begin in `feed`"""
+    rollback_state: RollbackState | None = None
+    prompt_end: int = 0
+    """where the drawn tokens begin in `token_ids`"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    borders: list[int] = field(default_factory=list)
-    """positions in `feed`, ascending, at which the state is offered to the prefix cache"""
+    cache_points: list[int] = field(default_factory=list)
+    """positions in `token_ids`, ascending, at which the state is offered to the prefix cache"""
     dialogue_idx: int | None = None
     """number of the dialogue that a branching turn has made"""
     turn_start: int = 0
-    """where this turn's own tokens begin in `feed`; before it lies what a session had to replay"""
+    """where this turn's own tokens begin in `token_ids`; before it lies what a session had to replay"""
 
     @property
     def read_slot(self) -> int:
-        """Where the state after feed[:fed] lies."""
+        """Where the state after token_ids[:num_computed_tokens] lies."""
         if self.shared is not None:
             return self.shared.slot
-        return self.slot if self.fed else ZERO_SLOT
+        return self.slot if self.num_computed_tokens else ZERO_SLOT
 
     @property
     def first_slot(self) -> int:
         """The lower of the slots it holds, whichever it writes next."""
-        return self.slot if self.spare == NO_SLOT else min(self.slot, self.spare)
+        return self.slot if self.spare_slot == NO_SLOT else min(self.slot, self.spare_slot)
 
     @property
     def write_slot(self) -> int:
         """Where the next step leaves its state: not over the old one while it may have to be taken back."""
-        return self.spare if self.keeps_last_state else self.slot
+        return self.spare_slot if self.keeps_last_state else self.slot
 
     @property
     def keeps_last_state(self) -> bool:
         """Whether the next token may turn out to be a stop, which a session's state must not contain."""
-        return self.spare != NO_SLOT and self.shared is None and self.feed[self.fed] == PENDING
+        return (
+            self.spare_slot != NO_SLOT and self.shared is None and self.token_ids[self.num_computed_tokens] == PENDING
+        )
 
     @property
     def has_answered(self) -> bool:
@@ -148,24 +151,24 @@ class Sequence:
         return bool(self.output.tokens) and self.seat == NO_SEAT
 
     @property
-    def num_unread(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens that no launched step has read."""
-        return len(self.feed) - self.fed
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_ahead(self) -> bool:
         """Whether its next token is not known to the host yet."""
-        return self.num_unread == 1 and self.feed[-1] == PENDING
+        return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
 
     @property
     def last_is_drawn(self) -> bool:
         """Whether the one token it reads next is the one it drew last, which its seat still holds on the device."""
-        return self.draws and self.num_unread == 1 and len(self.feed) > self.base
+        return self.draws and self.num_uncomputed_tokens == 1 and len(self.token_ids) > self.prompt_end
 
     @property
     def may_run(self) -> bool:
         """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back."""
         if not self.is_ahead:
             return True
-        last_is_launched = len(self.feed) - self.base >= self.request.max_tokens
-        return not last_is_launched and (self.lease is None or self.spare != NO_SLOT)
+        last_is_launched = len(self.token_ids) - self.prompt_end >= self.request.max_tokens
+        return not last_is_launched and (self.lease is None or self.spare_slot != NO_SLOT)

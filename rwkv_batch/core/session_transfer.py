@@ -16,7 +16,7 @@ Put = Callable[[Callable[[], None]], bool]
 """Runs a command on the engine's thread; False: the engine takes none any more."""
 
 
-class SessionFiles:
+class SessionTransfer:
     """Answers "session_export" and "session_import"; files are encoded and decoded one at a time on another thread."""
 
     def __init__(self, put: Put, refusal: Callable[[], ServiceError]) -> None:
@@ -38,7 +38,7 @@ class SessionFiles:
         except PoolError as error:
             reply(as_service_error(error))
 
-    def bring(self, pool: StatePool, reply: Reply, session_id: str, content: bytes) -> None:
+    def import_session(self, pool: StatePool, reply: Reply, session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
 
         def decoded() -> None:
@@ -47,18 +47,18 @@ class SessionFiles:
             except NotASession as error:
                 reply(_not_a_session(error))
                 return
-            if not self._put(lambda: self._bring(pool, reply, session_id, file)):
+            if not self._put(lambda: self._import(pool, reply, session_id, file)):
                 reply(self._refusal())
 
         self._thread.submit(decoded)
 
     @staticmethod
-    def _bring(pool: StatePool, reply: Reply, session_id: str, file: SessionFile) -> None:
+    def _import(pool: StatePool, reply: Reply, session_id: str, file: SessionFile) -> None:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error))
 
         try:
-            pool.bring(session_id, file, durable)
+            pool.import_session(session_id, file, durable)
         except NotASession as error:
             reply(_not_a_session(error))
         except PoolError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rwkv_batch.core.sequence import NO_SLOT, Mark, Phase, Sequence, SharedSlot
+from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
@@ -31,11 +31,11 @@ def as_service_error(error: Exception) -> ServiceError:
 
 def _may_share_prefix(sequence: Sequence) -> bool:
     """Whether the row begins with its prompt's first token and may begin from a cached state instead."""
-    fresh = sequence.shared is None and sequence.fed == 0
+    fresh = sequence.shared is None and sequence.num_computed_tokens == 0
     return fresh and sequence.request.session is None and sequence.request.use_prefix_cache
 
 
-class SlotKeeper:
+class StateManager:
     """Moves rows between the pool and the steps. Owned by the engine thread."""
 
     def __init__(self, pool: StatePool, tokenizer: Tokenizer, overlap: bool) -> None:
@@ -46,7 +46,7 @@ class SlotKeeper:
     def check_out(self, sequence: Sequence) -> None:
         """Queue for the row's session, or announce its prompt. Raises ServiceError when the session cannot be had."""
         if _may_share_prefix(sequence):
-            self.pool.observe_prompt(sequence.feed)
+            self.pool.observe_prompt(sequence.token_ids)
         turn = sequence.request.session
         if turn is not None:
             try:
@@ -66,7 +66,7 @@ class SlotKeeper:
         """Whether the row may start: it has no session, or the session's state can be read."""
         if sequence.lease is not None:
             return sequence.lease.state is LeaseState.READY
-        return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.feed))
+        return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.token_ids))
 
     def allocate(self) -> int | None:
         """A slot to write to."""
@@ -78,15 +78,15 @@ class SlotKeeper:
             self._start_from_session(sequence)
         elif _may_share_prefix(sequence):
             self._start_from_prefix(sequence)
-        sequence.base = len(sequence.feed)
+        sequence.prompt_end = len(sequence.token_ids)
 
     def _start_from_session(self, sequence: Sequence) -> None:
         lease, turn = sequence.lease, sequence.request.session
         assert lease is not None and turn is not None
         if self._overlap and (spare := self.pool.allocate()) is not None:
-            sequence.spare = spare
+            sequence.spare_slot = spare
         if lease.exists:
-            sequence.feed = [*lease.replay, *turn.resume_prompt]
+            sequence.token_ids = [*lease.replay, *turn.resume_prompt]
             sequence.turn_start = len(lease.replay)
             sequence.cached_tokens = lease.num_tokens
             sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
@@ -94,34 +94,34 @@ class SlotKeeper:
             sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
-        hit = self.pool.match_prefix(sequence.feed)
+        hit = self.pool.match_prefix(sequence.token_ids)
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
-            sequence.fed = sequence.cached_tokens = hit.num_tokens
-        borders = self.pool.prefix_borders(sequence.feed, observed=True)
-        sequence.borders = [border for border in borders if border > sequence.fed]
+            sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
+        borders = self.pool.prefix_cache_points(sequence.token_ids, observed=True)
+        sequence.cache_points = [border for border in borders if border > sequence.num_computed_tokens]
 
     # With each step ------------------------------------------------------------------------------------------
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """A step that reads so many of the row's tokens was launched; its state will be in its own slot."""
         if sequence.keeps_last_state:
-            sequence.slot, sequence.spare = sequence.spare, sequence.slot
-        sequence.fed += num_tokens
+            sequence.slot, sequence.spare_slot = sequence.spare_slot, sequence.slot
+        sequence.num_computed_tokens += num_tokens
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        if sequence.borders and sequence.borders[0] == sequence.fed:
-            del sequence.borders[0]
+        if sequence.cache_points and sequence.cache_points[0] == sequence.num_computed_tokens:
+            del sequence.cache_points[0]
             self._offer_prefix(sequence)
 
     def _offer_prefix(self, sequence: Sequence) -> None:
         """Give the state at a border to the prefix cache and go on in a new slot."""
-        prefix = sequence.feed[: sequence.fed]
+        prefix = sequence.token_ids[: sequence.num_computed_tokens]
         fresh = self.pool.allocate()
         hit = self.pool.offer_prefix(prefix, sequence.slot) if fresh is not None else None
         if fresh is None or hit is None:
-            self.pool.abandon_border(prefix)
+            self.pool.abandon_cache_point(prefix)
             if fresh is not None:
                 self.pool.free(fresh)
             return
@@ -138,104 +138,106 @@ class SlotKeeper:
         else:
             base = SharedSlot(slot, lambda: self.pool.free(slot), len(children))
         for child in children:
-            child.shared, child.fed = base, sequence.fed
+            child.shared, child.num_computed_tokens = base, sequence.num_computed_tokens
             child.cached_tokens = sequence.cached_tokens
 
     def take_back(self, sequence: Sequence) -> None:
         """The token drawn last ends the row: forget what was launched beyond it."""
-        end = sequence.base + len(sequence.output.tokens) - 1
-        del sequence.feed[end:]
-        if sequence.fed > end and sequence.lease is not None:
-            sequence.slot, sequence.spare = sequence.spare, sequence.slot
-        sequence.fed = min(sequence.fed, end)
+        end = sequence.prompt_end + len(sequence.output.tokens) - 1
+        del sequence.token_ids[end:]
+        if sequence.num_computed_tokens > end and sequence.lease is not None:
+            sequence.slot, sequence.spare_slot = sequence.spare_slot, sequence.slot
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
 
-    def keep_or_drop_mark(self, sequence: Sequence) -> None:
+    def update_rollback_state(self, sequence: Sequence) -> None:
         """After a draw of a session's row: keep the state from before text that may be part of a stop."""
         if sequence.lease is None or sequence.phase is not Phase.RUNNING:
             return
         if not sequence.output.is_holding:
-            self._drop_mark(sequence)
-        elif sequence.mark is None and (fresh := self.pool.allocate()) is not None:
+            self._drop_rollback_state(sequence)
+        elif sequence.rollback_state is None and (fresh := self.pool.allocate()) is not None:
             count = len(sequence.output.tokens) - 1
-            if sequence.fed > sequence.base + count:  # the token just drawn was read ahead: the spare has not seen it
-                sequence.mark, sequence.spare = Mark(sequence.spare, count), fresh
+            if (
+                sequence.num_computed_tokens > sequence.prompt_end + count
+            ):  # the token just drawn was read ahead: the spare has not seen it
+                sequence.rollback_state, sequence.spare_slot = RollbackState(sequence.spare_slot, count), fresh
             else:
-                sequence.mark = Mark(sequence.slot, count)
+                sequence.rollback_state = RollbackState(sequence.slot, count)
                 sequence.shared = SharedSlot(sequence.slot, lambda: None)
                 sequence.slot = fresh
 
-    def _drop_mark(self, sequence: Sequence) -> None:
-        if sequence.mark is not None:
-            self.pool.free(sequence.mark.slot)
-            sequence.mark = None
+    def _drop_rollback_state(self, sequence: Sequence) -> None:
+        if sequence.rollback_state is not None:
+            self.pool.free(sequence.rollback_state.slot)
+            sequence.rollback_state = None
 
-    def _drop_spare(self, sequence: Sequence) -> None:
-        if sequence.spare != NO_SLOT:
-            self.pool.free(sequence.spare)
-            sequence.spare = NO_SLOT
+    def _drop_spare_slot(self, sequence: Sequence) -> None:
+        if sequence.spare_slot != NO_SLOT:
+            self.pool.free(sequence.spare_slot)
+            sequence.spare_slot = NO_SLOT
 
     # The end -------------------------------------------------------------------------------------------------
 
     def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
         """The turn is complete: store its tokens, then `acknowledge` (with the failure, if it was not stored).
 
-        Leaves in `sequence.feed` what has to be read until the slot holds the state right before the stop.
+        Leaves in `sequence.token_ids` what has to be read until the slot holds the state right before the stop.
         """
         lease = sequence.lease
         assert lease is not None
         answer = self._shown_tokens(sequence)
-        feed = sequence.feed[: sequence.base] + answer
+        token_ids = sequence.token_ids[: sequence.prompt_end] + answer
 
         def durable(error: Exception | None) -> None:
             sequence.dialogue_idx = lease.dialogue_idx
             acknowledge(None if error is None else as_service_error(error))
 
-        self.pool.record(lease, feed[sequence.turn_start :], durable)
-        self._rewind(sequence, feed)
-        sequence.feed, sequence.draws, sequence.borders = feed, False, []
+        self.pool.record(lease, token_ids[sequence.turn_start :], durable)
+        self._rewind(sequence, token_ids)
+        sequence.token_ids, sequence.draws, sequence.cache_points = token_ids, False, []
 
     def _shown_tokens(self, sequence: Sequence) -> list[int]:
         """Token ids of the shown text; the bytes of a token that a stop cuts are tokenised anew."""
         whole, partial = sequence.output.shown_tokens()
         return whole + (self._tokenizer.encode_bytes(partial) if partial else [])
 
-    def _rewind(self, sequence: Sequence, feed: list[int]) -> None:
-        """Go back to the latest kept state that has read a beginning of `feed` only."""
-        lease, mark, base = sequence.lease, sequence.mark, sequence.base
+    def _rewind(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Go back to the latest kept state that has read a beginning of `token_ids` only."""
+        lease, kept, base = sequence.lease, sequence.rollback_state, sequence.prompt_end
         assert lease is not None
-        if sequence.feed[: sequence.fed] == feed[: sequence.fed]:
-            self._drop_mark(sequence)
+        if sequence.token_ids[: sequence.num_computed_tokens] == token_ids[: sequence.num_computed_tokens]:
+            self._drop_rollback_state(sequence)
             return
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        if mark is not None and sequence.feed[: base + mark.count] == feed[: base + mark.count]:
+        if kept is not None and sequence.token_ids[: base + kept.count] == token_ids[: base + kept.count]:
             self.pool.free(sequence.slot)
-            sequence.slot, sequence.fed, sequence.mark = mark.slot, base + mark.count, None
+            sequence.slot, sequence.num_computed_tokens, sequence.rollback_state = kept.slot, base + kept.count, None
             return
-        self._drop_mark(sequence)
-        sequence.fed = 0
+        self._drop_rollback_state(sequence)
+        sequence.num_computed_tokens = 0
         sequence.shared = SharedSlot(lease.read_slot, lambda: None) if lease.exists else None
 
     def check_in(self, sequence: Sequence) -> None:
         """The slot holds the session's new state: the pool owns it from here."""
         assert sequence.lease is not None
         assert sequence.shared is None, "the turn's last tokens were never read"
-        self._drop_mark(sequence)
-        self._drop_spare(sequence)
+        self._drop_rollback_state(sequence)
+        self._drop_spare_slot(sequence)
         self.pool.checkin(sequence.lease, sequence.slot)
         sequence.lease, sequence.slot = None, NO_SLOT
 
     def release(self, sequence: Sequence) -> None:
         """The row ends without a trace in its session."""
-        for border in sequence.borders:
-            self.pool.abandon_border(sequence.feed[:border])
-        sequence.borders = []
+        for border in sequence.cache_points:
+            self.pool.abandon_cache_point(sequence.token_ids[:border])
+        sequence.cache_points = []
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        self._drop_mark(sequence)
-        self._drop_spare(sequence)
+        self._drop_rollback_state(sequence)
+        self._drop_spare_slot(sequence)
         if sequence.slot != NO_SLOT:
             self.pool.free(sequence.slot)
             sequence.slot = NO_SLOT

@@ -30,7 +30,7 @@ class StepTime(NamedTuple):
     tokens: int
 
 
-class Speed:
+class Throughput:
     """Counters of all time and a sliding rate of the last seconds."""
 
     def __init__(self) -> None:

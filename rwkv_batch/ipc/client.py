@@ -18,9 +18,9 @@ from rwkv_batch.ipc.wire import (
     Answer,
     Call,
     Cancel,
+    EventBatch,
     Hello,
     Link,
-    News,
     Observe,
     Submit,
     ToEngine,
@@ -69,7 +69,7 @@ class _Waiting:
 
 
 class EngineClient:
-    """EngineFace over the socket at `address`. Reconnects for as long as the process lives."""
+    """EngineProtocol over the socket at `address`. Reconnects for as long as the process lives."""
 
     def __init__(self, address: str, name: str) -> None:
         self._address = address
@@ -99,7 +99,7 @@ class EngineClient:
         return self._link is not None
 
     def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
-        """See EngineFace."""
+        """See EngineProtocol."""
         with self._lock:
             link = self._link
             if link is not None:
@@ -111,11 +111,11 @@ class EngineClient:
         admitted(ServiceError.from_info(self._reason))
 
     def cancel(self, job_id: str) -> None:
-        """See EngineFace."""
+        """See EngineProtocol."""
         self._send(Cancel(job_id))
 
     def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
-        """See EngineFace; "metrics" is answered by the engine process too."""
+        """See EngineProtocol; "metrics" is answered by the engine process too."""
         with self._lock:
             link = self._link
             if link is not None:
@@ -157,11 +157,11 @@ class EngineClient:
             logger.exception("the connection to the engine failed; reconnecting")
         finally:
             link.close()
-            self._tell_all_lost()
+            self._report_engine_lost()
 
     def _handle(self, message: ToWorker) -> None:
         match message:
-            case News(batch):
+            case EventBatch(batch):
                 for events in batch:
                     pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
                     listener = pop(events.job_id, None)
@@ -176,7 +176,7 @@ class EngineClient:
                 reply = self._waiting.calls.pop(call_id)
                 reply(value if error is None else ServiceError.from_info(error))
 
-    def _tell_all_lost(self) -> None:
+    def _report_engine_lost(self) -> None:
         with self._lock:
             self._link = None
             self._reason = _LOST

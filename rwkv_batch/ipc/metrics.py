@@ -54,9 +54,9 @@ class Metrics:
         if seen.first_byte_s > 0:
             self._first_byte.labels(seen.route).observe(seen.first_byte_s)
 
-    def observe_events(self, news: Sequence[JobEvents]) -> None:
+    def observe_events(self, events: Sequence[JobEvents]) -> None:
         """Count what one step brought."""
-        deltas = [delta for events in news for delta in events.deltas]
+        deltas = [delta for events in events for delta in events.deltas]
         self._completion_tokens.inc(sum(delta.num_tokens for delta in deltas))
         for delta in deltas:
             if delta.finish is not None:

@@ -27,16 +27,16 @@ from rwkv_batch.ipc.wire import (
     Answer,
     Call,
     Cancel,
+    EventBatch,
     Hello,
     Link,
-    News,
     Observe,
     Submit,
     ToEngine,
     ToWorker,
     to_engine_decoder,
 )
-from rwkv_batch.protocol import EngineFace
+from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.request import JobEvents
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _WATCH_S = 0.5
 PeerLink = Link[ToEngine, ToWorker]
 
 
-class ManagedEngine(EngineFace, Protocol):
+class ManagedEngine(EngineProtocol, Protocol):
     """An engine with a life of its own, as this process runs it."""
 
     def when_delivered(self, act: Callable[[], None]) -> None:
@@ -69,14 +69,14 @@ class ManagedEngine(EngineFace, Protocol):
 class Peer:
     """One HTTP worker's connection: its jobs are cancelled when it goes away."""
 
-    def __init__(self, connection: socket.socket, engine: EngineFace, metrics: Metrics) -> None:
+    def __init__(self, connection: socket.socket, engine: EngineProtocol, metrics: Metrics) -> None:
         self.name = "?"
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
         self._engine = engine
         self._metrics = metrics
-        self._news: list[JobEvents] = []
+        self._events: list[JobEvents] = []
         self._link: PeerLink = Link(connection, to_engine_decoder, "worker")
 
     def serve(self, ask: Callable[[str, dict[str, Any], Callable[[Any], None]], None]) -> None:
@@ -108,14 +108,14 @@ class Peer:
     def _deliver(self, events: JobEvents) -> None:
         if events.done:
             self.jobs.discard(events.job_id)
-        self._news.append(events)
+        self._events.append(events)
 
     def tell(self) -> None:
         """Send what a step has brought for this worker."""
-        if self._news:
-            news, self._news = self._news, []
-            self._metrics.observe_events(news)
-            self._link.send(News(news))
+        if self._events:
+            events, self._events = self._events, []
+            self._metrics.observe_events(events)
+            self._link.send(EventBatch(events))
 
     def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
         if refusal is not None:
@@ -217,13 +217,13 @@ def run_engine(
     EngineServer(engine, address)
     try:
         supervisor.send(("ready", None))
-        _obey(engine, config.drain_timeout_s, supervisor)
+        _follow_supervisor(engine, config.drain_timeout_s, supervisor)
     except (EOFError, OSError):
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
 
 
-def _obey(engine: ManagedEngine, drain_timeout_s: float, supervisor: Connection) -> None:
+def _follow_supervisor(engine: ManagedEngine, drain_timeout_s: float, supervisor: Connection) -> None:
     """Follow the supervisor until it says "end". Raises EOFError or OSError when it is gone."""
     while True:
         while not supervisor.poll(_WATCH_S):

@@ -37,19 +37,19 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """`EngineFace.submit`."""
+    """`EngineProtocol.submit`."""
 
     job: Job
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """`EngineFace.cancel`."""
+    """`EngineProtocol.cancel`."""
 
     job_id: str
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """`EngineFace.call`; `call_id` returns in the Answer."""
+    """`EngineProtocol.call`; `call_id` returns in the Answer."""
 
     call_id: int
     verb: str
@@ -69,13 +69,13 @@ ToEngine = Hello | Submit | Cancel | Call | Observe
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """The job was taken, or refused with `error` (then no News follows)."""
+    """The job was taken, or refused with `error` (then no EventBatch follows)."""
 
     job_id: str
     error: ErrorInfo | None
 
 
-class News(msgspec.Struct, frozen=True, array_like=True, tag="n"):
+class EventBatch(msgspec.Struct, frozen=True, array_like=True, tag="n"):
     """What one engine step brought for the jobs of a worker."""
 
     events: list[JobEvents]
@@ -89,7 +89,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     error: ErrorInfo | None
 
 
-ToWorker = Admitted | News | Answer
+ToWorker = Admitted | EventBatch | Answer
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")

@@ -11,7 +11,7 @@ from torch import Tensor
 from native import machine
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, pointer, slots_pointer
-from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_turned
+from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
 from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.layer import Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
@@ -173,7 +173,7 @@ class CudaOps:
             library().call("rwkv_relu_square", pointer(hidden), hidden.numel())
         if rows <= MAX_SPARSE_ROWS:
             return self.sparse_value(layer, hidden)
-        return multiply_turned(hidden, layer.value_rows)
+        return multiply_transposed(hidden, layer.value_rows)
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
         """ffn.value of hidden [B <= 8, 4C], reading only the rows whose input is not zero: -> [B, C]."""

@@ -12,8 +12,8 @@ from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.mmap_release import release
 
 RANK_STEP = 64
-TURNED_ROWS = 512
-"""Rows of a weight that are on the device twice while it is turned."""
+TRANSPOSED_ROWS = 512
+"""Rows of a weight that are on the device twice while it is transposed."""
 MIX_ORDER = (0, 2, 3, 1, 4, 5)
 """r, k, v, w, a, g out of r, w, k, v, a, g: neighbours are multiplied by one batched product."""
 
@@ -81,12 +81,12 @@ def _stack(linears: list[Linear], outputs: int, inputs: int, device: torch.devic
 def _turn(linear: Linear, device: torch.device) -> Tensor:
     """[inputs, outputs] of a map's weight, which becomes a view of it."""
     weight = linear.weight
-    turned = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.float16, device=device)
-    for at in range(0, len(weight), TURNED_ROWS):
-        turned[:, at : at + TURNED_ROWS] = weight[at : at + TURNED_ROWS].to(device).T
-    linear.weight = turned.T
+    transposed = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.float16, device=device)
+    for at in range(0, len(weight), TRANSPOSED_ROWS):
+        transposed[:, at : at + TRANSPOSED_ROWS] = weight[at : at + TRANSPOSED_ROWS].to(device).T
+    linear.weight = transposed.T
     release(weight)
-    return turned
+    return transposed
 
 
 def _round_up(rank: int) -> int:

@@ -75,7 +75,7 @@ class WideArgs(Structure):
 
     _fields_ = [
         ("maps", WideMap * MAX_MAPS),
-        *[(name, c_int) for name in ("count", "rows", "turned", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]

@@ -40,11 +40,11 @@ def fits_skinny(weight: Tensor) -> bool:
     return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
 
 
-def is_wide(rows: int, weight: Tensor, turned: bool = False) -> bool:
-    """Whether Hopper's kernel multiplies so many rows by a weight [n, k], or [k, n] if turned."""
-    n, k = reversed(weight.shape) if turned else weight.shape
+def is_wide(rows: int, weight: Tensor, transposed: bool = False) -> bool:
+    """Whether Hopper's kernel multiplies so many rows by a weight [n, k], or [k, n] if transposed."""
+    n, k = reversed(weight.shape) if transposed else weight.shape
     worth_it = MAX_SKINNY_ROWS < rows <= MAX_WIDE_ROWS or (rows <= MAX_SKINNY_ROWS and k >= LEAST_WIDE_DEPTH)
-    return worth_it and has_wide(weight.device) and fits_wide(WideShape(n, k), turned)
+    return worth_it and has_wide(weight.device) and fits_wide(WideShape(n, k), transposed)
 
 
 def is_grouped(rows: int, weight: Tensor) -> bool:
@@ -56,7 +56,7 @@ def multiply(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
     rows, weight = maps[0].x.shape[0], maps[0].weight
     if is_wide(rows, weight):
-        launch_wide([(m.weight, m.x, m.y, _ACTIVATIONS[m.activation]) for m in maps], turned=False)
+        launch_wide([(m.weight, m.x, m.y, _ACTIVATIONS[m.activation]) for m in maps], transposed=False)
     else:
         skinny(maps)
 
@@ -80,12 +80,12 @@ def skinny(maps: Sequence[Map]) -> None:
     library().call("rwkv_skinny", ctypes.byref(args))
 
 
-def multiply_turned(x: Tensor, turned: Tensor) -> Tensor:
-    """x [rows, k] @ turned [k, n] -> [rows, n], for a weight that is stored with its inputs as rows."""
-    if not is_wide(len(x), turned, turned=True):
-        return torch.mm(x, turned)
-    y = x.new_empty(len(x), turned.shape[1])
-    launch_wide([(turned, x, y, _ACTIVATIONS["none"])], turned=True)
+def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
+    """x [rows, k] @ transposed [k, n] -> [rows, n], for a weight that is stored with its inputs as rows."""
+    if not is_wide(len(x), transposed, transposed=True):
+        return torch.mm(x, transposed)
+    y = x.new_empty(len(x), transposed.shape[1])
+    launch_wide([(transposed, x, y, _ACTIVATIONS["none"])], transposed=True)
     return y
 
 

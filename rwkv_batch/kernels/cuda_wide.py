@@ -89,9 +89,9 @@ def prepare_wide(device: torch.device) -> Workspace:
     )
 
 
-def fits_wide(shape: WideShape, turned: bool) -> bool:
+def fits_wide(shape: WideShape, transposed: bool) -> bool:
     """Whether the kernels take a map of this shape."""
-    return shape.k % DEPTH == 0 and shape.n % (64 if turned else 16) == 0
+    return shape.k % DEPTH == 0 and shape.n % (64 if transposed else 16) == 0
 
 
 @functools.cache
@@ -106,17 +106,17 @@ def plan_wide(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wai
     return Plan(next(size for size in TILE_ROWS if size >= rows), max(fitting, default=1))
 
 
-def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], turned: bool) -> None:
-    """Up to 8 maps (weight, x, y, activation's number) over the same rows; weights [n, k], or [k, n] if turned."""
+def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], transposed: bool) -> None:
+    """Up to 8 maps (weight, x, y, activation's number) over the same rows; weights [n, k], or [k, n] if transposed."""
     rows, device = maps[0][1].shape[0], maps[0][1].device
     if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
     work = prepare_wide(device)
-    args = WideArgs(count=len(maps), rows=rows, turned=turned)
+    args = WideArgs(count=len(maps), rows=rows, transposed=transposed)
     shapes = []
     for slot, (weight, x, y, activation) in zip(args.maps, maps, strict=False):
-        shape = WideShape(*(reversed(weight.shape) if turned else weight.shape))
-        if not fits_wide(shape, turned) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
+        shape = WideShape(*(reversed(weight.shape) if transposed else weight.shape))
+        if not fits_wide(shape, transposed) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
             raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
         slot.weight, slot.x, slot.y = pointer(weight), pointer(x), pointer(y)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation

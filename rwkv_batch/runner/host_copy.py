@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Fetch:
+class HostCopy:
     """Starts copying tensors to the host; `read` waits for these copies only, not for steps launched later."""
 
     def __init__(self, *tensors: Tensor) -> None:

@@ -21,9 +21,9 @@ from rwkv_batch.model.weights import WeightsError, open_weights
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.runner.graph_capture import CaptureError
-from rwkv_batch.runner.host_copy import Fetch
+from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.pipeline import Pipeline
-from rwkv_batch.runner.prefill_graphs import PromptGraphs
+from rwkv_batch.runner.prefill_graphs import PrefillGraphs
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.registry import choose_sampler
@@ -53,14 +53,14 @@ class Launched:
 
     rows: list[ScheduledRow]
     drawing: list[ScheduledRow]
-    draws: list[tuple[list[int], bool, Fetch]] = field(default_factory=list)
+    draws: list[tuple[list[int], bool, HostCopy]] = field(default_factory=list)
     """per sampler: which of `drawing`, whether with log-probabilities, and what is on its way to the host"""
     started: float = field(default_factory=time.monotonic)
     launched: float = 0.0
     """when its launch ended"""
 
 
-class Machine:
+class ModelRunner:
     """Loads the model at construction. Engine thread. Raises StartupError: one line naming the thing and the remedy."""
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ class Machine:
         self.sampler_refusals: dict[str, str] = {}
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
-        self._prompt_graphs = None if self._graphs is None else self._make_prompt_graphs(self._graphs)
+        self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
         self._last_tokens = (
             self._graphs.last_tokens
             if self._graphs is not None
@@ -166,8 +166,8 @@ class Machine:
         assert isinstance(sampler, DeviceSampler)
         return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler)
 
-    def _make_prompt_graphs(self, graphs: DecodeGraphs) -> PromptGraphs:
-        return PromptGraphs(self.pipeline.stages[0], graphs.recorder, graphs.logits)
+    def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
+        return PrefillGraphs(self.pipeline.stages[0], graphs.recorder, graphs.logits)
 
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
@@ -181,8 +181,8 @@ class Machine:
         if self._graphs is not None:
             try:
                 self._graphs.warm_up()
-                if self._prompt_graphs is not None:
-                    self._prompt_graphs.warm_up()
+                if self._prefill_graphs is not None:
+                    self._prefill_graphs.warm_up()
             except CaptureError as error:
                 self._give_up_graphs(error)
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.max_running
@@ -206,7 +206,7 @@ class Machine:
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         logger.error("steps go on without graphs: %s", error)
-        self._graphs, self._prompt_graphs, self.graph_refusal = None, None, str(error)
+        self._graphs, self._prefill_graphs, self.graph_refusal = None, None, str(error)
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -219,15 +219,15 @@ class Machine:
                 self.device,
                 self.limits.max_running,
                 self.vocab,
-                self.countless_ids(),
+                self.penalty_exempt_ids(),
                 made=self._samplers.values(),
             )
             self.sampler_refusals |= refusals
         return self._samplers[name]
 
-    def countless_ids(self) -> list[int]:
+    def penalty_exempt_ids(self) -> list[int]:
         """Ids that never add to the penalty count, those beyond this model's vocabulary left out."""
-        return [i for i in self.tokenizer.countless_ids if i < self.vocab]
+        return [i for i in self.tokenizer.penalty_exempt_ids if i < self.vocab]
 
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
         """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
@@ -258,10 +258,10 @@ class Machine:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Logits [R, V] of a step of any rows: by a graph if there is one that holds it."""
-        size = None if self._prompt_graphs is None else self._prompt_graphs.size_for(inputs)
-        if self._prompt_graphs is not None and size is not None:
+        size = None if self._prefill_graphs is None else self._prefill_graphs.size_for(inputs)
+        if self._prefill_graphs is not None and size is not None:
             try:
-                return self._prompt_graphs.run(inputs, size)
+                return self._prefill_graphs.run(inputs, size)
             except CaptureError as error:
                 self._give_up_graphs(error)
         return self.pipeline.forward(inputs, self._logits)
@@ -274,7 +274,7 @@ class Machine:
         in_graph = len(groups) == 1 and self.sampler(next(iter(groups))) is self.sampler("")
         if in_graph and all(sequence.request.sampling.top_logprobs is None for sequence in sequences):
             drawn = graphs.run(seats, *slots)
-            step.draws.append((list(range(len(seats))), False, Fetch(drawn)))
+            step.draws.append((list(range(len(seats))), False, HostCopy(drawn)))
         else:
             self._draw_groups(step, groups, graphs.run_logits(seats, *slots))
 
@@ -282,7 +282,12 @@ class Machine:
         """The rows' tokens, those not known to the host filled in on the device."""
         sequences = [row.sequence for row in rows]
         inputs = step_inputs(
-            [row.sequence.feed[row.sequence.fed : row.sequence.fed + row.num_tokens] for row in rows],
+            [
+                row.sequence.token_ids[
+                    row.sequence.num_computed_tokens : row.sequence.num_computed_tokens + row.num_tokens
+                ]
+                for row in rows
+            ],
             [sequence.read_slot for sequence in sequences],
             [sequence.write_slot for sequence in sequences],
             [i for i, row in enumerate(rows) if row.draws],
@@ -302,23 +307,23 @@ class Machine:
             sequences = [step.drawing[i].sequence for i in members]
             sampler, seats = self.sampler(name), [sequence.seat for sequence in sequences]
             for sequence in sequences:
-                if len(sequence.feed) == sequence.base:  # its first draw
+                if len(sequence.token_ids) == sequence.prompt_end:  # its first draw
                     sampler.admit(sequence.seat, sequence.request.sampling)
             sampled = sampler.sample(picked, seats)
             self._last_tokens[on_device(seats, torch.int64, self.device)] = sampled.token_ids
             told = sampled.logprobs
             rest = (told.chosen, told.top_ids, told.top) if told is not None else ()
-            step.draws.append((members, told is not None, Fetch(sampled.token_ids, *rest)))
+            step.draws.append((members, told is not None, HostCopy(sampled.token_ids, *rest)))
 
     def read(self, step: Launched) -> list[tuple[int, TokenLogprob | None]]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
         drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(step.drawing)
         for members, with_logprobs, fetch in step.draws:
             tokens, *told = fetch.read()
-            news: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens.tolist()]
+            results: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens.tolist()]
             if with_logprobs:
-                news = self._with_logprobs([step.drawing[i] for i in members], tokens.tolist(), Logprobs(*told))
-            for i, entry in zip(members, news, strict=True):
+                results = self._with_logprobs([step.drawing[i] for i in members], tokens.tolist(), Logprobs(*told))
+            for i, entry in zip(members, results, strict=True):
                 drawn[i] = entry
         return drawn
 
@@ -327,15 +332,15 @@ class Machine:
     ) -> list[tuple[int, TokenLogprob | None]]:
         table = self.tokenizer.byte_table
         chosen, ids, top = logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist()
-        news: list[tuple[int, TokenLogprob | None]] = []
+        results: list[tuple[int, TokenLogprob | None]] = []
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             wanted = row.sequence.request.sampling.top_logprobs
             if wanted is None:
-                news.append((token, None))
+                results.append((token, None))
                 continue
             rivals = [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)]
-            news.append((token, TokenLogprob(table[token], chosen[i], rivals)))
-        return news
+            results.append((token, TokenLogprob(table[token], chosen[i], rivals)))
+        return results
 
     def is_lost(self) -> bool:
         """Whether a device cannot be used any more after a failed step, so that the process has to be replaced.

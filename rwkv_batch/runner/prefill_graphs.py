@@ -29,7 +29,7 @@ MOST_WORK = 2.5e12
 """Tokens times weights, from which on the GPU takes as long as the host, and padding is a loss: 360 tokens of 7.2B."""
 
 
-class PromptSize(NamedTuple):
+class PrefillSize(NamedTuple):
     """What a graph holds, padding included."""
 
     rows: int
@@ -41,10 +41,10 @@ class PromptSize(NamedTuple):
         return rows <= self.rows and tokens + (self.rows - rows) + 1 <= self.tokens
 
 
-SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PromptSize(rows, tokens)).holds(rows, rows))
+SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
 
 
-class PromptGraphs:
+class PrefillGraphs:
     """Captures and replays forwards of short prompts on a one-stage pipeline. Engine thread only."""
 
     def __init__(self, stage: Stage, recorder: Recorder, logits: Tensor) -> None:
@@ -54,7 +54,7 @@ class PromptGraphs:
         self._stage = stage
         self._recorder = recorder
         self._logits = logits
-        self._captured: dict[PromptSize, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[PrefillSize, torch.cuda.CUDAGraph] = {}
         rows, tokens = max(ROWS) + 1, max(TOKENS)
         self._staged = StagedArrays(
             {
@@ -68,7 +68,7 @@ class PromptGraphs:
             stage.precision.device,
         )
 
-    def size_for(self, inputs: StepInputs) -> PromptSize | None:
+    def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """The smallest graph for a step; None: it has none, or its tokens are not known to the host."""
         if inputs.tokens.is_cuda:
             return None
@@ -83,14 +83,14 @@ class PromptGraphs:
         logger.info("captured %d graphs of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, size: PromptSize) -> Tensor:
+    def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
         """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run."""
         graph = self._graph(size)
         self._fill(inputs, size)
         graph.replay()
         return self._logits[: len(inputs.logit_tokens)]
 
-    def _graph(self, size: PromptSize) -> torch.cuda.CUDAGraph:
+    def _graph(self, size: PrefillSize) -> torch.cuda.CUDAGraph:
         if size not in self._captured:
             nothing = torch.zeros(0, dtype=torch.int64)
             self._fill(StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), size)
@@ -98,13 +98,13 @@ class PromptGraphs:
             self._captured[size] = self._recorder.record(lambda: self._step(size), name)
         return self._captured[size]
 
-    def _fill(self, inputs: StepInputs, size: PromptSize) -> None:
+    def _fill(self, inputs: StepInputs, size: PrefillSize) -> None:
         """A step and its padding on their way to the device."""
         with self._staged.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
 
-    def _step(self, size: PromptSize) -> None:
+    def _step(self, size: PrefillSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
         staged, rows = self._staged.on_device, size.rows + 1
         inputs = StepInputs(
@@ -120,7 +120,7 @@ class PromptGraphs:
         self._stage.logits(x, inputs, self._logits)
 
 
-def padded(inputs: StepInputs, size: PromptSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """A step's arrays for a graph that holds it: the rows that are missing get a token each, the last one the rest."""
     rows, tokens = len(inputs.read_slots), len(inputs.tokens)
     ends = np.append(np.arange(tokens, tokens + size.rows - rows + 1), size.tokens)

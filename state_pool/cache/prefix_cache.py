@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from state_pool.arena import HostState
-from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, RecentPrompts
+from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, PromptHistory
 from state_pool.cache.tiers import Tiers
 from state_pool.codec import pack_tokens
 from state_pool.config import PoolConfig
@@ -67,7 +67,7 @@ class PrefixCache:
         """First tokens -> entries that begin so, longest first."""
         self._l1: OrderedDict[_Entry, None] = OrderedDict()
         self._l2: OrderedDict[_Entry, None] = OrderedDict()
-        self._recent = RecentPrompts(config.prefix_seen_mb << 20)
+        self._recent = PromptHistory(config.prefix_seen_mb << 20)
         self._coming: dict[bytes, None] = {}
         """Prefixes that rows are computing now, to be offered; one entry a row at most."""
         self._answers: dict[int, bool] = {}

@@ -10,7 +10,7 @@ _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 _PER_BUCKET = 8
 
 
-class RecentPrompts:
+class PromptHistory:
     """Remembers the last few prompts of each beginning, the least recently met beginnings forgotten first."""
 
     def __init__(self, max_bytes: int) -> None:

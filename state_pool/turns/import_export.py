@@ -22,7 +22,7 @@ OnExported = Callable[[SessionFile | Exception], None]
 """Called once, on the engine thread."""
 
 
-class Carrier:
+class ImportExport:
     """Reads and writes sessions that no turn of this process made."""
 
     def __init__(
@@ -83,8 +83,8 @@ class Carrier:
         layout = {name: arena.layout[name] for name in parts}
         on_exported(SessionFile(arena.fingerprint, num_tokens, replay, layout, parts))
 
-    def bring(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
-        """See `StatePool.bring`."""
+    def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
+        """See `StatePool.import_session`."""
         file.check(self._tiers.arena.fingerprint, self._tiers.arena.layout)
         key = SessionKey(session_id)
         if self._index.get(key) is not None:
@@ -100,7 +100,7 @@ class Carrier:
         session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
         session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
         self._index.add(session)
-        self._write(session, host, file, lambda error: self._brought(session, host, file, error, on_durable))
+        self._write(session, host, file, lambda error: self._imported(session, host, file, error, on_durable))
 
     def _write(self, session: Session, host: HostState | None, file: SessionFile, done: OnDurable) -> None:
         """First the state, then what follows it as a turn in the log."""
@@ -122,7 +122,7 @@ class Carrier:
         else:
             store.submit_state(Checkpoint(state, host), stored)
 
-    def _brought(
+    def _imported(
         self,
         session: Session,
         host: HostState | None,

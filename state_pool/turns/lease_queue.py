@@ -18,7 +18,7 @@ _LOOK_AHEAD = 64
 """Waiting leases tried in one step, so that a long queue costs a step little."""
 
 
-class Supply:
+class LeaseQueue:
     """Owns the leases that wait for a state; those behind a turn of their session are not here yet."""
 
     def __init__(self, config: PoolConfig, tiers: Tiers, store: Store | None) -> None:

@@ -14,7 +14,7 @@ from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
 from state_pool.lease import Lease, LeaseState, OnDurable, PendingTurn
 from state_pool.sessions import ROOT, Session, SessionIndex, SessionKey
-from state_pool.turns.lease_queue import Supply
+from state_pool.turns.lease_queue import LeaseQueue
 
 
 class Turns:
@@ -23,7 +23,7 @@ class Turns:
     def __init__(
         self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, deliver: Deliveries
     ) -> None:
-        self.supply = Supply(config, tiers, store)
+        self.supply = LeaseQueue(config, tiers, store)
         self._config = config
         self._index = index
         self._tiers = tiers
@@ -253,17 +253,17 @@ class Turns:
         for lease in list(self._branches):
             name = lease.session.key.session_id
             if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:
-                self._bury(lease.session)
+                self._discard(lease.session)
         self.remove(doomed, on_durable)
         return len(doomed)
 
     def remove(self, doomed: list[Session], on_durable: OnDurable | None = None) -> None:
         """Take sessions out of every tier."""
         for session in doomed:
-            self._bury(session)
+            self._discard(session)
         self._delete_rows(tuple(s.row for s in doomed if s.exists or s.pending is not None), on_durable)
 
-    def _bury(self, session: Session) -> None:
+    def _discard(self, session: Session) -> None:
         session.deleted = True
         error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran or waited")
         lease, turn = session.active, session.pending

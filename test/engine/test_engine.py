@@ -18,7 +18,7 @@ from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model
 
 SAMPLED = SamplingParams(
-    temperature=1.0, top_k=50, top_p=0.8, alpha_presence=0.5, alpha_frequency=0.2, alpha_decay=0.99, seed=7
+    temperature=1.0, top_k=50, top_p=0.8, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.99, seed=7
 )
 
 
@@ -206,7 +206,7 @@ def test_whatever_ends_loading_is_raised_by_start(model: Path, monkeypatch: pyte
     def leaving(*_: object) -> None:
         raise SystemExit(3)
 
-    monkeypatch.setattr("rwkv_batch.engine.Machine", leaving)
+    monkeypatch.setattr("rwkv_batch.engine.ModelRunner", leaving)
     engine = Engine(EngineConfig(model_path=str(model), pool=PoolConfig(state_db=""), devices=("cpu",)))
     with pytest.raises(SystemExit):
         engine.start()

@@ -17,7 +17,7 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.graph_capture import CaptureError
-from rwkv_batch.runner.model_runner import Launched, Machine
+from rwkv_batch.runner.model_runner import Launched, ModelRunner
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
@@ -26,7 +26,7 @@ from test.harness import Running, ask, call, run, started_engine, submit, tiny_m
 class StandIn:
     """What `DecodeGraphs` does, without a GPU: one step over rows that read the token they drew last."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: ModelRunner) -> None:
         self._machine = machine
         self.steps: list[int] = []
         """rows of each step"""

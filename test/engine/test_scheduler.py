@@ -27,7 +27,7 @@ class Slots:
         return self.free.pop() if self.free else None
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.base = len(sequence.feed)
+        sequence.prompt_end = len(sequence.token_ids)
 
 
 def scheduler(
@@ -50,9 +50,9 @@ def per_job(rows: list[ScheduledRow]) -> Counter[RunningJob]:
 
 def read(rows: list[ScheduledRow]) -> None:
     for row in rows:
-        row.sequence.fed += row.num_tokens
+        row.sequence.num_computed_tokens += row.num_tokens
         if row.draws:
-            row.sequence.feed.append(7)
+            row.sequence.token_ids.append(7)
 
 
 def test_jobs_share_free_seats_evenly() -> None:
@@ -143,10 +143,10 @@ def test_rows_with_two_slots_keep_their_order() -> None:
     plan.add(*job(2))
     read(plan.schedule())
     first, second = (row.sequence for row in plan.schedule())
-    first.spare, second.spare = 9, 6
+    first.spare_slot, second.spare_slot = 9, 6
     for _ in range(4):
         assert [row.sequence for row in plan.schedule()] == [first, second]
-        first.slot, first.spare = first.spare, first.slot
+        first.slot, first.spare_slot = first.spare_slot, first.slot
 
 
 def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
@@ -165,7 +165,7 @@ def test_fewer_prompt_tokens_are_read_while_rows_decode() -> None:
 def test_a_border_ends_a_chunk() -> None:
     plan, _ = scheduler(chunk=16, budget=64)
     running, rows = job(1, prompt_tokens=40)
-    rows[0].borders = [10]
+    rows[0].cache_points = [10]
     plan.add(running, rows)
     assert plan.schedule()[0].num_tokens == 10
 
@@ -210,7 +210,7 @@ def test_long_prompts_take_turns() -> None:
     plan.add(quick, quick_rows)
     for _ in range(7):
         read(plan.schedule())
-    assert quick_rows[0].num_unread <= 1, "a short prompt waits at most one turn of every other job"
+    assert quick_rows[0].num_uncomputed_tokens <= 1, "a short prompt waits at most one turn of every other job"
 
 
 def test_forgetting_a_job_empties_the_queue() -> None:

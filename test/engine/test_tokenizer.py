@@ -100,6 +100,6 @@ def test_parts_of_a_character(tokenizer: Tokenizer) -> None:
 
 
 def test_countless_ids_are_digits_and_blanks(tokenizer: Tokenizer) -> None:
-    assert {33, ord("7") + 1, ord("\t") + 1} <= set(tokenizer.countless_ids)
-    assert 11 not in tokenizer.countless_ids and END_OF_TEXT not in tokenizer.countless_ids
-    assert all(set(tokenizer.decode_bytes([i])) <= set(b"0123456789 \t") for i in tokenizer.countless_ids)
+    assert {33, ord("7") + 1, ord("\t") + 1} <= set(tokenizer.penalty_exempt_ids)
+    assert 11 not in tokenizer.penalty_exempt_ids and END_OF_TEXT not in tokenizer.penalty_exempt_ids
+    assert all(set(tokenizer.decode_bytes([i])) <= set(b"0123456789 \t") for i in tokenizer.penalty_exempt_ids)

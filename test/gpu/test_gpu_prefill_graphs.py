@@ -13,7 +13,7 @@ from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
-from rwkv_batch.runner.prefill_graphs import SIZES, PromptGraphs
+from rwkv_batch.runner.prefill_graphs import SIZES, PrefillGraphs
 from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT
 from test.model.test_prefill_graphs import STEPS
@@ -43,8 +43,8 @@ def decode(stage: Stage) -> DecodeGraphs:
 
 
 @pytest.fixture(scope="module")
-def graphs(stage: Stage, decode: DecodeGraphs) -> PromptGraphs:
-    graphs = PromptGraphs(stage, decode.recorder, decode.logits)
+def graphs(stage: Stage, decode: DecodeGraphs) -> PrefillGraphs:
+    graphs = PrefillGraphs(stage, decode.recorder, decode.logits)
     graphs.warm_up()
     return graphs
 
@@ -71,7 +71,7 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
-def test_as_launched_one_by_one(stage: Stage, decode: DecodeGraphs, graphs: PromptGraphs, lengths: list[int]) -> None:
+def test_as_launched_one_by_one(stage: Stage, decode: DecodeGraphs, graphs: PrefillGraphs, lengths: list[int]) -> None:
     assert stage.state is not None
     state = stage.state
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_as_launched_one_by_one(stage: Stage, decode: DecodeGraphs, graphs: Prom
 
 
 @torch.inference_mode()
-def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: PromptGraphs) -> None:
+def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: PrefillGraphs) -> None:
     """Both kinds work in the same memory; neither leaves the other anything but its states."""
     assert stage.state is not None
     randomise(stage)
@@ -118,9 +118,9 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prompt
     assert got == wanted
 
 
-def test_what_has_no_graph(graphs: PromptGraphs, stage: Stage, decode: DecodeGraphs) -> None:
+def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGraphs) -> None:
     assert graphs.size_for(prompts([512])) is None
     assert graphs.size_for(prompts([1] * 49)) is None
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
-    few = PromptGraphs(stage, decode.recorder, decode.logits[:4])
+    few = PrefillGraphs(stage, decode.recorder, decode.logits[:4])
     assert {size.rows for size in few.sizes} == {1, 4} and few.sizes == SIZES[: len(few.sizes)]

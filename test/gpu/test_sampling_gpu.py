@@ -22,14 +22,14 @@ VOCAB = 65536
 def mixed(rows: int) -> list[SamplingParams]:
     """Rows of every sort, over and over, each with its own seed."""
     sorts = [
-        SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996),
-        SamplingParams(temperature=0.0, alpha_presence=0.5),
+        SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996),
+        SamplingParams(temperature=0.0, presence_penalty=0.5),
         SamplingParams(temperature=0.7),
         SamplingParams(top_p=0.9, temperature=2.0),
         SamplingParams(top_k=400, logit_bias={5: 3.0, 9: -math.inf}),
         SamplingParams(top_p=0.3),
         SamplingParams(method=Method.NOISE, noise=2.0),
-        SamplingParams(top_k=5000, top_p=0.99, temperature=3.0, alpha_frequency=1.0),
+        SamplingParams(top_k=5000, top_p=0.99, temperature=3.0, frequency_penalty=1.0),
         SamplingParams(top_k=1, logit_bias={7: 2.0}),
     ]
     return [msgspec.structs.replace(sorts[seat % len(sorts)], seed=seat * 2**35 + 3) for seat in range(rows)]

@@ -12,7 +12,7 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import ModelShape, Weights
-from rwkv_batch.runner.prefill_graphs import SIZES, PromptSize, padded
+from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, padded
 from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT
 
@@ -53,7 +53,7 @@ def step(lengths: list[int]) -> StepInputs:
     return step_inputs(rows, [slot if slot % 3 else 0 for slot in slots], slots, list(range(0, len(rows), 2)))
 
 
-def size_for(lengths: list[int]) -> PromptSize:
+def size_for(lengths: list[int]) -> PrefillSize:
     return next(size for size in SIZES if size.holds(len(lengths), sum(lengths)))
 
 
@@ -84,9 +84,11 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
 
 
 def test_the_first_that_holds_a_step_is_the_smallest() -> None:
-    assert PromptSize(1, 16).holds(1, 15) and not PromptSize(1, 16).holds(1, 16), "one token is padding's"
-    assert PromptSize(4, 16).holds(2, 13) and not PromptSize(4, 16).holds(2, 14), "as many as rows are missing, and one"
-    assert not PromptSize(4, 64).holds(5, 20)
+    assert PrefillSize(1, 16).holds(1, 15) and not PrefillSize(1, 16).holds(1, 16), "one token is padding's"
+    assert PrefillSize(4, 16).holds(2, 13) and not PrefillSize(4, 16).holds(2, 14), (
+        "as many as rows are missing, and one"
+    )
+    assert not PrefillSize(4, 64).holds(5, 20)
     assert size_for([15]) == (1, 16) and size_for([16]) == (1, 32) and size_for([1, 1]) == (4, 16)
     assert size_for([2] * 16) == (16, 64) and size_for([255]) == (1, 256)
     assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
@@ -95,7 +97,7 @@ def test_the_first_that_holds_a_step_is_the_smallest() -> None:
 def test_an_empty_step_is_all_padding() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     arrays = padded(
-        StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), PromptSize(4, 16)
+        StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), PrefillSize(4, 16)
     )
     assert arrays["cu_seqlens"].tolist() == [0, 1, 2, 3, 4, 16]
     assert set(arrays["write_slots"]) == {DUMMY_SLOT}

@@ -174,7 +174,7 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
 
 def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
     from routes.openai.chat import ChatDialect
-    from routes.response.transcript import RowNews
+    from routes.response.transcript import RowUpdate
     from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)
@@ -184,8 +184,8 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
     ]
     token = TokenLogprob(b"\xe4", -math.inf, [(b"a", -0.5)])
     stream = dialect.opening()
-    stream += dialect.chunk([RowNews(0, ">hm</thi"), RowNews(1, ">x</think>y", logprobs=[token])])
-    stream += dialect.chunk([RowNews(0, "nk> Hi", finish=ends[0]), RowNews(1, "z", finish=ends[1])])
+    stream += dialect.chunk([RowUpdate(0, ">hm</thi"), RowUpdate(1, ">x</think>y", logprobs=[token])])
+    stream += dialect.chunk([RowUpdate(0, "nk> Hi", finish=ends[0]), RowUpdate(1, "z", finish=ends[1])])
     chunks = read_chunks(stream + dialect.closing())
     *parts, last = chunks
     assert len({chunk["id"] for chunk in chunks}) == 1

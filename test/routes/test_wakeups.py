@@ -1,4 +1,4 @@
-"""News for readers on threads of their own: nothing is lost, few are woken at a time, those without any yet first."""
+"""Items for readers on threads of their own: nothing is lost, few are woken at a time, those without any yet first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from routes.response.wakeups import Box, Turns, _Reader
+from routes.response.wakeups import Box, WakeUps, _Reader
 
 LONG_S = 30.0
 
@@ -23,13 +23,13 @@ def wait_until(holds: Callable[[], bool]) -> None:
 class Reading:
     """A box and a thread that takes from it."""
 
-    def __init__(self, turns: Turns, timeout_s: float = LONG_S, read_before: bool = False) -> None:
+    def __init__(self, wake_ups: WakeUps, timeout_s: float = LONG_S, read_before: bool = False) -> None:
         self.box: Box[int] = Box()
         self.got: list[int] = []
         if read_before:
-            turns.put(self.box, 0)
-            assert turns.take(self.box, 0) == [0]
-        self.thread = threading.Thread(target=lambda: self.got.extend(turns.take(self.box, timeout_s)))
+            wake_ups.put(self.box, 0)
+            assert wake_ups.take(self.box, 0) == [0]
+        self.thread = threading.Thread(target=lambda: self.got.extend(wake_ups.take(self.box, timeout_s)))
         self.thread.start()
         wait_until(lambda: self.box.reader is _Reader.WAITS or not self.thread.is_alive())
 
@@ -40,66 +40,66 @@ class Reading:
 
 
 def test_what_is_there_is_taken_at_once_and_together() -> None:
-    turns, box = Turns(), Box[int]()
-    turns.put(box, 1)
-    turns.put(box, 2)
-    assert turns.take(box, 0) == [1, 2]
-    assert turns.take(box, 0) == []
+    wake_ups, box = WakeUps(), Box[int]()
+    wake_ups.put(box, 1)
+    wake_ups.put(box, 2)
+    assert wake_ups.take(box, 0) == [1, 2]
+    assert wake_ups.take(box, 0) == []
 
 
 def test_a_reader_that_waits_is_called() -> None:
-    turns = Turns()
-    readings = [Reading(turns) for _ in range(20)]
+    wake_ups = WakeUps()
+    readings = [Reading(wake_ups) for _ in range(20)]
     for number, reading in enumerate(readings):
-        turns.put(reading.box, number)
+        wake_ups.put(reading.box, number)
     assert [reading.result() for reading in readings] == [[number] for number in range(20)]
 
 
 def test_those_without_news_yet_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns(at_a_time=0)
+    wake_ups = WakeUps(at_a_time=0)
     order: list[int] = []
-    plain = Turns._empty
+    plain = WakeUps._empty
 
     def noted(box: Box[int]) -> list[int]:
-        news = plain(box)
-        order.extend(news)
-        return news
+        items = plain(box)
+        order.extend(items)
+        return items
 
-    readings = [Reading(turns, read_before=number < 3) for number in range(5)]
-    monkeypatch.setattr(Turns, "_empty", staticmethod(noted))
+    readings = [Reading(wake_ups, read_before=number < 3) for number in range(5)]
+    monkeypatch.setattr(WakeUps, "_empty", staticmethod(noted))
     for number, reading in enumerate(readings):
-        turns.put(reading.box, number)
+        wake_ups.put(reading.box, number)
     time.sleep(0.01)
     assert not order, "nobody's turn yet"
-    with turns._lock:
-        turns._call_next()
+    with wake_ups._lock:
+        wake_ups._call_next()
     for reading in readings:
         reading.result()
     assert order == [4, 3, 0, 1, 2]
 
 
 def test_who_has_tired_of_waiting_takes_its_news_and_no_turn() -> None:
-    turns = Turns(at_a_time=0)
-    tired = Reading(turns, timeout_s=0.05)
-    turns.put(tired.box, 1)
+    wake_ups = WakeUps(at_a_time=0)
+    tired = Reading(wake_ups, timeout_s=0.05)
+    wake_ups.put(tired.box, 1)
     assert tired.result() == [1]
-    patient = Reading(turns)
-    turns.put(patient.box, 2)
-    with turns._lock:
-        turns._call_next()  # not lost to the one that is gone
+    patient = Reading(wake_ups)
+    wake_ups.put(patient.box, 2)
+    with wake_ups._lock:
+        wake_ups._call_next()  # not lost to the one that is gone
     assert patient.result() == [2]
-    assert turns._free == 1
+    assert wake_ups._free == 1
 
 
 class LateBell:
     """Rings when the reader has just stopped listening."""
 
-    def __init__(self, turns: Turns, box: Box[int]) -> None:
-        self.turns, self.box, self.rings = turns, box, 0
+    def __init__(self, wake_ups: WakeUps, box: Box[int]) -> None:
+        self.wake_ups, self.box, self.rings = wake_ups, box, 0
 
     def acquire(self, timeout: float = -1) -> bool:
         if timeout >= 0:
-            self.turns.put(self.box, 7)
+            self.wake_ups.put(self.box, 7)
             return False
         self.rings -= 1
         return True
@@ -109,28 +109,28 @@ class LateBell:
 
 
 def test_a_turn_given_just_when_the_reader_tires_is_its_own() -> None:
-    turns, box = Turns(at_a_time=1), Box[int]()
-    bell = LateBell(turns, box)
+    wake_ups, box = WakeUps(at_a_time=1), Box[int]()
+    bell = LateBell(wake_ups, box)
     box.bell = bell  # type: ignore[assignment]
-    assert turns.take(box, 1) == [7]
-    assert bell.rings == 0 and turns._free == 1
+    assert wake_ups.take(box, 1) == [7]
+    assert bell.rings == 0 and wake_ups._free == 1
 
 
 def test_whatever_happens_when_nothing_is_lost_and_all_turns_come_back() -> None:
-    turns = Turns(at_a_time=1)
+    wake_ups = WakeUps(at_a_time=1)
     boxes: list[Box[int]] = [Box() for _ in range(8)]
     got = [0] * len(boxes)
     ended = threading.Event()
 
     def read(index: int) -> None:
-        while not ended.is_set() or boxes[index].news:
-            got[index] += len(turns.take(boxes[index], 0.0002 * index))
+        while not ended.is_set() or boxes[index].items:
+            got[index] += len(wake_ups.take(boxes[index], 0.0002 * index))
 
     threads = [threading.Thread(target=read, args=(index,)) for index in range(len(boxes))]
     for thread in threads:
         thread.start()
     for number in range(4000):
-        turns.put(boxes[number % len(boxes)], number)
+        wake_ups.put(boxes[number % len(boxes)], number)
         if number % 16 == 0:
             time.sleep(0.0003)
     ended.set()
@@ -138,4 +138,4 @@ def test_whatever_happens_when_nothing_is_lost_and_all_turns_come_back() -> None
         thread.join(LONG_S)
         assert not thread.is_alive()
     assert got == [500] * len(boxes)
-    assert turns._free == 1
+    assert wake_ups._free == 1

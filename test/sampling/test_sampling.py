@@ -47,9 +47,9 @@ class FromCpu:
 def make(request: pytest.FixtureRequest) -> Make:
     """Makes a sampler with one seat per given parameters."""
 
-    def make_sampler(vocab: int, rows: list[SamplingParams], countless: tuple[int, ...] = ()) -> Sampler:
+    def make_sampler(vocab: int, rows: list[SamplingParams], penalty_exempt: tuple[int, ...] = ()) -> Sampler:
         device = torch.device("cuda") if request.param in ON_GPU else CPU
-        made = sampler_class(request.param)(len(rows), vocab, device, list(countless))
+        made = sampler_class(request.param)(len(rows), vocab, device, list(penalty_exempt))
         sampler: Sampler = FromCpu(made, device) if request.param in ON_GPU else made  # type: ignore[assignment]
         for seat, params in enumerate(rows):
             sampler.admit(seat, params)
@@ -147,15 +147,15 @@ def test_distribution(make: Make, vocab: int, cut: tuple[int, float]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_step_by_step(make: Make, temperature: float) -> None:
-    """Counts decay, countless tokens pay presence only, bias and bans act first; 60 steps against a dict."""
-    vocab, countless = 200, (3, 4, 5)
+    """Counts decay, penalty_exempt tokens pay presence only, bias and bans act first; 60 steps against a dict."""
+    vocab, penalty_exempt = 200, (3, 4, 5)
     params = [
         SamplingParams(
             temperature=temperature,
             top_k=0 if seat % 2 else 40,
-            alpha_presence=presence,
-            alpha_frequency=frequency,
-            alpha_decay=decay,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            penalty_decay=decay,
             logit_bias={3: 4.0, 4: 3.0, seat: 2.0, 190: -math.inf} if seat % 3 else {},
             seed=seat,
         )
@@ -163,8 +163,8 @@ def test_penalties_step_by_step(make: Make, temperature: float) -> None:
             itertools.product((0.0, 2.0, -0.5), (0.0, 0.2, 1.0), (1.0, 0.9, 0.0))
         )
     ]
-    sampler = make(vocab, params, countless)
-    oracles = [OracleRow(p, frozenset(countless)) for p in params]
+    sampler = make(vocab, params, penalty_exempt)
+    oracles = [OracleRow(p, frozenset(penalty_exempt)) for p in params]
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(5)) * 2
     logits[:, 190] = 50
     assert check_draws(sampler, oracles, logits, 60) > 50 * len(params)
@@ -172,10 +172,10 @@ def test_penalties_step_by_step(make: Make, temperature: float) -> None:
 
 def test_a_row_that_moves_in_forgets_the_last_one(make: Make) -> None:
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(6))
-    params = SamplingParams(alpha_presence=1.0, alpha_frequency=0.5, logit_bias={7: 2.0}, seed=9)
+    params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, logit_bias={7: 2.0}, seed=9)
     sampler = make(100, [params])
     first = [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(20)]
-    sampler.admit(0, SamplingParams(alpha_presence=5.0, seed=1))
+    sampler.admit(0, SamplingParams(presence_penalty=5.0, seed=1))
     assert [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(10)] != first[:10]
     sampler.admit(0, params)
     assert [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(20)] == first
@@ -186,7 +186,7 @@ def mixed_params() -> list[SamplingParams]:
     return [
         SamplingParams(temperature=0.0),
         SamplingParams(seed=2**64 - 1),
-        SamplingParams(top_k=50, top_p=0.6, alpha_presence=2.0, alpha_frequency=0.2, alpha_decay=0.996, seed=4),
+        SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996, seed=4),
         SamplingParams(top_p=0.95, temperature=2.0, seed=5),
         SamplingParams(method=Method.NOISE, noise=3.0, seed=6),
         SamplingParams(top_k=3000, seed=7, logit_bias={1: -math.inf, 2: 3.0}),
@@ -252,7 +252,7 @@ def test_noise(make: Make) -> None:
 def test_logprobs_are_of_the_raw_distribution(make: Make) -> None:
     params = [
         SamplingParams(temperature=0.0),
-        SamplingParams(top_k=3, temperature=0.1, alpha_presence=9.0, logit_bias={5: 30.0}, top_logprobs=4),
+        SamplingParams(top_k=3, temperature=0.1, presence_penalty=9.0, logit_bias={5: 30.0}, top_logprobs=4),
         SamplingParams(seed=3, top_logprobs=0),
     ]
     logits = torch.randn(3, 1003, generator=torch.Generator().manual_seed(9))

@@ -65,7 +65,7 @@ def test_ranked_head_orders_equal_values_by_id() -> None:
 
 
 def test_seen_tokens_outgrow_their_table() -> None:
-    table = SeatTable(2, 1000, CPU, countless_ids=[])
+    table = SeatTable(2, 1000, CPU, penalty_exempt_ids=[])
     alphas = torch.tensor([[0.0, 0.0, 0.5]])
     for token in [*range(150), 3]:
         table.count([1], torch.tensor([1]), torch.tensor([token]), alphas)

@@ -26,10 +26,10 @@ def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
     return found[0].encode()
 
 
-def bring(driver: Driver, name: str, data: bytes) -> None:
+def import_session(driver: Driver, name: str, data: bytes) -> None:
     """A file becomes a session, durably."""
     outcome = Outcome()
-    driver.pool.bring(name, decode(data), outcome)
+    driver.pool.import_session(name, decode(data), outcome)
     driver.until(lambda: outcome.known)
     assert outcome.ok, outcome.calls
 
@@ -43,9 +43,9 @@ def test_there_and_back_from_every_tier(tmp_path: Path, durability: str) -> None
         driver.settle()
     driver.turn("fork", [1], branch_from=0)
     for i in range(6):
-        bring(driver, f"copy{i}", export(driver, f"s{i}"))
+        import_session(driver, f"copy{i}", export(driver, f"s{i}"))
         assert np.array_equal(driver.state(f"copy{i}"), state_of([i, 7]))
-    bring(driver, "fork", export(driver, "fork", 1))
+    import_session(driver, "fork", export(driver, "fork", 1))
     driver.turn("fork", [2])
     assert np.array_equal(driver.state("fork"), state_of([1, 2]))
     driver.settle()
@@ -67,7 +67,7 @@ def test_what_still_has_to_be_replayed_travels_too(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     data = export(driver, "s")
     assert decode(data).replay == [1, 2, 3]
-    bring(driver, "t", data)
+    import_session(driver, "t", data)
     driver.turn("t", [4])
     assert np.array_equal(driver.state("t"), state_of([1, 2, 3, 4]))
     driver.pool._flush = lambda store: None  # type: ignore[method-assign]
@@ -90,16 +90,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     driver.turn("s", [1])
     data = export(driver, "s")
     with pytest.raises(SessionBusy, match="already"):
-        driver.pool.bring("s", decode(data), Outcome())
+        driver.pool.import_session("s", decode(data), Outcome())
     with pytest.raises(SessionNotFound):
         driver.pool.export("nobody", print)
     driver.pool.close()
     other = Driver(FakeArena(fingerprint="model-b"), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(NotASession, match="another model"):
-        other.pool.bring("t", decode(data), Outcome())
+        other.pool.import_session("t", decode(data), Outcome())
     wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
     with pytest.raises(NotASession, match="laid out"):
-        wide.pool.bring("t", decode(data), Outcome())
+        wide.pool.import_session("t", decode(data), Outcome())
     for damaged in (b"", data[:20], data[:-1], data + b"x", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"):
         with pytest.raises(NotASession):
             decode(damaged)
@@ -130,12 +130,12 @@ def test_a_turn_waits_for_a_session_that_is_being_brought(tmp_path: Path) -> Non
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
     outcome = Outcome()
-    driver.pool.bring("t", file, outcome)
+    driver.pool.import_session("t", file, outcome)
     lease = driver.ready(driver.pool.checkout("t"))
     assert outcome.ok
     assert lease.exists
     driver.pool.release(lease)
-    driver.pool.bring("u", file, Outcome())
+    driver.pool.import_session("u", file, Outcome())
     driver.delete("u")
     driver.settle()
     assert driver.pool.status()["total_sessions"] == 2

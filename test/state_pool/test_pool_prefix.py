@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from state_pool.arena import ZERO_SLOT
-from state_pool.cache.prompt_history import RecentPrompts, common_bytes
+from state_pool.cache.prompt_history import PromptHistory, common_bytes
 from state_pool.codec import pack_tokens
 from test.pool_fakes import Driver, FakeArena, config_in, state_of
 
@@ -31,7 +31,7 @@ class Prompts:
         hit = self.pool.match_prefix(tokens)
         read, at = (ZERO_SLOT, 0) if hit is None else (hit.slot, hit.num_tokens)
         slot = self.driver.slot()
-        for border in [b for b in self.pool.prefix_borders(tokens) if b > at]:
+        for border in [b for b in self.pool.prefix_cache_points(tokens) if b > at]:
             self.driver.arena.run(read, slot, tokens[at:border])
             self.computed += border - at
             if hit is not None:
@@ -74,7 +74,7 @@ def test_prompts_that_wait_together_are_computed_once(tmp_path: Path) -> None:
         prompts.pool.observe_prompt(tokens)
     first = waiting[0]
     assert not prompts.pool.awaits_prefix(first)
-    assert prompts.pool.prefix_borders(first, observed=True) == [2000]
+    assert prompts.pool.prefix_cache_points(first, observed=True) == [2000]
     assert all(prompts.pool.awaits_prefix(tokens) for tokens in waiting[1:])
     slot = prompts.driver.slot()
     prompts.driver.arena.run(ZERO_SLOT, slot, SYSTEM)
@@ -93,9 +93,9 @@ def test_prompts_that_wait_together_are_computed_once(tmp_path: Path) -> None:
 def test_an_abandoned_border_is_not_waited_for(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     prompts.pool.observe_prompt([*SYSTEM, 1])
-    assert prompts.pool.prefix_borders([*SYSTEM, 2]) == [2000]
+    assert prompts.pool.prefix_cache_points([*SYSTEM, 2]) == [2000]
     assert prompts.pool.awaits_prefix([*SYSTEM, 3])
-    prompts.pool.abandon_border(SYSTEM)
+    prompts.pool.abandon_cache_point(SYSTEM)
     assert not prompts.pool.awaits_prefix([*SYSTEM, 3])
     prompts.close()
 
@@ -105,7 +105,7 @@ def test_prompts_that_share_nothing_cost_no_state(tmp_path: Path) -> None:
     draw = random.Random(2)
     for _ in range(50):
         tokens = [draw.randrange(65536) for _ in range(500)]
-        assert prompts.pool.prefix_borders(tokens) == []
+        assert prompts.pool.prefix_cache_points(tokens) == []
         assert prompts.pool.match_prefix(tokens) is None
     assert prompts.pool.stats()["prefix_cache"]["stored"] == 0
     prompts.close()
@@ -142,7 +142,7 @@ def test_the_cache_is_bounded_on_both_tiers(tmp_path: Path, l2: int) -> None:
             assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
     prompts.driver.settle()
     for _ in range(20):
-        prompts.pool._keep_house(0.0)
+        prompts.pool._do_housekeeping(0.0)
         prompts.driver.settle()
     cache = prompts.pool.stats()["prefix_cache"]
     assert cache["l1"] <= 3
@@ -158,7 +158,7 @@ def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
         for i, head in enumerate(heads):
             tokens = [*head, i, 5]
             assert np.array_equal(prompts.prefill(tokens), state_of(tokens))
-            prompts.pool._keep_house(0.0)
+            prompts.pool._do_housekeeping(0.0)
             prompts.driver.settle()
     assert prompts.driver.arena.loads > 0
     prompts.close()
@@ -184,7 +184,7 @@ def test_common_beginnings(one: list[int], other: list[int]) -> None:
 
 
 def test_recent_prompts_are_bounded() -> None:
-    recent = RecentPrompts(max_bytes=100_000)
+    recent = PromptHistory(max_bytes=100_000)
     for i in range(1000):
         recent.add(pack_tokens([i] * 200))
         recent.add(pack_tokens([7] * 200))

@@ -105,12 +105,12 @@ __device__ __forceinline__ void multiply(float (&sums)[N / 2], uint64_t a, uint6
     __device__ __forceinline__ void multiply<N, true>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {      \
         HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, 1, __VA_ARGS__)                                                 \
     }
-#define HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, turned, ...)                                                    \
+#define HOPPER_WGMMA(N, PLACES, A, B, ADD, TURN, transposed, ...)                                                    \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" PLACES "}, %" #A ", %" #B            \
                  ", add, 1, 1, %" #TURN ", 0;\n}"                                                                \
                  : __VA_ARGS__                                                                                   \
-                 : "l"(a), "l"(b), "r"(add), "n"(turned));
+                 : "l"(a), "l"(b), "r"(add), "n"(transposed));
 
 HOPPER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, HOPPER_D16(0))
 HOPPER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, HOPPER_D32(0))

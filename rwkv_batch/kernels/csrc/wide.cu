@@ -2,7 +2,7 @@
 #include "wide.cuh"
 
 struct WideMap {
-    const void* weight;  // [n, k] fp16, or [k, n] if turned
+    const void* weight;  // [n, k] fp16, or [k, n] if transposed
     const void* x;       // [rows, k] fp16
     void* y;             // [rows, n] fp16
     int n, k;
@@ -13,7 +13,7 @@ struct WideArgs {
     WideMap maps[MAX_WIDE_MAPS];
     int count;
     int rows;
-    int turned;  // of all maps alike
+    int transposed;  // of all maps alike
     int tile_rows, splits;
     void* partial;   // see WideLaunch
     void* counters;
@@ -54,17 +54,17 @@ static bool describe_rows(CUtensorMap* map, const void* matrix, int rows, int k,
     return describe(map, matrix, rows, k, k, 1, box_rows, 1);
 }
 
-// A turned matrix [k, n] as n / 64 columns of it, in boxes of [OUTPUTS / 64][64][64].
-static bool describe_turned(CUtensorMap* map, const void* matrix, int k, int n) {
+// A transposed matrix [k, n] as n / 64 columns of it, in boxes of [OUTPUTS / 64][64][64].
+static bool describe_transposed(CUtensorMap* map, const void* matrix, int k, int n) {
     return describe(map, matrix, k, 64, n, n / 64, 64, OUTPUTS / 64);
 }
 
 template <int ROWS>
 static int launch_rows(const WideArgs& args, const WideLaunch& p, void* stream) {
     switch (args.splits) {
-        case 1: return args.turned ? launch_wide<ROWS, 1, true>(p, stream) : launch_wide<ROWS, 1, false>(p, stream);
-        case 2: return args.turned ? launch_wide<ROWS, 2, true>(p, stream) : launch_wide<ROWS, 2, false>(p, stream);
-        case 4: return args.turned ? launch_wide<ROWS, 4, true>(p, stream) : launch_wide<ROWS, 4, false>(p, stream);
+        case 1: return args.transposed ? launch_wide<ROWS, 1, true>(p, stream) : launch_wide<ROWS, 1, false>(p, stream);
+        case 2: return args.transposed ? launch_wide<ROWS, 2, true>(p, stream) : launch_wide<ROWS, 2, false>(p, stream);
+        case 4: return args.transposed ? launch_wide<ROWS, 4, true>(p, stream) : launch_wide<ROWS, 4, false>(p, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);
 }
@@ -75,7 +75,7 @@ RWKV_API int rwkv_wide(const WideArgs* args, void* stream) {
     int tiles = 0;
     for (int i = 0; i < args->count; ++i) {
         const WideMap& m = args->maps[i];
-        const bool done = args->turned ? describe_turned(&p.weights[i], m.weight, m.k, m.n)
+        const bool done = args->transposed ? describe_transposed(&p.weights[i], m.weight, m.k, m.n)
                                        : describe_rows(&p.weights[i], m.weight, m.n, m.k, OUTPUTS);
         if (!done || !describe_rows(&p.inputs[i], m.x, args->rows, m.k, args->tile_rows)) {
             return static_cast<int>(cudaErrorInvalidValue);

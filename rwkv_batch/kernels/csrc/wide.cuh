@@ -1,7 +1,7 @@
 // y = act(x @ W^T) for up to 256 rows, several maps in one launch, on Hopper's tensor cores.
 //
-// A map: W [n, k] fp16, or [k, n] when it is stored turned; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
-// turned), k of 64 times the splits. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
+// A map: W [n, k] fp16, or [k, n] when it is stored transposed; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
+// transposed), k of 64 times the splits. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
 // of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply 64 outputs each. W is
 // the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
 //
