@@ -98,7 +98,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True):
-    """EventBatch of one row: bytes of text that can no longer belong to a stop, perhaps the end."""
+    """What is new of one row: bytes of text that can no longer belong to a stop, perhaps the end."""
 
     row: int
     text: bytes

@@ -59,7 +59,7 @@ class Dialect(Protocol):
         """What a stream begins with."""
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """EventBatch as server-sent events."""
+        """Updates as server-sent events."""
 
     def closing(self) -> bytes:
         """What a stream says before [DONE]."""

@@ -92,7 +92,7 @@ class Delta(BaseModel):
 
 
 class BatchChunkChoice(BaseModel):
-    """EventBatch of one row: text, or its end."""
+    """Update of one row: text, or its end."""
 
     index: int
     delta: Delta
@@ -253,7 +253,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """EventBatch of one answer."""
+    """Update of one answer."""
 
     index: int
     delta: ChatDelta

@@ -1,4 +1,4 @@
-"""EventBatch for the threads that write streams: a few threads at a time are woken, first those that had none yet.
+"""Items for the threads that write streams: a few threads at a time are woken, first those that had none yet.
 
 Python's lock goes to threads in the order in which they ask for it. Were all woken at once for which a step brings
 items, whatever comes next (a new request, another's first token) would wait until the last of them has written.
@@ -29,7 +29,7 @@ class _Reader(enum.Enum):
 
 
 class Box(Generic[Item]):
-    """EventBatch for one reader. Its fields belong to `WakeUps`."""
+    """Items for one reader. Its fields belong to `WakeUps`."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
