@@ -62,7 +62,9 @@ class Service:
     def __init__(self, folder: Path, *arguments: str, program: str = "app.py", **environment: str) -> None:
         self.port = free_port()
         self.log = folder / f"service-{self.port}.log"
-        command = [sys.executable, str(ROOT / program), "--port", str(self.port), *arguments]
+        # -P: a program in test/ must not take test/routes for routes.
+        command = [sys.executable, *(["-P"] if "/" in program else []), str(ROOT / program)]
+        command += ["--port", str(self.port), *arguments]
         command += ["--state-db", str(folder / f"sessions-{self.port}.db")]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
         with self.log.open("wb") as log:

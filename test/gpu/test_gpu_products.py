@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda import SPARSE_COLUMNS, SPARSE_SHARE
 from rwkv_batch.kernels.cuda_library import library
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Activation, Map, multiply, multiply_turned, skinny
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Activation, Map, multiply, multiply_transposed, skinny
 from rwkv_batch.kernels.cuda_wide import has_wide
 
 GPU = torch.device("cuda", 0)
@@ -48,13 +48,13 @@ def skip_where_missing(rows: int) -> None:
         pytest.skip("products of many rows are cuBLAS's here")
 
 
-def sparse_product(hidden: Tensor, turned: Tensor) -> Tensor:
-    """hidden [B <= 8, F] @ turned [F, C] by the kernel that skips what is zero; its work space poisoned."""
-    rows, (ffn, width) = len(hidden), turned.shape
+def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
+    """hidden [B <= 8, F] @ transposed [F, C] by the kernel that skips what is zero; its work space poisoned."""
+    rows, (ffn, width) = len(hidden), transposed.shape
     y = torch.full((rows, width), torch.nan, device=GPU, dtype=torch.float16)
     partial = torch.full((-(-ffn // SPARSE_SHARE) * rows * width,), torch.nan, device=GPU)
     counters = torch.zeros(-(-width // SPARSE_COLUMNS), device=GPU, dtype=torch.int32)
-    tensors = (hidden, turned, y, partial, counters)
+    tensors = (hidden, transposed, y, partial, counters)
     library().call("rwkv_sparse_value", *(tensor.data_ptr() for tensor in tensors), rows, width, ffn)
     assert not counters.any()
     return y
@@ -99,10 +99,10 @@ def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(1024, 256), (4096, 1024), (1024, 4096), (512, 448)]))
-def test_turned(rows: int, shape: tuple[int, int]) -> None:
+def test_transposed(rows: int, shape: tuple[int, int]) -> None:
     k, n = shape
-    x, turned = normal(rows, k), weight(n, k).T.contiguous()
-    assert_near(multiply_turned(x, turned), x.float() @ turned.float())
+    x, transposed = normal(rows, k), weight(n, k).T.contiguous()
+    assert_near(multiply_transposed(x, transposed), x.float() @ transposed.float())
 
 
 @pytest.mark.parametrize(("rows", "shape"), product(range(1, 9), [(256, 64), (1280, 320), (8192, 2048), (16384, 4096)]))
@@ -111,10 +111,10 @@ def test_inputs_that_are_zero_are_skipped(rows: int, shape: tuple[int, int]) -> 
     ffn, width = shape
     for active in (0.12, 0.0, 1.0):
         hidden = normal(rows, ffn).abs() * (torch.rand(rows, ffn, device=GPU) < active)
-        turned = weight(width, ffn).T.contiguous()
-        true = hidden.float() @ turned.float()
-        turned[(hidden == 0).all(0)] = torch.nan
-        ys = [sparse_product(hidden, turned) for _ in range(3)]
+        transposed = weight(width, ffn).T.contiguous()
+        true = hidden.float() @ transposed.float()
+        transposed[(hidden == 0).all(0)] = torch.nan
+        ys = [sparse_product(hidden, transposed) for _ in range(3)]
         assert_near(ys[0], true)
         assert all(torch.equal(y, ys[0]) for y in ys)
 

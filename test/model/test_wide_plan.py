@@ -66,7 +66,7 @@ def test_a_build_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_fits() -> None:
-    assert fits_wide(WideShape(96, 768), turned=False)
-    assert not fits_wide(WideShape(96, 768), turned=True)
-    assert not fits_wide(WideShape(96, 96), turned=False)
-    assert not fits_wide(WideShape(72, 128), turned=False)
+    assert fits_wide(WideShape(96, 768), transposed=False)
+    assert not fits_wide(WideShape(96, 768), transposed=True)
+    assert not fits_wide(WideShape(96, 96), transposed=False)
+    assert not fits_wide(WideShape(72, 128), transposed=False)

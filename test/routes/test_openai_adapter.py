@@ -70,16 +70,16 @@ def test_parameters_reach_the_sampler() -> None:
     )  # fmt: skip
     params = body.sampling(41)
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.9, 7, 41)
-    assert (params.alpha_presence, params.alpha_frequency, params.alpha_decay) == (0.5, -0.25, 0.9)
+    assert (params.presence_penalty, params.frequency_penalty, params.penalty_decay) == (0.5, -0.25, 0.9)
     assert params.logit_bias == {11: 5.0, 0: -math.inf}
     assert params.top_logprobs == 3
 
 
 def test_the_familys_names_win_and_its_defaults_hold() -> None:
-    assert chat_body(presence_penalty=0.5, alpha_presence=1.5).sampling(0).alpha_presence == 1.5
+    assert chat_body(presence_penalty=0.5, alpha_presence=1.5).sampling(0).presence_penalty == 1.5
     plain = chat_body().sampling(0)
     assert (plain.temperature, plain.top_k, plain.top_p) == (1.0, 50, 0.6)
-    assert (plain.alpha_presence, plain.alpha_frequency, plain.alpha_decay) == (2.0, 0.2, 0.996)
+    assert (plain.presence_penalty, plain.frequency_penalty, plain.penalty_decay) == (2.0, 0.2, 0.996)
     assert plain.top_logprobs is None
     assert chat_body(logprobs=True).sampling(0).top_logprobs == 0
 
