@@ -46,6 +46,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     use_prefix_cache: bool = True
 
 
+class Priority(enum.StrEnum):
+    """Who goes first when seats are short."""
+
+    AUTO = "auto"
+    """By its size: see `Job.is_batch`."""
+    INTERACTIVE = "interactive"
+    """Somebody waits for the answer."""
+    BATCH = "batch"
+    """Gives way to interactive rows."""
+
+
+INTERACTIVE_ROWS = 8
+"""A job of more rows is batch work unless it says otherwise."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one HTTP request asks of the engine."""
 
@@ -57,11 +72,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Wall-clock limit from submission; unfinished rows then end with reason "timeout"."""
     label: str = ""
     """The route, for logs, metrics and `big_batch/clean`."""
+    client: str = ""
+    """Who asks: the API key's name or the address. Clients share the seats evenly; "" is a client like any other."""
+    priority: Priority = Priority.AUTO
 
     @property
     def num_rows(self) -> int:
         """Rows after `n` is expanded."""
         return sum(row.n for row in self.rows)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether its rows give way to those of interactive jobs."""
+        if self.priority is Priority.AUTO:
+            return self.num_rows > INTERACTIVE_ROWS
+        return self.priority is Priority.BATCH
 
 
 class FinishReason(enum.StrEnum):
