@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from routes.context import Context
 from routes.openai.errors import openai_error
 from routes.openai.request import OpenAIBody
@@ -47,8 +45,7 @@ async def openai_rows(
         limit = context.config.max_contents
         raise invalid("n", f"{len(prompts)} prompts by {body.n} pass the limit of {limit} (--max-contents)", body.n)
     size = sum(map(len, prompts))
-    rows = await off_loop(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field)
-    return [msgspec.structs.replace(row, n=body.n) for row in rows]
+    return await off_loop(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n=body.n)
 
 
 def openai_job(body: OpenAIBody, rows: list[GenerateRequest], label: str) -> Job:

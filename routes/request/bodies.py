@@ -79,7 +79,9 @@ class GenerationBody(Body):
     stream: bool = Field(False, description="Answer with server-sent events.")
     chunk_size: int = Field(4, ge=1, le=65536, description="Tokens gathered per row before a delta is sent.")
     pad_zero: bool = Field(False, description="Put token 0 before the prompt.")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="Row i draws with seed + i.")
+    seed: int | None = Field(
+        None, ge=0, lt=2**64, description="Answer i, as numbered in the reply, draws with seed + i."
+    )
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
     use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
     timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")

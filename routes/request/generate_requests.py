@@ -63,8 +63,12 @@ def build_rows(
     prompts: Sequence[str | list[int]],
     stops: Sequence[int | str],
     field: str,
+    n: int = 1,
 ) -> list[GenerateRequest]:
-    """One row per prompt; `field` names where the prompts came from. Raises ServiceError."""
+    """One row per prompt, each with `n` continuations; `field` names where the prompts came from. Raises ServiceError.
+
+    Continuation i of prompt r draws with seed + r * n + i: no two rows of a request share a seed.
+    """
     if len(prompts) > config.max_contents:
         limit = config.max_contents
         raise invalid(field, f"has {len(prompts)} prompts, the limit is {limit} (--max-contents)", len(prompts))
@@ -79,11 +83,12 @@ def build_rows(
         GenerateRequest(
             prompt=encode(tokenizer, prompt, f"{field}[{index}]", config, body.pad_zero),
             max_tokens=body.max_tokens,
-            sampling=body.sampling((seed + index) % _SEEDS),
+            sampling=body.sampling((seed + index * n) % _SEEDS),
             stop_ids=stop_ids,
             stop_strings=stop_strings,
             ignore_eos=body.ignore_eos,
             chunk_size=body.chunk_size if body.stream else 0,
+            n=n,
             use_prefix_cache=body.use_prefix_cache,
         )
         for index, prompt in enumerate(prompts)

@@ -108,6 +108,16 @@ def test_no_usage_unless_asked(client: OpenAI) -> None:
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
+@pytest.mark.parametrize("seed", [{"seed": 70}, {}], ids=["given", "drawn"])
+def test_equal_prompts_with_n_answers_share_no_seed(client: OpenAI, seed: dict[str, Any]) -> None:
+    asked = {"model": MODEL, "max_tokens": 24, "temperature": 2.0, "extra_body": FREE, **seed}
+    choices = client.completions.create(prompt=["The"] * 4, n=4, **asked).choices
+    assert len({choice.text for choice in choices}) == 16
+    if seed:
+        last = client.completions.create(prompt="The", **{**asked, "seed": 70 + 3 * 4 + 1}).choices[0]
+        assert choices[3 * 4 + 1].text == last.text
+
+
 def test_n_answers_are_those_of_n_seeds_for_one_prefill(client: OpenAI) -> None:
     several = chat(client, n=3, seed=100, temperature=1.5, extra_body=FREE)
     single = [chat(client, seed=100 + i, temperature=1.5, extra_body=FREE) for i in range(3)]
