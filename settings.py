@@ -7,6 +7,7 @@ HttpConfig, EngineConfig and PoolConfig, which is where the values end up.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,17 @@ def _devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{name}" if name.isdecimal() else name for name in names)
 
 
+def _networks(text: str) -> tuple[str, ...]:
+    """`10.0.0.0/8, ::1`: addresses and networks of proxies."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        try:
+            ipaddress.ip_network(name)
+        except ValueError:
+            raise SettingsError(f"must list addresses or networks like 10.0.0.0/8,::1, got {name!r}") from None
+    return names
+
+
 def _samplers(text: str) -> tuple[str, ...]:
     one = _one_of("rapid", "flashinfer", "naive")
     return tuple(one(name.strip()) for name in text.split(","))
@@ -154,6 +166,12 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             _whole(1, 500),
             "answers that one HTTP worker writes at a time; Robyn has 512 threads for them",
         ),
+        Flag(
+            "max_streams_per_client",
+            _whole(0, 500),
+            "the same for one client, by address (IPv6: /64 network); 0: seven eighths of --max-streams",
+        ),
+        Flag("trusted_proxies", _networks, "addresses or networks whose X-Forwarded-For is believed, like 10.0.0.0/8"),
         Flag("stall_timeout_s", _number(0.1, 1e6), "seconds after which a client that reads nothing is cut off"),
         Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),

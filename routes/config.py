@@ -25,6 +25,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most that `max_tokens` may ask for."""
     max_streams: int = 480
     """Answers one HTTP worker writes at a time; each waits on a thread of Robyn's pool of 512."""
+    max_streams_per_client: int = 0
+    """The same for one client (see client_identity); 0: seven eighths of `max_streams`."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks whose X-Forwarded-For is believed."""
+    front_key: str = ""
+    """What our own nginx proves itself with; "" = there is none."""
     stall_timeout_s: float = 30.0
     """A client that reads nothing for so long is cut off."""
     translate_cache: int = 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,12 +28,14 @@ class ServingEngine(EngineProtocol, Protocol):
 
 
 class Gate:
-    """Counts the answers under way, up to a limit, and lets no new work in while draining."""
+    """Counts the answers under way, in all and of each client, up to limits; lets no new work in while draining."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, limit_per_client: int = 0) -> None:
         self._limit = limit
+        self._limit_per_client = limit_per_client or max(1, limit * 7 // 8)
         self._lock = threading.Lock()
         self._inside = 0
+        self._of_client: Counter[str] = Counter()
         self.draining = False
 
     @property
@@ -40,26 +43,42 @@ class Gate:
         """Answers under way."""
         return self._inside
 
-    def enter(self, is_work: bool) -> None:
+    def enter(self, is_work: bool, client: str) -> None:
         """Count an answer. Raises ServiceError (draining, overloaded) for work that cannot be taken."""
         with self._lock:
-            if is_work and self.draining:
-                raise ServiceError(
-                    ErrorKind.DRAINING, "the service is shutting down and takes no new requests", retry_after_s=5.0
-                )
-            if is_work and self._inside >= self._limit:
-                raise ServiceError(
-                    ErrorKind.OVERLOADED,
-                    f"this HTTP worker writes {self._inside} answers already, its limit is {self._limit} "
-                    "(--max-streams); try again, or put more rows into one request",
-                    retry_after_s=1.0,
-                )
+            if is_work:
+                self._check(client)
             self._inside += 1
+            self._of_client[client] += 1
 
-    def leave(self) -> None:
+    def leave(self, client: str) -> None:
         """The answer's last byte was handed over, or its client is gone."""
         with self._lock:
             self._inside -= 1
+            self._of_client[client] -= 1
+            if not self._of_client[client]:
+                del self._of_client[client]
+
+    def _check(self, client: str) -> None:
+        if self.draining:
+            raise ServiceError(
+                ErrorKind.DRAINING, "the service is shutting down and takes no new requests", retry_after_s=5.0
+            )
+        if self._inside >= self._limit:
+            raise ServiceError(
+                ErrorKind.OVERLOADED,
+                f"this HTTP worker writes {self._inside} answers already, its limit is {self._limit} "
+                "(--max-streams); try again, or put more rows into one request",
+                retry_after_s=1.0,
+            )
+        if self._of_client[client] >= self._limit_per_client:
+            raise ServiceError(
+                ErrorKind.OVERLOADED,
+                f"this HTTP worker writes {self._of_client[client]} answers to {client} already, its limit for one "
+                f"client is {self._limit_per_client} (--max-streams-per-client); read the answers under way, "
+                "or put more rows into one request",
+                retry_after_s=1.0,
+            )
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from routes.request.generate_requests import off_loop
 from routes.response.generate import BLANK, HEARTBEAT
 from routes.response.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
 from routes.route import Route, Upload
+from routes.serving.client_identity import ClientIdentity
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
@@ -45,12 +46,13 @@ RobynHandler = Callable[[Request], Awaitable[RobynReply]]
 class Exchange:
     """One request under way: holds its place in the gate until the last byte, then reports it."""
 
-    def __init__(self, context: Context, route: Route) -> None:
+    def __init__(self, context: Context, route: Route, client: str) -> None:
         self._context = context
         self._route = route
+        self._client = client
         self._started = time.monotonic()
         self._first_byte_s = 0.0
-        context.gate.enter(route.is_work)
+        context.gate.enter(route.is_work, client)
 
     def wrote(self) -> None:
         """The first byte of the answer's text is there."""
@@ -59,7 +61,7 @@ class Exchange:
 
     def end(self, status: int) -> None:
         """Leave; called once."""
-        self._context.gate.leave()
+        self._context.gate.leave(self._client)
         seconds = time.monotonic() - self._started
         self._context.engine.observe(Observe(self._route.path, status, seconds, self._first_byte_s))
 
@@ -210,9 +212,11 @@ async def _run(context: Context, route: Route, request: Request) -> Reply:
 def wrap(context: Context, route: Route) -> RobynHandler:
     """The Robyn handler of a route."""
 
+    identity = ClientIdentity(context.config)
+
     async def handler(request: Request) -> RobynReply:
         try:
-            exchange = Exchange(context, route)
+            exchange = Exchange(context, route, identity.client(request.ip_addr, request.headers.get))
         except ServiceError as error:
             return _to_robyn(context, error_answer(error.info, route.error_body), None)
         try:

@@ -43,7 +43,7 @@ def run_http_worker(config: HttpConfig, address: str, style: LogStyle, name: str
     # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
     client = EngineClient(address, name)
-    context = Context(client, config, Gate(config.max_streams))
+    context = Context(client, config, Gate(config.max_streams, config.max_streams_per_client))
     context.shared[system.OPENAPI] = openapi_document(ROUTES)
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
     client.start()

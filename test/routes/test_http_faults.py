@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True, "chunk_size"
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service around an engine without a model; one HTTP worker, which writes at most 5 answers at a time."""
     flags = ("--http-workers", "1", "--stall-timeout-s", "1", "--max-streams", "5", "--max-body-mb", "0.01")
+    flags += ("--max-streams-per-client", "3", "--trusted-proxies", "127.0.0.1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         yield running.wait_ready()
@@ -63,22 +65,39 @@ def test_a_job_that_breaks_is_500_when_nothing_was_written(fake: Service) -> Non
     assert (answer.status_code, answer.json()) == (500, {"error": "broken on demand"})
 
 
-def test_more_answers_than_the_worker_has_threads_for_are_429(fake: Service) -> None:
+@contextmanager
+def streams(service: Service, clients: list[str]) -> Iterator[None]:
+    """One endless stream for each client that a trusted proxy names."""
     body = json.dumps({**ENDLESS, "contents": ["abc"]}).encode()
-    connections = [fake.connect() for _ in range(5)]
+    connections = [service.connect() for _ in clients]
     try:
-        for connection in connections:
-            connection.sendall(raw_request(CHAT, body))
-        wait_for(lambda: running_rows(fake) == 5, 10, "5 streams run")
-        refused = fake.post(CHAT, {"contents": ["a"]})
-        assert refused.status_code == 429
-        assert "--max-streams" in refused.json()["error"]
-        assert int(refused.headers["retry-after"]) >= 1
-        assert fake.get("/readyz").status_code == 200
+        for connection, client in zip(connections, clients, strict=True):
+            connection.sendall(raw_request(CHAT, body, extra=f"X-Forwarded-For: {client}\r\n"))
+        wait_for(lambda: running_rows(service) == len(clients), 10, "all streams run")
+        yield
     finally:
         for connection in connections:
             connection.close()
-    wait_for(lambda: running_rows(fake) == 0, 10, "all streams are gone")
+    wait_for(lambda: running_rows(service) == 0, 10, "all streams are gone")
+
+
+def test_more_answers_than_the_worker_has_threads_for_are_429(fake: Service) -> None:
+    with streams(fake, [f"10.0.0.{number}" for number in range(5)]):
+        refused = fake.post(CHAT, {"contents": ["a"]})
+        assert refused.status_code == 429
+        assert "--max-streams)" in refused.json()["error"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert fake.get("/readyz").status_code == 200
+
+
+def test_more_answers_than_one_client_may_have_are_429_for_it_alone(fake: Service) -> None:
+    with streams(fake, ["10.0.0.1"] * 3):
+        refused = fake.post(CHAT, {"contents": ["a"]}, headers={"X-Forwarded-For": "6.6.6.6, 10.0.0.1"})
+        assert refused.status_code == 429
+        assert "10.0.0.1" in refused.json()["error"]
+        assert "--max-streams-per-client" in refused.json()["error"]
+        other = fake.post(CHAT, {"contents": ["a"], "max_tokens": 1}, headers={"X-Forwarded-For": "10.0.0.2"})
+        assert other.status_code == 200
 
 
 def test_the_body_limit_is_a_flag(fake: Service) -> None:
