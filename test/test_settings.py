@@ -12,7 +12,7 @@ from rwkv_batch.config import EngineConfig
 from settings import FLAGS, ServiceConfig, SettingsError, build_parser, default_http_workers, parse_settings
 from state_pool.config import PoolConfig
 
-DERIVED = {"pool", "drain_timeout_s", "model_name"}
+DERIVED = {"front_key", "pool", "drain_timeout_s", "model_name"}
 """Fields that another section's flag sets, or that are sections themselves."""
 
 
