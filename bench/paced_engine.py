@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from app import Supervisor, log_style
+from rwkv_batch.calls import EngineCall, GetStatus, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import set_up_logging
-from rwkv_batch.protocol import Reply, Sink
+from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
 from settings import parse_settings
 
@@ -74,7 +75,7 @@ class PacedEngine:
         """See server.ManagedEngine."""
         self._delivered = act
 
-    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
         """See EngineProtocol."""
         admitted(None)
         self._arrived.append(_Row(job, sink))
@@ -83,9 +84,10 @@ class PacedEngine:
         """See EngineProtocol."""
         self._rows.pop(job_id, None)
 
-    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
-        """Knows "status": `first_s`, seconds from arrival to first token of the rows with chunks of one token."""
-        reply({"running_rows": len(self._rows), "first_s": self._first_s} if verb == "status" else None)
+    def call(self, call: EngineCall[Any], reply: Reply[Any]) -> None:
+        """Knows GetStatus: `first_s`, seconds from arrival to first token of the rows with chunks of one token."""
+        figures = {"jobs": {}, "running_rows": len(self._rows), "first_s": self._first_s}
+        reply(figures if isinstance(call, GetStatus) else None)
 
     def _run(self) -> None:
         due = time.monotonic()

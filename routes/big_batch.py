@@ -12,6 +12,7 @@ from routes.response.native_format import BatchDialect, batch_rows, transcript_o
 from routes.response.reply import Reply, json_answer
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import Route
+from rwkv_batch.calls import CancelJobs, GetStatus
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job
 from sampling.params import Method, SamplingParams
@@ -48,16 +49,15 @@ async def completions(context: Context, body: BigBatchBody) -> Reply:
 
 async def completions_status(context: Context, query: dict[str, str]) -> Reply:
     """Whether requests of this route run, and how many."""
-    status = await ask(context, "status")
-    assert isinstance(status, dict)
-    jobs = status["big_batch_jobs"]
+    status = await ask(context, GetStatus())
+    jobs = status["jobs"].get(LABEL, 0)
     rows = {name: status[name] for name in ("running_rows", "waiting_rows")}
     return json_answer({"generating": jobs > 0, "requests": jobs, **rows})
 
 
 async def clean(context: Context, query: dict[str, str]) -> Reply:
     """Cancel every request of this route that runs or waits; their rows end with "cancelled"."""
-    count = await ask(context, "cancel_label", label=LABEL)
+    count = await ask(context, CancelJobs(LABEL))
     return json_answer({"status": "success", "cancelled": count, "message": f"{count} requests were cancelled"})
 
 

@@ -10,6 +10,7 @@ from routes.response.event_stream import ask
 from routes.response.reply import FILE, Answer, Reply, json_answer
 from routes.response.response_models import Imported
 from routes.route import SESSION_ERRORS, Route, Upload
+from rwkv_batch.calls import ExportSession, ImportSession
 from rwkv_batch.errors import ErrorKind
 
 
@@ -31,8 +32,7 @@ class ImportQuery(Fields):
 async def export_session(context: Context, upload: Upload) -> Reply:
     """The session as it was after its last durable turn: a safetensors file."""
     query: ExportQuery = upload.query
-    content = await ask(context, "session_export", session_id=query.session_id, dialogue=query.dialogue_idx)
-    assert isinstance(content, bytes)
+    content = await ask(context, ExportSession(query.session_id, query.dialogue_idx))
     headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
     return Answer(content, content_type=FILE, headers=headers)
 
@@ -40,7 +40,7 @@ async def export_session(context: Context, upload: Upload) -> Reply:
 async def import_session(context: Context, upload: Upload) -> Reply:
     """Make a session of a file that `/state/export` of a service with the same model has written."""
     query: ImportQuery = upload.query
-    num_tokens = await ask(context, "session_import", session_id=query.session_id, content=upload.content)
+    num_tokens = await ask(context, ImportSession(query.session_id, upload.content))
     return json_answer({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
 
 

@@ -15,6 +15,7 @@ from routes.response.reply import Reply, json_answer
 from routes.response.response_models import BatchAnswer, BatchChunk, Deleted, SessionList
 from routes.response.transcript import Transcript
 from routes.route import SESSION_ERRORS, Route
+from rwkv_batch.calls import DeleteSessions, ListSessions
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job
 
@@ -64,15 +65,14 @@ async def chat_completions(context: Context, body: TurnBody) -> Reply:
 
 async def status(context: Context, body: StatusBody) -> Reply:
     """The sessions that are kept, newest first, and where their states lie."""
-    found = await ask(context, "session_status", limit=body.limit, offset=body.offset)
-    assert isinstance(found, dict)
+    found = await ask(context, ListSessions(body.limit, body.offset))
     return json_answer({"status": "success", **found})
 
 
 async def delete(context: Context, body: DeleteBody) -> Reply:
     """Delete a session from every tier, also while it runs: its turn then ends with an error."""
     name = body.session_id
-    count = await ask(context, "session_delete", session_id=name, delete_prefix=body.delete_prefix)
+    count = await ask(context, DeleteSessions(name, body.delete_prefix))
     if not count:
         message = f"Session {name} not found"
         return json_answer({"status": "not_found", "message": message, "error": message}, 404)

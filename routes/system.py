@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from routes import big_batch
 from routes.context import Context
 from routes.openai.errors import openai_error
 from routes.request import prompts
@@ -15,11 +16,17 @@ from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, json_answer
 from routes.response.response_models import Health, Model, ModelList, Status, TokenCount
 from routes.route import Route, Upload
+from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 
 OPENAPI = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
+OLD_METRIC = """\
+# HELP rwkv_big_batch_jobs The older name of rwkv_jobs{{label="big_batch"}}.
+# TYPE rwkv_big_batch_jobs gauge
+rwkv_big_batch_jobs {}
+"""
 
 
 async def healthz(context: Context, query: dict[str, str]) -> Reply:
@@ -41,13 +48,15 @@ async def readyz(context: Context, query: dict[str, str]) -> Reply:
 
 async def status(context: Context, query: dict[str, str]) -> Reply:
     """Model, devices, samplers, rows, pool and processes."""
-    return json_answer(await ask(context, "status"))
+    found = await ask(context, GetStatus())
+    return json_answer(found | {"big_batch_jobs": found["jobs"].get(big_batch.LABEL, 0)})
 
 
 async def metrics(context: Context, query: dict[str, str]) -> Reply:
     """Figures of all processes in Prometheus' text form."""
-    text = await ask(context, "metrics")
-    return Answer(str(text).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await ask(context, GetMetrics())
+    jobs = await ask(context, CountJobs(big_batch.LABEL))
+    return Answer((text + OLD_METRIC.format(jobs)).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _served(context: Context) -> dict[str, object]:

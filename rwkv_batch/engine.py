@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
@@ -20,7 +21,7 @@ from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.state_manager import StateManager, as_service_error
 from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.protocol import Reply, Sink
+from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job
 from rwkv_batch.runner.model_runner import Launched, ModelRunner
 
@@ -84,7 +85,7 @@ class Engine:
 
     # EngineProtocol ----------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
         """See `EngineProtocol.submit`."""
         arrived = time.monotonic()
         if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink, arrived))):
@@ -94,17 +95,9 @@ class Engine:
         """See `EngineProtocol.cancel`."""
         self._put(lambda: self.jobs.cancel(job_id))
 
-    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
+    def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
         """See `EngineProtocol.call`."""
-        match verb:
-            case "session_delete":
-                taken = self._put(lambda: self._delete_sessions(reply, **arguments))
-            case "session_export":
-                taken = self._put(lambda: self._files.export(self.machine.pool, reply, **arguments))
-            case "session_import":
-                taken = self._put(lambda: self._files.import_session(self.machine.pool, reply, **arguments))
-            case _:
-                taken = self._put(lambda: self._answer(reply, lambda: self._verb(verb, arguments)))
+        taken = self._put(lambda: self._handle_call(call, reply))
         if not taken:
             reply(self._refusal())
 
@@ -119,7 +112,7 @@ class Engine:
         return ServiceError.from_info(self._dead) if self._dead else _draining_error()
 
     @staticmethod
-    def _answer(reply: Reply, action: Callable[[], Any]) -> None:
+    def _answer(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
         try:
             value = action()
         except ServiceError as error:
@@ -134,18 +127,27 @@ class Engine:
             raise self._refusal()
         self.jobs.admit(job, sink, arrived)
 
-    def _verb(self, verb: str, arguments: dict[str, Any]) -> Any:
+    def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
         pool = self.machine.pool
-        match verb:
-            case "status":
-                return self.status()
-            case "session_status":
-                return pool.status(**arguments)
-            case "cancel_label":
-                return self.jobs.cancel_label(**arguments)
-        raise ServiceError(ErrorKind.NOT_FOUND, f"the engine knows no call {verb!r}")
+        match call:
+            case calls.GetStatus():
+                self._answer(reply, self.status)
+            case calls.ListSessions(limit, offset):
+                self._answer(reply, lambda: pool.status(limit, offset))
+            case calls.DeleteSessions(session_id, delete_prefix):
+                self._delete_sessions(reply, session_id, delete_prefix)
+            case calls.ExportSession(session_id, dialogue):
+                self._files.export(pool, reply, session_id, dialogue)
+            case calls.ImportSession(session_id, content):
+                self._files.import_session(pool, reply, session_id, content)
+            case calls.CancelJobs(label):
+                self._answer(reply, lambda: self.jobs.cancel_label(label))
+            case calls.CountJobs(label):
+                self._answer(reply, lambda: self.jobs.count_by_label().get(label, 0))
+            case _:
+                reply(ServiceError(ErrorKind.NOT_FOUND, f"the engine does not answer {type(call).__name__}"))
 
-    def _delete_sessions(self, reply: Reply, session_id: str, delete_prefix: bool = False) -> None:
+    def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
         """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
         count = 0
 
@@ -163,7 +165,7 @@ class Engine:
         return {
             "running_rows": self.scheduler.running_rows,
             "waiting_rows": self.scheduler.waiting_rows,
-            "big_batch_jobs": self.jobs.count_label("big_batch"),
+            "jobs": self.jobs.count_by_label(),
             "draining": self._draining,
             **self.speed.figures(),
             **self.machine.status(),

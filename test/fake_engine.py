@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from rwkv_batch.calls import EngineCall, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.protocol import Reply, Sink
+from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
 from rwkv_batch.tokenizer import Tokenizer
 
@@ -62,7 +64,7 @@ class FakeEngine:
     def when_delivered(self, act: Callable[[], None]) -> None:
         self._delivered = act
 
-    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+    def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
         if self._draining:
             admitted(ServiceError(ErrorKind.DRAINING, "draining"))
             return
@@ -75,8 +77,10 @@ class FakeEngine:
         if running is not None:
             running.cancelled = True
 
-    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
-        reply({"running_rows": sum(len(r.texts) for r in list(self._jobs.values())), "waiting_rows": 0})
+    def call(self, call: EngineCall[Any], reply: Reply[Any]) -> None:
+        running = list(self._jobs.values())
+        jobs = dict(Counter(one.job.label for one in running))
+        reply({"jobs": jobs, "running_rows": sum(len(one.texts) for one in running), "waiting_rows": 0})
 
     def _run(self) -> None:
         while not self._stopping:

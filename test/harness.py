@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from demo.random_weights import write_random_model
+from rwkv_batch.calls import AnyCall
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
@@ -23,6 +24,7 @@ TOKENIZER = Tokenizer()
 GREEDY = SamplingParams(temperature=0.0)
 WAIT_S = 120.0
 _ids = itertools.count()
+CALLS = {one.__struct_config__.tag: one for one in get_args(AnyCall)}
 
 
 @dataclass
@@ -95,9 +97,9 @@ def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
 
 
 def call(engine: Engine, verb: str, **arguments: Any) -> Any:
-    """Call the engine and wait for the answer; a failure is raised."""
+    """Ask one of rwkv_batch.calls, by its tag, and wait for the answer; a failure is raised."""
     answered, answer = threading.Event(), []
-    engine.call(verb, arguments, lambda value: (answer.append(value), answered.set()))
+    engine.call(CALLS[verb](**arguments), lambda value: (answer.append(value), answered.set()))
     assert answered.wait(WAIT_S)
     if isinstance(answer[0], ServiceError):
         raise answer[0]

@@ -16,6 +16,7 @@ from routes.response.generate import PlainDialect, RowResult
 from routes.response.native_format import usage
 from routes.response.reply import ErrorBody, sse
 from routes.response.transcript import RowUpdate
+from rwkv_batch.calls import GetStatus
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"
@@ -27,8 +28,7 @@ LOWEST_LOGPROB = -9999.0
 async def fingerprint(context: Context) -> str:
     """`system_fingerprint`: which weights answer. Raises ServiceError while the engine is away."""
     if FINGERPRINT not in context.shared:
-        status = await ask(context, "status")
-        assert isinstance(status, dict)
+        status = await ask(context, GetStatus())
         context.shared[FINGERPRINT] = f"fp_{str(status['fingerprint'])[:12]}"
     return str(context.shared[FINGERPRINT])
 

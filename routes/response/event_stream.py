@@ -7,12 +7,13 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from routes.context import Context
 from routes.response.wakeups import Box
+from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.protocol import Reply
 from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
@@ -93,16 +94,16 @@ async def submit(context: Context, job: Job) -> EventStream:
     return stream
 
 
-async def ask(context: Context, verb: str, **arguments: object) -> object:
+async def ask(context: Context, call: EngineCall[Answer]) -> Answer:
     """The engine's answer to a call. Raises ServiceError."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[object] = loop.create_future()
+    answer: asyncio.Future[Answer] = loop.create_future()
 
-    context.engine.call(verb, arguments, _settler(loop, answer))
+    context.engine.call(call, _settler(loop, answer))
     return await answer
 
 
-def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Reply:
+def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any], None]:
     """A callback for another thread that settles `future`: a ServiceError is its exception, all else its result."""
 
     def settle(value: object) -> None:

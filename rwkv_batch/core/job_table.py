@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +45,9 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def count_label(self, label: str) -> int:
-        """Jobs that bear a label."""
-        return sum(job.job.label == label for job in self._jobs.values())
+    def count_by_label(self) -> dict[str, int]:
+        """How many jobs run or wait, by their label."""
+        return dict(Counter(job.job.label for job in self._jobs.values()))
 
     # Coming in -----------------------------------------------------------------------------------------------
 

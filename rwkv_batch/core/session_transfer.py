@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from rwkv_batch.calls import Reply
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.protocol import Reply
 from state_pool.errors import PoolError
 from state_pool.pool import StatePool
 from state_pool.session_file import NotASession, SessionFile, decode
@@ -17,14 +17,14 @@ Put = Callable[[Callable[[], None]], bool]
 
 
 class SessionTransfer:
-    """Answers "session_export" and "session_import"; files are encoded and decoded one at a time on another thread."""
+    """Answers ExportSession and ImportSession; files are encoded and decoded one at a time on another thread."""
 
     def __init__(self, put: Put, refusal: Callable[[], ServiceError]) -> None:
         self._put = put
         self._refusal = refusal
         self._thread = ThreadPoolExecutor(1, "session-files")
 
-    def export(self, pool: StatePool, reply: Reply, session_id: str, dialogue: int | None = None) -> None:
+    def export(self, pool: StatePool, reply: Reply[bytes], session_id: str, dialogue: int | None = None) -> None:
         """Engine thread. Replies with the file's bytes."""
 
         def exported(file: SessionFile | Exception) -> None:
@@ -38,7 +38,7 @@ class SessionTransfer:
         except PoolError as error:
             reply(as_service_error(error))
 
-    def import_session(self, pool: StatePool, reply: Reply, session_id: str, content: bytes) -> None:
+    def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
 
         def decoded() -> None:
@@ -53,7 +53,7 @@ class SessionTransfer:
         self._thread.submit(decoded)
 
     @staticmethod
-    def _import(pool: StatePool, reply: Reply, session_id: str, file: SessionFile) -> None:
+    def _import(pool: StatePool, reply: Reply[int], session_id: str, file: SessionFile) -> None:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error))
 

@@ -12,6 +12,10 @@ import socket
 import threading
 from typing import Any, NamedTuple
 
+import msgspec
+
+from rwkv_batch.calls import Answer as AnswerT
+from rwkv_batch.calls import EngineCall, Reply
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import (
     Admitted,
@@ -27,7 +31,8 @@ from rwkv_batch.ipc.wire import (
     ToWorker,
     to_worker_decoder,
 )
-from rwkv_batch.protocol import Reply, Sink
+from rwkv_batch.protocol import Admitted as OnAdmitted
+from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
@@ -59,13 +64,20 @@ class _Listener(NamedTuple):
     """What it is told when the engine is lost."""
 
 
+class _Asked(NamedTuple):
+    """A call without an answer yet."""
+
+    reply: Reply[Any]
+    answer_type: type[Any]
+
+
 class _Waiting:
     """Who waits for what on one connection."""
 
     def __init__(self) -> None:
-        self.admissions: dict[str, Reply] = {}
+        self.admissions: dict[str, OnAdmitted] = {}
         self.listeners: dict[str, _Listener] = {}
-        self.calls: dict[int, Reply] = {}
+        self.calls: dict[int, _Asked] = {}
 
 
 class EngineClient:
@@ -98,7 +110,7 @@ class EngineClient:
         """Whether an engine that has loaded its model is at the other end."""
         return self._link is not None
 
-    def submit(self, job: Job, sink: Sink, admitted: Reply) -> None:
+    def submit(self, job: Job, sink: Sink, admitted: OnAdmitted) -> None:
         """See EngineProtocol."""
         with self._lock:
             link = self._link
@@ -114,14 +126,14 @@ class EngineClient:
         """See EngineProtocol."""
         self._send(Cancel(job_id))
 
-    def call(self, verb: str, arguments: dict[str, Any], reply: Reply) -> None:
-        """See EngineProtocol; "metrics" is answered by the engine process too."""
+    def call(self, call: EngineCall[AnswerT], reply: Reply[AnswerT]) -> None:
+        """See EngineProtocol."""
         with self._lock:
             link = self._link
             if link is not None:
                 call_id = next(self._call_ids)
-                self._waiting.calls[call_id] = reply
-                link.send(Call(call_id, verb, arguments))
+                self._waiting.calls[call_id] = _Asked(reply, call.answer_type())
+                link.send(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
                 return
         reply(ServiceError.from_info(self._reason))
 
@@ -173,8 +185,11 @@ class EngineClient:
                 admitted = self._waiting.admissions.pop(job_id)
                 admitted(None if error is None else ServiceError.from_info(error))
             case Answer(call_id, value, error):
-                reply = self._waiting.calls.pop(call_id)
-                reply(value if error is None else ServiceError.from_info(error))
+                reply, answer_type = self._waiting.calls.pop(call_id)
+                if error is None:
+                    reply(msgspec.msgpack.decode(value, type=answer_type))
+                else:
+                    reply(ServiceError.from_info(error))
 
     def _report_engine_lost(self) -> None:
         with self._lock:
@@ -186,5 +201,5 @@ class EngineClient:
             admitted(ServiceError.from_info(_LOST if listener is None else listener.if_lost))
         for job_id, listener in waiting.listeners.items():
             listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=listener.if_lost))
-        for reply in waiting.calls.values():
-            reply(ServiceError.from_info(_LOST))
+        for asked in waiting.calls.values():
+            asked.reply(ServiceError.from_info(_LOST))

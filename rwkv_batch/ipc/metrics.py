@@ -45,6 +45,7 @@ class Metrics:
             "rwkv_cached_prompt_tokens", "Prompt tokens that were not computed.", registry=self._registry
         )
         self._rows = Counter("rwkv_rows_finished", "Rows ended.", ["reason"], registry=self._registry)
+        self._jobs = Gauge("rwkv_jobs", "Jobs that run or wait, by route.", ["label"], registry=self._registry)
         self._gauges: dict[str, Gauge] = {}
 
     def observe_request(self, seen: Observe) -> None:
@@ -66,7 +67,11 @@ class Metrics:
 
     def render(self, status: dict[str, Any]) -> str:
         """Prometheus text; each number in the engine's `status` becomes a gauge, those of its pool by their path."""
-        for name, value in _numbers({**status, "model_shape": None}):
+        jobs: dict[str, int] = status.get("jobs", {})
+        self._jobs.clear()
+        for label, count in jobs.items():
+            self._jobs.labels(label).set(count)
+        for name, value in _numbers({**status, "model_shape": None, "jobs": None}):
             self._gauge(name).set(value)
         return generate_latest(self._registry).decode()
 

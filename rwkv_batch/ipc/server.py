@@ -18,6 +18,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+import msgspec
+
+from rwkv_batch.calls import EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.metrics import Metrics
@@ -43,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
 _WATCH_S = 0.5
+NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
+Ask = Callable[[EngineCall[Any], Callable[[Any], None]], None]
 
 
 class ManagedEngine(EngineProtocol, Protocol):
@@ -79,7 +84,7 @@ class Peer:
         self._events: list[JobEvents] = []
         self._link: PeerLink = Link(connection, to_engine_decoder, "worker")
 
-    def serve(self, ask: Callable[[str, dict[str, Any], Callable[[Any], None]], None]) -> None:
+    def serve(self, ask: Ask) -> None:
         """Handle the worker's messages until it is gone; `ask` answers calls."""
         try:
             for message in self._link.receive():
@@ -91,15 +96,15 @@ class Peer:
             for job_id in list(self.jobs):
                 self._engine.cancel(job_id)
 
-    def _handle(self, message: ToEngine, ask: Callable[[str, dict[str, Any], Callable[[Any], None]], None]) -> None:
+    def _handle(self, message: ToEngine, ask: Ask) -> None:
         match message:
             case Submit(job):
                 self.jobs.add(job.job_id)
                 self._engine.submit(job, self._deliver, lambda refusal: self._admit(job.job_id, refusal))
             case Cancel(job_id):
                 self._engine.cancel(job_id)
-            case Call(call_id, verb, arguments):
-                ask(verb, arguments, lambda value: self._answer(call_id, value))
+            case Call(call_id, call):
+                ask(call, lambda value: self._answer(call_id, value))
             case Observe():
                 self._metrics.observe_request(message)
             case Hello(name, pid):
@@ -123,8 +128,10 @@ class Peer:
         self._link.send(Admitted(job_id, None if refusal is None else refusal.info))
 
     def _answer(self, call_id: int, value: Any) -> None:
-        failure = value.info if isinstance(value, ServiceError) else None
-        self._link.send(Answer(call_id, None if failure else value, failure))
+        if isinstance(value, ServiceError):
+            self._link.send(Answer(call_id, NOTHING, value.info))
+        else:
+            self._link.send(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
 
 
 class EngineServer:
@@ -162,15 +169,15 @@ class EngineServer:
         for peer in self._peers.copy():
             peer.tell()
 
-    def _ask(self, verb: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
-        """Answer a call: "metrics" and the processes in "status" here, the rest by the engine."""
-        match verb:
-            case "metrics":
-                self._engine.call("status", {}, lambda value: reply(_unless_failed(value, self._metrics.render)))
-            case "status":
-                self._engine.call("status", arguments, lambda value: reply(_unless_failed(value, self._with_processes)))
+    def _ask(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
+        """Answer a call: the metrics and the processes in the status here, the rest by the engine."""
+        match call:
+            case GetMetrics():
+                self._engine.call(GetStatus(), lambda value: reply(_unless_failed(value, self._metrics.render)))
+            case GetStatus():
+                self._engine.call(call, lambda value: reply(_unless_failed(value, self._with_processes)))
             case _:
-                self._engine.call(verb, arguments, reply)
+                self._engine.call(call, reply)
 
     def _with_processes(self, status: dict[str, Any]) -> dict[str, Any]:
         workers = [

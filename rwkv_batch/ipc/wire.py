@@ -13,10 +13,11 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
+from rwkv_batch.calls import AnyCall
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Job, JobEvents
 
@@ -52,8 +53,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="q"):
     """`EngineProtocol.call`; `call_id` returns in the Answer."""
 
     call_id: int
-    verb: str
-    arguments: dict[str, Any]
+    call: AnyCall
 
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
@@ -82,10 +82,10 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, tag="n"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """The reply to a Call: plain data, or `error`."""
+    """The reply to a Call: the answer, encoded (its type is the call's), or `error`."""
 
     call_id: int
-    value: Any
+    value: msgspec.Raw
     error: ErrorInfo | None
 
 

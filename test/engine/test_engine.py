@@ -146,6 +146,8 @@ def test_label_is_cancelled_together(engine: Engine) -> None:
     kept = submit(engine, ask("keep", max_tokens=60, ignore_eos=True), label="v1")
     cleaned = [submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), label="big_batch") for _ in range(3)]
     assert all(job.answered.wait(30) for job in cleaned)
+    assert call(engine, "count_label", label="big_batch") == 3
+    assert call(engine, "status")["jobs"] == {"v1": 1, "big_batch": 3}
     assert call(engine, "cancel_label", label="big_batch") == 3
     assert all(job.wait().finishes[0].reason is FinishReason.CANCELLED for job in cleaned)
     assert kept.wait().finishes[0].reason is FinishReason.LENGTH

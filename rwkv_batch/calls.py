@@ -1,0 +1,83 @@
+"""What may be asked of the engine beside generating: one struct for each call, with the type of its answer.
+
+A new call is a struct here, a name in `AnyCall`, and a case in `Engine.call`. Plain data: it crosses the socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, get_args
+
+import msgspec
+
+from rwkv_batch.errors import ServiceError
+
+Answer = TypeVar("Answer")
+Reply = Callable[[Answer | ServiceError], None]
+"""Receives a call's answer, or why there is none, on a thread of the engine's own; returns at once, does not raise."""
+Figures = dict[str, Any]
+"""Names and numbers, nested; which ones there are depends on the model and the devices."""
+
+
+class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
+    """A question to the engine; the type parameter is the answer's."""
+
+    @classmethod
+    def answer_type(cls) -> type[Answer]:
+        """The type of the answer."""
+        answer: type[Answer] = get_args(cls.__orig_bases__[0])[0]  # type: ignore[attr-defined]  # typing.Generic's
+        return answer
+
+
+class GetStatus(EngineCall[Figures], tag="status", frozen=True, array_like=True):
+    """Figures of model, devices, rows, pool and processes; "jobs" counts those that run or wait by their label."""
+
+
+class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
+    """The figures of all processes in Prometheus' text form. Answered by the engine's process."""
+
+
+class ListSessions(EngineCall[Figures], tag="session_status", frozen=True, array_like=True):
+    """A page of the stored sessions, newest first."""
+
+    limit: int
+    offset: int
+
+
+class DeleteSessions(EngineCall[int], tag="session_delete", frozen=True, array_like=True):
+    """Delete a session, or all whose names begin so; answers how many, once a crash cannot undo it."""
+
+    session_id: str
+    delete_prefix: bool = False
+
+
+class ExportSession(EngineCall[bytes], tag="session_export", frozen=True, array_like=True):
+    """A session as the bytes of a file."""
+
+    session_id: str
+    dialogue: int | None = None
+    """None: the plain session."""
+
+
+class ImportSession(EngineCall[int], tag="session_import", frozen=True, array_like=True):
+    """Make a session of a file; answers the number of tokens that it stands for, once it is durable."""
+
+    session_id: str
+    content: bytes
+
+
+class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
+    """Cancel every job that has this label; answers how many there were."""
+
+    label: str
+
+
+class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True):
+    """How many jobs with this label run or wait."""
+
+    label: str
+
+
+AnyCall = (
+    GetStatus | GetMetrics | ListSessions | DeleteSessions | ExportSession | ImportSession | CancelJobs | CountJobs
+)

@@ -1,0 +1,79 @@
+"""Calls over the socket: each arrives as it was asked, and its answer in the type that it names."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from rwkv_batch import calls
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.server import EngineServer
+from test.fake_engine import FakeEngine
+
+WAIT_S = 20.0
+ANSWERS: dict[Any, Any] = {
+    calls.GetStatus(): {"running_rows": 0, "jobs": {"/v1": 2}},
+    calls.GetMetrics(): 'rwkv_jobs{label="/v1"} 2.0',
+    calls.ListSessions(10, 0): {"sessions": []},
+    calls.DeleteSessions("s", True): 3,
+    calls.ExportSession("s", 2): b"\xff\x00bytes",
+    calls.ImportSession("s", b"\xff\x00bytes"): 7,
+    calls.CancelJobs("big_batch"): 1,
+    calls.CountJobs("big_batch"): 4,
+}
+
+
+class Answering(FakeEngine):
+    """Answers from a table, and fails for what is not in it."""
+
+    def call(self, call: Any, reply: Any) -> None:
+        unknown = ServiceError(ErrorKind.SESSION_NOT_FOUND, "no such session", field="session_id")
+        reply(ANSWERS.get(call, unknown))
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[EngineClient]:
+    """Connected to an engine that answers."""
+    address = str(tmp_path / "engine.sock")
+    EngineServer(Answering(EngineConfig(model_path="")), address)
+    client = EngineClient(address, "test")
+    client.start()
+    deadline = time.monotonic() + WAIT_S
+    while not client.is_connected:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield client
+    client.stop()
+
+
+def ask(client: EngineClient, call: calls.EngineCall[Any]) -> Any:
+    answers: queue.Queue[Any] = queue.Queue()
+    client.call(call, answers.put)
+    return answers.get(timeout=WAIT_S)
+
+
+def test_every_call_is_listed_and_answered_in_its_type(client: EngineClient) -> None:
+    assert {type(call) for call in ANSWERS} == set(get_args(calls.AnyCall))
+    for call, wanted in ANSWERS.items():
+        answer = ask(client, call)
+        assert msgspec.convert(answer, call.answer_type()) == answer
+        if isinstance(call, calls.GetMetrics):
+            assert wanted in answer.splitlines()
+        elif isinstance(call, calls.GetStatus):
+            assert answer == {**wanted, "processes": answer["processes"]}
+        else:
+            assert answer == wanted
+
+
+def test_a_call_that_fails_is_answered_with_its_failure(client: EngineClient) -> None:
+    failure = ask(client, calls.ExportSession("unknown"))
+    assert isinstance(failure, ServiceError)
+    assert (failure.info.kind, failure.info.field) == (ErrorKind.SESSION_NOT_FOUND, "session_id")
