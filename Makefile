@@ -1,8 +1,10 @@
 # make serve   the service; ARGS="--model-path FILE" and RWKV_... variables configure it
 # make test    the tests
 # make lint    formatting, lint and types
+# make install-nvcc   NVIDIA's compiler from pip (serve does it where a card is and no toolkit)
+# make install-gpu    that and FlashInfer
 #
-# Both install what they need into .venv first, from pinned lists; a second start finds it there.
+# All install what they need into .venv first, from pinned lists; a second start finds it there.
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
 VENV := .venv
@@ -11,9 +13,10 @@ SOURCES := app.py settings.py rwkv_batch routes sampling state_pool native test 
 ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: serve test lint format install install-dev install-gpu clean
+.PHONY: serve test lint format install install-dev install-gpu install-nvcc clean
 
 serve: $(VENV)/.installed
+	@$(BIN)/python -m native.nvcc
 	exec $(BIN)/python app.py $(ARGS)
 
 test: $(VENV)/.installed-dev
@@ -30,6 +33,8 @@ format: $(VENV)/.installed-dev
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
+install-nvcc: $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check -r requirements-nvcc.txt
 install-gpu: $(VENV)/.installed
 	$(BIN)/pip install --disable-pip-version-check -r requirements-gpu.txt
 
@@ -43,7 +48,7 @@ $(VENV)/.installed: requirements.txt | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
 	touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt requirements.txt | $(BIN)/python
+$(VENV)/.installed-dev: requirements-dev.txt requirements-nvcc.txt requirements.txt | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-dev.txt
 	touch $@ $(VENV)/.installed
 

@@ -24,7 +24,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_turned, skinny
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.step_inputs import StepInputs
@@ -143,7 +143,7 @@ class Bench:
             yield case("output skinny", lambda layer: skinny([Map(layer.output.weight, x, y)]), 2 * c * c)
         if is_grouped(rows, self.layers[0].ffn_key.weight):
             yield case(key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, "relu_square")]), 8 * c * c)
-        yield case("ffn value", lambda layer: multiply_turned(hidden, layer.value_rows), 8 * c * c)
+        yield case("ffn value", lambda layer: multiply_transposed(hidden, layer.value_rows), 8 * c * c)
 
     def head(self, rows: int) -> Iterator[Case]:
         """The map to logits."""

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from native import machine
+from native.nvcc import libraries_of
 
 log = logging.getLogger("native")
 
@@ -181,7 +182,9 @@ def _linker(library: Library) -> str:
     if library.has_cuda:
         # cudart is linked statically (nvcc's default): it shares torch's context through the driver.
         openmp = f"-Xlinker {gomp}" if gomp else "-Xcompiler -fopenmp"
-        return f"{_path(machine.nvcc())} -shared $in {openmp if library.has_cpp else ''} -o $out"
+        nvcc = _path(machine.nvcc())
+        places = " ".join(f"-L{folder}" for folder in libraries_of(nvcc))
+        return f"{nvcc} -shared $in {places} {openmp if library.has_cpp else ''} -o $out"
     return f"{_path(machine.cxx())} -shared $in {gomp or '-fopenmp'} -o $out"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from native import machine
 from native.build import CUDA_FLAGS
 
-CHECKED_ARCHS = ("sm_80", "sm_90", "sm_90a")
+CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from native import nvcc as compiler
+
 SUPPORTED_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 """GPU architectures that CUDA sources are built for, Ampere to Blackwell."""
 
@@ -20,16 +22,9 @@ def cxx() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-@functools.cache
 def nvcc() -> str | None:
-    """Path of nvcc: under $CUDA_HOME or $CUDA_PATH, on the PATH or in /usr/local/cuda; None if there is none."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
-    for place in [*places, "nvcc", "/usr/local/cuda/bin/nvcc"]:
-        found = shutil.which(place)
-        if found:
-            return found
-    return None
+    """Path of nvcc, see native.nvcc; None if there is none."""
+    return compiler.find()
 
 
 @functools.cache
@@ -98,5 +93,5 @@ def why_no_cuda(device: torch.device) -> str | None:
     if unsupported:
         return f"GPU architecture {', '.join(unsupported)} is not among {', '.join(SUPPORTED_ARCHS)}"
     if nvcc() is None:
-        return "no CUDA compiler (nvcc is neither on the PATH nor under CUDA_HOME)"
+        return "no CUDA compiler (no nvcc from pip, on the PATH or under CUDA_HOME; `make install-nvcc` gets it)"
     return None if ninja() else "no ninja (pip install ninja)"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native import machine
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
-from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, pointer, slots_pointer
+from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, library_problem, pointer, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
 from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.layer import Layer, Norm, Projections
@@ -56,7 +56,7 @@ class CudaOps:
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < (8, 0):
             return f"the cuda kernels need compute capability 8.0; this GPU has {major}.{minor}"
-        return machine.why_no_cuda(device)
+        return machine.why_no_cuda(device) or library_problem()
 
     def does_without(self, device: torch.device) -> dict[str, str]:
         """See ops.DoesWithout."""

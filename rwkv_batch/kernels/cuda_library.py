@@ -115,6 +115,16 @@ def library() -> Kernels:
 
 
 @functools.cache
+def library_problem() -> str | None:
+    """Why there is no such library on this machine; None if there is one, built now if it never was."""
+    try:
+        library()
+    except (build.BuildError, OSError) as error:
+        return str(error)
+    return None
+
+
+@functools.cache
 def hopper_library() -> Kernels:
     """The kernels that use Hopper's own instructions; for a machine whose GPUs all are of compute capability 9.0."""
     sources = (SOURCES / "wide.cu",)

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for Ampere and Hopper, without spills that matter, wherever nvcc is."""
+"""Every CUDA source compiles for every architecture that is served, without spills that matter; nvcc comes from pip."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 from native import cuda_check
 
 ROOT = Path(__file__).parents[2]
-MAX_SPILL_BYTES = 128
+MAX_SPILL_BYTES = 160
 
-pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cuda_check.why_not()))
+
+def test_there_is_a_compiler() -> None:
+    """requirements-dev.txt has it, so that no source is ever unbuilt."""
+    assert cuda_check.why_not() is None
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,122 @@
+"""NVIDIA's compiler: where it is, and where it is missing beside a card, from pip. Does not load torch.
+
+python -m native.nvcc        # what `make serve` runs first: silent where there is nothing to do
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REQUIREMENTS = ROOT / "requirements-nvcc.txt"
+PACKAGES_FOR = 13
+"""The CUDA major that requirements-nvcc.txt holds; earlier ones have no nvcc among their packages."""
+SIZE_MB = 271
+"""What the packages take on disk."""
+PROGRAMS = ("nvcc", "ptxas", "cudafe++", "fatbinary", "nvlink", "bin2c")
+
+
+@functools.cache
+def find() -> str | None:
+    """Path of nvcc: under $CUDA_HOME or $CUDA_PATH, from pip, on the PATH or in /usr/local/cuda; None without one.
+
+    pip's goes before the PATH because its version is that of the installed torch.
+    """
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    package = _from_pip()
+    for place in [*places, *([str(package)] if package else []), "nvcc", "/usr/local/cuda/bin/nvcc"]:
+        found = shutil.which(place)
+        if found:
+            return found
+    return None
+
+
+def libraries_of(nvcc: str) -> list[Path]:
+    """Folders with the CUDA runtime to link against that this nvcc would not look into by itself."""
+    folder = Path(nvcc).resolve().parents[1] / "lib"
+    return [folder] if (folder / "libcudart_static.a").exists() else []
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version the installed torch was built for ("13.0"), read from its files; None: none, or no torch."""
+    spec = importlib.util.find_spec("torch")
+    folders = spec.submodule_search_locations if spec else None
+    file = Path(folders[0]) / "version.py" if folders else None
+    if file is None or not file.exists():
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", file.read_text(), re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def has_card() -> bool:
+    """Whether an NVIDIA driver shows a card (Linux, or WSL's one)."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
+
+
+def why_not_installable() -> str | None:
+    """Why pip cannot give the compiler that fits the installed torch; None if it can."""
+    version = torch_cuda()
+    if version is None:
+        return "the installed torch is built without CUDA"
+    if int(version.partition(".")[0]) != PACKAGES_FOR:
+        return (
+            f"the installed torch is built for CUDA {version}, pip has an nvcc for CUDA {PACKAGES_FOR} only: "
+            f"install NVIDIA's CUDA toolkit {version}, or a torch for CUDA {PACKAGES_FOR}"
+        )
+    return None
+
+
+def main() -> int:
+    """Install the compiler where a card and a torch for it are, but no nvcc. Never keeps the service from starting."""
+    if not has_card() or find() is not None:
+        return 0
+    reason = why_not_installable()
+    if reason is not None:
+        _say(f"no nvcc for the kernels of this machine's card: {reason}")
+        return 0
+    _say(f"no nvcc on this machine: installing NVIDIA's compiler from pip, {SIZE_MB} MB, once")
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", "-r", str(REQUIREMENTS)]
+    if subprocess.run(command, check=False).returncode != 0:
+        _say("that failed (above); the service starts without its kernels. Again: make install-nvcc")
+    return 0
+
+
+def _from_pip() -> Path | None:
+    """nvcc of the package `nvidia-cuda-nvcc`, if it is whole and of the CUDA major of torch."""
+    spec = importlib.util.find_spec("nvidia")
+    version = torch_cuda()
+    majors = [version.partition(".")[0]] if version else [str(PACKAGES_FOR)]
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for major in majors:
+            home = Path(folder) / f"cu{major}"
+            if (home / "bin" / "nvcc").exists() and (home / "nvvm" / "bin" / "cicc").exists():
+                _make_runnable([*(home / "bin" / name for name in PROGRAMS), home / "nvvm" / "bin" / "cicc"])
+                return home / "bin" / "nvcc"
+    return None
+
+
+def _make_runnable(programs: list[Path]) -> None:
+    """Some installers lose the run bits of what a wheel holds."""
+    for program in programs:
+        if program.exists() and not os.access(program, os.X_OK):
+            try:
+                program.chmod(program.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+            except OSError:
+                return  # another user's files: `find` goes on to the next place
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"rwkv-batch: {text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
