@@ -117,7 +117,7 @@ def _networks(text: str) -> tuple[str, ...]:
 
 
 def _samplers(text: str) -> tuple[str, ...]:
-    one = _one_of("rapid", "flashinfer", "naive")
+    one = _one_of(*_default(EngineConfig, "samplers"))
     return tuple(one(name.strip()) for name in text.split(","))
 
 

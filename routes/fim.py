@@ -46,7 +46,7 @@ async def batch_fim(context: Context, body: FimBody) -> Reply:
     stops = [*(given_stops(body) or ()), prompts.FIM_STOP]
     characters = sum(map(len, texts))
     rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
-    job = Job(job_id=new_job_id(), rows=rows, sampler="rapid", timeout_s=body.timeout_s, label=PATH)
+    job = Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=PATH)
     dialect = BatchDialect(body.model, "FIM.completion")
     return await run(context, job, dialect, Transcript(len(rows)), body.stream)
 

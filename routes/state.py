@@ -54,7 +54,7 @@ async def turn_job(context: Context, body: TurnBody, label: str, branch_from: in
     prompt, stops = body.contents[0], list(body.stop_tokens)
     rows = await off_loop(len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents")
     rows = as_turn(context, rows, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait)
-    return Job(job_id=new_job_id(), rows=rows, sampler="rapid", timeout_s=body.timeout_s, label=label)
+    return Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=label)
 
 
 async def chat_completions(context: Context, body: TurnBody) -> Reply:

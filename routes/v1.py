@@ -14,7 +14,7 @@ PATH = "/v1/chat/completions"
 
 async def chat_completions(context: Context, body: PromptBody) -> Reply:
     """Continue every prompt; answers come in the order of the prompts, or as they grow with `stream`."""
-    return await serve(context, body, "rapid", PATH)
+    return await serve(context, body, PATH)
 
 
 EXAMPLE = {
@@ -29,7 +29,7 @@ ROUTES = (
         PATH,
         chat_completions,
         PromptBody,
-        "Continue many prompts, or one conversation; drawn by Rapid-Sampling where it runs.",
+        "Continue many prompts, or one conversation; drawn by the first of --samplers that runs.",
         is_work=True,
         answer=BatchAnswer,
         events=(BatchChunk,),

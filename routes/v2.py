@@ -1,4 +1,4 @@
-"""`POST /v2/chat/completions`: as /v1, drawn by FlashInfer, with token 0 before the prompt."""
+"""`POST /v2/chat/completions`: as /v1, drawn by FlashInfer if `--samplers` has it, with token 0 before the prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PaddedBody(PromptBody):
 
 async def chat_completions(context: Context, body: PaddedBody) -> Reply:
     """As /v1/chat/completions; the same parameters and the same distribution."""
-    return await serve(context, body, "flashinfer", PATH)
+    return await serve(context, body, PATH, sampler="flashinfer")
 
 
 ROUTES = (
@@ -32,7 +32,7 @@ ROUTES = (
         PATH,
         chat_completions,
         PaddedBody,
-        "Continue many prompts, or one conversation; drawn by FlashInfer where it runs.",
+        "Continue many prompts, or one conversation; drawn by FlashInfer if it runs and --samplers has it.",
         is_work=True,
         answer=BatchAnswer,
         events=(BatchChunk,),

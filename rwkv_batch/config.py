@@ -19,7 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "auto"
     """"auto" | "cuda" | "cpu" | "naive"."""
     samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")
-    """Order of preference."""
+    """Order of preference; what is not named serves only if none of these can."""
     wkv_state: str = "auto"
     """"fp32" | "fp16": storage of the WKV state; arithmetic is fp32 in both. auto: fp16 on CUDA, fp32 on a CPU."""
     max_running: int = 0

@@ -67,7 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str
     rows: list[GenerateRequest]
     sampler: str = ""
-    """Preferred sampler by name ("rapid", "flashinfer", "naive"); "" = the engine's first choice."""
+    """The sampler that the request prefers, by name, taken if `--samplers` has it; "" = the engine's first choice."""
     timeout_s: float | None = None
     """Wall-clock limit from submission; unfinished rows then end with reason "timeout"."""
     label: str = ""

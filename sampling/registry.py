@@ -20,7 +20,10 @@ SAMPLERS = {
 }
 """Name -> module and class, in the default order of preference."""
 
-DEFAULT_ORDER = tuple(SAMPLERS)
+LAST_RESORTS = ("cpu", "naive")
+"""Need nothing but torch and a compiler, or torch alone: one of them serves where no other can."""
+COMPILED_AT_FIRST_USE = ("flashinfer",)
+"""Their first use on a machine takes a minute, so that an engine makes them before it serves."""
 
 
 def sampler_class(name: str) -> type[Sampler]:
@@ -32,11 +35,10 @@ def sampler_class(name: str) -> type[Sampler]:
     return found
 
 
-def order_from(first: str) -> list[str]:
-    """The default order with `first` moved to the front: what a route that prefers `first` falls back to."""
-    if first not in SAMPLERS:
-        raise ValueError(f"unknown sampler {first!r}; known: {', '.join(SAMPLERS)}")
-    return [first, *(name for name in DEFAULT_ORDER if name != first)]
+def order(preferred: Sequence[str], asked: str = "") -> tuple[str, ...]:
+    """The names to try, `preferred` before the last resorts; the one asked for goes first if it is preferred at all."""
+    first = (asked,) if asked in preferred else ()
+    return tuple(dict.fromkeys((*first, *preferred, *LAST_RESORTS)))
 
 
 def choose_sampler(

@@ -36,6 +36,11 @@ def test_defaults_are_those_of_the_config_structs() -> None:
     assert settings.service.http_workers >= 2
 
 
+def test_every_sampler_of_the_default_can_be_named() -> None:
+    for name in EngineConfig(model_path="").samplers:
+        assert parse_settings(["--samplers", name], {}).engine.samplers == (name,)
+
+
 def test_the_command_line_wins_over_the_environment() -> None:
     settings = parse_settings(["--port", "9"], {"RWKV_PORT": "8", "RWKV_L1_SESSIONS": "3", "RWKV_WARMUP": "no"})
     assert settings.http.port == 9

@@ -50,7 +50,7 @@ async def openai_rows(
 
 def openai_job(body: OpenAIBody, rows: list[GenerateRequest], label: str) -> Job:
     """The job of these rows."""
-    return Job(job_id=new_job_id(), rows=rows, sampler="rapid", timeout_s=body.timeout_s, label=label)
+    return Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=label)
 
 
 def as_logprob(value: float) -> float:

@@ -100,8 +100,8 @@ def _resume_text(body: PromptBody) -> tuple[str, str]:
     return texts[0], field
 
 
-async def serve(context: Context, body: PromptBody, sampler: str, label: str) -> Reply:
-    """Answer a native batch body in the family's form."""
+async def serve(context: Context, body: PromptBody, label: str, sampler: str = "") -> Reply:
+    """Answer a native batch body in the family's form; `sampler`: see Job."""
     rows = await batch_rows(context, body)
     if body.session_id is not None:
         rows = as_turn(context, rows, body.session_id, *_resume_text(body), wait=body.wait)

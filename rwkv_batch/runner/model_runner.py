@@ -26,7 +26,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.tokenizer import Tokenizer
-from sampling.registry import choose_sampler
+from sampling.registry import COMPILED_AT_FIRST_USE, choose_sampler, order
 from sampling.sampler import Logprobs, Sampler
 from state_pool.arena import DUMMY_SLOT, FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.errors import DatabaseUnusable
@@ -42,9 +42,6 @@ GPU_PREFILL_BESIDE = 1024
 """As fast per token as more (7.2B on an H200: 26 ms for 8 x 128); rows that decode beside it wait 40 ms, not 110."""
 CPU_SLOTS_SHARE = 0.25
 """Share of the machine's memory that slots may take on a CPU."""
-LAST_RESORTS = ("cpu", "naive")
-ASKED_FOR_BY_ROUTES = ("flashinfer",)
-"""Samplers that requests name (/v2): made at start, because the first time on a machine their kernels are compiled."""
 
 
 @dataclass(slots=True)
@@ -176,7 +173,7 @@ class ModelRunner:
         then ever shorter ones. The memory which that takes serves all later steps.
         """
         started = time.perf_counter()
-        for name in ASKED_FOR_BY_ROUTES:
+        for name in COMPILED_AT_FIRST_USE:
             self.sampler(name)
         if self._graphs is not None:
             try:
@@ -211,11 +208,10 @@ class ModelRunner:
     # Steps ---------------------------------------------------------------------------------------------------
 
     def sampler(self, name: str) -> Sampler:
-        """The sampler of that name ("" = the first choice), or the next that can serve; made at first use."""
+        """The sampler of that name if `--samplers` has it ("" = its first), or the next; made at first use."""
         if name not in self._samplers:
-            names = tuple(dict.fromkeys((name, *self._config.samplers, *LAST_RESORTS)))
             self._samplers[name], refusals = choose_sampler(
-                tuple(n for n in names if n),
+                order(self._config.samplers, asked=name),
                 self.device,
                 self.limits.max_running,
                 self.vocab,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rwkv_batch.config import EngineConfig
 from sampling import philox, registry
 from sampling.flashinfer import FlashInferSampler
 from sampling.naive import NaiveSampler, ranked_head
@@ -111,4 +112,6 @@ def test_unknown_samplers_and_none_left() -> None:
         registry.choose_sampler(["fast"], CPU, 4, 100, [])
     with pytest.raises(RuntimeError, match="no sampler can serve: rapid: needs a CUDA device"):
         registry.choose_sampler(["rapid"], CPU, 4, 100, [])
-    assert registry.order_from("flashinfer") == ["flashinfer", "rapid", "cpu", "naive"]
+    assert registry.order(("rapid", "flashinfer"), asked="flashinfer") == ("flashinfer", "rapid", "cpu", "naive")
+    assert registry.order(("naive",), asked="flashinfer") == ("naive", "cpu")
+    assert EngineConfig(model_path="").samplers == tuple(registry.SAMPLERS)
