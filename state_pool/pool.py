@@ -6,7 +6,7 @@ Nothing here waits for a disk or a device: what takes time is begun, and `poll` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from state_pool.arena import Arena
@@ -14,10 +14,11 @@ from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Deliveries, Store
+from state_pool.integrity import integrity_faults
 from state_pool.lease import Lease, OnDurable
 from state_pool.session_file import SessionFile
 from state_pool.sessions import Session, SessionIndex
-from state_pool.status import integrity_faults, pool_stats, session_status
+from state_pool.status import pool_stats, session_status
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.turns import Turns
 
@@ -192,13 +193,16 @@ class StatePool:
             "waiting_leases": len(self._turns.supply),
         }
 
-    def check_integrity(self) -> list[str]:
-        """What is wrong with the bookkeeping when no row runs and nothing is pending; empty if all is well."""
-        return integrity_faults(self._index, self._tiers, self._prefix)
+    def check_integrity(self, rows: Iterable[int] | None = None) -> list[str]:
+        """What is wrong with the bookkeeping; empty if all is well.
+
+        `rows`: slots from `allocate` that the caller holds now; None: none, nothing runs and nothing is pending.
+        """
+        return integrity_faults(self._index, self._tiers, self._prefix, rows)
 
     def close(self) -> None:
         """Store every session's newest state, deliver what is outstanding, let go of the database. Blocks."""
-        self._prefix.clear()
+        self._prefix.close()
         if self._store is not None:
             self._flush(self._store)
             self._store.close()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from state_pool.arena import ZERO_SLOT
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
 from state_pool.sessions import Session, SessionIndex
@@ -68,22 +66,6 @@ def pool_stats(
         "quarantined_count": len(unusable),
         "degraded": None if store is None else store.degraded,
     }
-
-
-def integrity_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache) -> list[str]:
-    """Slots held by nobody we know, sessions in no tier or in two; for a pool at rest."""
-    owners = Counter(session.slot for session in index.l1 if session.slot != ZERO_SLOT)
-    owners.update(prefix.slots)
-    faults = [] if dict(owners) == tiers.slots.held() else [f"slots held: {tiers.slots.held()}, owned: {dict(owners)}"]
-    for session in index:
-        tiers_of_it = [session.slot is not None, session.host is not None]
-        if tiers_of_it != [session in index.l1, session in index.l2] or all(tiers_of_it):
-            faults.append(f"{session.key.shown!r} has slot {session.slot} and is on the wrong list")
-        if session.busy or session.moving or session.loading:
-            faults.append(f"{session.key.shown!r} is busy: {session.readers} readers, moving {session.moving}")
-    if sum(session.exists for session in index) != index.num_existing:
-        faults.append(f"{index.num_existing} sessions are counted as existing")
-    return faults
 
 
 def _database(store: Store | None) -> dict[str, Any] | None:

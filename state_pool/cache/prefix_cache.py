@@ -67,6 +67,7 @@ class PrefixCache:
         """First tokens -> entries that begin so, longest first."""
         self._l1: OrderedDict[_Entry, None] = OrderedDict()
         self._l2: OrderedDict[_Entry, None] = OrderedDict()
+        self._closed = False
         self._recent = PromptHistory(config.prefix_seen_mb << 20)
         self._coming: dict[bytes, None] = {}
         """Prefixes that rows are computing now, to be offered; one entry a row at most."""
@@ -77,7 +78,7 @@ class PrefixCache:
     @property
     def enabled(self) -> bool:
         """Whether anything is cached at all."""
-        return self._config.prefix_cache_slots > 0
+        return self._config.prefix_cache_slots > 0 and not self._closed
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -90,11 +91,10 @@ class PrefixCache:
             self.counters.misses += self.enabled
             return None
         ids = pack_tokens(tokens)
-        for entry in self._buckets.get(ids[:_KEY_BYTES], ()):
-            if len(entry.ids) < len(ids) and ids.startswith(entry.ids):
-                hit = self._take(entry)
-                if hit is not None:
-                    return hit
+        for entry in self._prefixes_of(ids):
+            hit = self._take(entry)
+            if hit is not None:
+                return hit
         self.counters.misses += 1
         return None
 
@@ -144,10 +144,14 @@ class PrefixCache:
         self._coming.pop(pack_tokens(tokens), None)
         self._answers.clear()
 
+    def _prefixes_of(self, ids: bytes) -> list[_Entry]:
+        """Entries that are proper prefixes, longest first: one token at least is left to compute."""
+        bucket = self._buckets.get(ids[:_KEY_BYTES], ())
+        return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]
+
     def _longest(self, ids: bytes) -> int:
         """Bytes of the longest cached proper prefix."""
-        bucket = self._buckets.get(ids[:_KEY_BYTES], ())
-        return next((len(e.ids) for e in bucket if len(e.ids) < len(ids) and ids.startswith(e.ids)), 0)
+        return next((len(entry.ids) for entry in self._prefixes_of(ids)), 0)
 
     def offer(self, tokens: Sequence[int], slot: int) -> PrefixHit | None:
         """Cache the state after `tokens`, which the caller's slot holds.
@@ -175,10 +179,32 @@ class PrefixCache:
         """Slots that entries own."""
         return [entry.slot for entry in self._l1 if entry.slot is not None]
 
-    def clear(self) -> None:
-        """Forget every entry; slots still read by rows are freed when those let go."""
-        for entry in [*self._l1, *self._l2]:
-            self._forget(entry)
+    def faults(self) -> list[str]:
+        """What is wrong with the bookkeeping: entries in no tier or in two, not to be found, or there twice."""
+        known = [entry for bucket in self._buckets.values() for entry in bucket]
+        faults: list[str] = []
+        if sorted(map(id, known)) != sorted(map(id, [*self._l1, *self._l2])):
+            faults.append(f"{len(known)} prefixes can be found, {len(self._l1)} + {len(self._l2)} are on the tiers")
+        if len({entry.ids for entry in known}) != len(known):
+            faults.append("a prefix is cached twice")
+        for entry in known:
+            tiers_of_it = [entry.slot is not None, entry.host is not None]
+            if tiers_of_it != [entry in self._l1, entry in self._l2] or all(tiers_of_it):
+                faults.append(f"a prefix of {entry.num_tokens} tokens has slot {entry.slot} and is on the wrong list")
+        lengths = [[len(entry.ids) for entry in bucket] for bucket in self._buckets.values()]
+        if any(found != sorted(found, reverse=True) for found in lengths):
+            faults.append("prefixes of one beginning are not in order")
+        return faults
+
+    def close(self) -> None:
+        """Let go of everything at once: what is still being copied out is not wanted, and nothing is kept in order.
+
+        Sessions are stored after this, so no fault of this cache's bookkeeping may be met on the way.
+        """
+        self._closed = True
+        self._buckets, self._l1, self._l2 = {}, OrderedDict(), OrderedDict()
+        self._coming.clear()
+        self._answers.clear()
 
     # -- evictable, for the tiers ----------------------------------------------------------------------
 
@@ -204,15 +230,11 @@ class PrefixCache:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _take(self, entry: _Entry) -> PrefixHit | None:
+        """Pin an entry's slot, bringing it back from host memory first; None: there is no slot for that."""
         tier = "L1 (VRAM)" if entry.slot is not None else "L2 (RAM)"
-        if entry.slot is None:
-            assert entry.host is not None
-            slot = self._tiers.load(entry.host)
-            if slot is None:
-                return None
-            entry.slot, entry.host = slot, None
-            self._l2.pop(entry, None)
-            self._l1[entry] = None
+        if entry.slot is None and not self._promote(entry):
+            return None
+        assert entry.slot is not None
         if not self._tiers.pin(entry.slot):
             return None
         entry.used = time.time()
@@ -220,6 +242,21 @@ class PrefixCache:
         self.counters.hits += 1
         self.counters.saved_tokens += entry.num_tokens
         return PrefixHit(entry.slot, entry.num_tokens, tier)
+
+    def _promote(self, entry: _Entry) -> bool:
+        """Bring an entry from host memory to a slot; False: none is free yet, or the entry was forgotten."""
+        host, entry.host = entry.host, None
+        if host is None:
+            return False
+        # On no list meanwhile: making room for it may bring others to host memory, and trim that.
+        del self._l2[entry]
+        entry.slot = self._tiers.load(host)
+        if entry.slot is None:
+            entry.host = host
+            self._l2[entry] = None
+            return False
+        self._l1[entry] = None
+        return True
 
     def _find(self, ids: bytes) -> _Entry | None:
         return next((entry for entry in self._buckets.get(ids[:_KEY_BYTES], ()) if entry.ids == ids), None)
@@ -238,7 +275,7 @@ class PrefixCache:
 
         def arrived(host: HostState) -> None:
             entry.leaving = False
-            if entry.slot != slot or self._tiers.slots.holders(slot) != 1:
+            if self._closed or entry.slot != slot or self._tiers.slots.holders(slot) != 1:
                 return
             self._tiers.slots.drop(slot)
             entry.slot, entry.host = None, host

@@ -81,6 +81,16 @@ class Tiers:
         return self.slots.take()
 
     @property
+    def pins(self) -> dict[int, int]:
+        """Slot -> how often it is pinned."""
+        return self._pins
+
+    @property
+    def copying(self) -> list[int]:
+        """Slots that copies under way hold."""
+        return [transfer.slot for transfer in self._transfers if transfer.slot != ZERO_SLOT]
+
+    @property
     def can_pin(self) -> bool:
         """Whether one more slot may be pinned."""
         return len(self._pins) < self.slots.num_usable - 1

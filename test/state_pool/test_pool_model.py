@@ -7,17 +7,20 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.lease import Lease, LeaseState
 from state_pool.sessions import LINEAR
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+from test.state_pool.prefix_model import MAX_ROWS, Prompts
 
 TOKENS = st.lists(st.integers(0, 65535), min_size=1, max_size=12)
 MAX_OPEN = 5
@@ -46,11 +49,11 @@ class Committing:
 class World:
     """A pool, its model, and the steps by which both are driven. Used by hypothesis and by the long soak."""
 
-    def __init__(self, durability: str, delay: int) -> None:
+    def __init__(self, durability: str, delay: int, num_slots: int = 24, **changes: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pool-model-"))
-        self.config = config_in(
-            self.folder, durability=durability, checkpoint_tokens=40, checkpoint_idle_s=0.2, transfer_states=2
-        )
+        limits: dict[str, object] = {"checkpoint_tokens": 40, "checkpoint_idle_s": 0.2, "transfer_states": 2}
+        self.config = config_in(self.folder, durability=durability, **(limits | changes))
+        self.num_slots = num_slots
         self.delay = delay
         self.model: dict[Key, list[int]] = {}
         self.open: list[Open] = []
@@ -59,8 +62,9 @@ class World:
 
     def start(self) -> None:
         """A new process on the same database."""
-        self.driver = Driver(FakeArena(num_slots=24, delay=self.delay), self.config)
+        self.driver = Driver(FakeArena(num_slots=self.num_slots, delay=self.delay), self.config)
         self.pool = self.driver.pool
+        self.prompts = Prompts(self.driver)
 
     def begin(self, name: str, parent: int | None) -> None:
         """Check a session out; a parent that does not exist must be refused."""
@@ -90,6 +94,8 @@ class World:
         for done in [c for c in self.committing if c.outcome.known]:
             self.committing.remove(done)
             assert done.outcome.ok, done.outcome.calls
+        assert self.pool.check_integrity(rows=self.prompts.slots) == []
+        self.prompts.check()
 
     def check_start(self, turn: Open) -> None:
         """What a turn reads is its whole history, from whatever tier it came."""
@@ -110,9 +116,12 @@ class World:
         if not ready:
             return
         turn = ready[at % len(ready)]
-        self.open.remove(turn)
         lease = turn.lease
-        slot = self.driver.compute(lease, tokens)
+        slot = self.pool.allocate()
+        if slot is None:
+            return
+        self.open.remove(turn)
+        self.driver.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
         outcome = Outcome()
         self.pool.record(lease, tokens, outcome)
         new = turn.key
@@ -157,6 +166,7 @@ class World:
         """An end and a new start; a disorderly one stores no states, so that turns are replayed from the log."""
         while self.open:
             self.cancel(0)
+        self.prompts.cancel_all()
         self.drain_commits()
         self.check_rest()
         if not orderly and self.config.durability == "log":
@@ -193,6 +203,7 @@ class World:
         shutil.rmtree(self.folder)
 
 
+BLOCKS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 NAMES = st.sampled_from(["a", "b", "a:1", "ab", "ünï\n'; --", "c"])
 
 
@@ -200,10 +211,11 @@ class PoolMachine(RuleBasedStateMachine):
     """Hypothesis looks for a short run that breaks the pool."""
 
     durability = "log"
+    limits: ClassVar[dict[str, int]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.durability, delay=1)
+        self.world = World(self.durability, delay=1, **self.limits)
 
     @rule(name=NAMES)
     def begin(self, name: str) -> None:
@@ -224,6 +236,22 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(name=NAMES, prefix=st.booleans())
     def delete(self, name: str, prefix: bool) -> None:
         self.world.delete(name, prefix)
+
+    @rule(blocks=BLOCKS, tail=st.integers(0, 2), announced=st.booleans())
+    def prompt(self, blocks: list[int], tail: int, announced: bool) -> None:
+        self.world.prompts.begin(blocks, 60_000 + tail, announced)
+
+    @rule(at=st.integers(0, MAX_ROWS))
+    def read_on(self, at: int) -> None:
+        self.world.prompts.advance(at)
+
+    @rule(at=st.integers(0, MAX_ROWS))
+    def drop_prompt(self, at: int) -> None:
+        self.world.prompts.cancel(at)
+
+    @rule()
+    def keep_house(self) -> None:
+        self.world.pool._next_housekeeping = 0.0
 
     @rule(orderly=st.booleans())
     def restart(self, orderly: bool) -> None:
@@ -249,8 +277,90 @@ class LazyMachine(PoolMachine):
     durability = "lazy"
 
 
+class TightMachine(PoolMachine):
+    """The same over hardly any slots, with room for one session and one prefix on each tier."""
+
+    limits: ClassVar[dict[str, int]] = {
+        "num_slots": 8,
+        "l1_sessions": 1,
+        "l2_sessions": 1,
+        "prefix_cache_slots": 1,
+        "prefix_cache_l2": 1,
+    }
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """The prefix cache alone, without a disk: many short runs over room for one or two prefixes on each tier."""
+
+    @initialize(num_slots=st.integers(5, 7), delay=st.integers(0, 2), l1=st.integers(1, 2), l2=st.integers(0, 2))
+    def start(self, num_slots: int, delay: int, l1: int, l2: int) -> None:
+        config = PoolConfig(state_db="", prefix_cache_slots=l1, prefix_cache_l2=l2, l1_sessions=1, l2_sessions=1)
+        self.driver = Driver(FakeArena(num_slots=num_slots, delay=delay), config)
+        self.pool = self.driver.pool
+        self.prompts = Prompts(self.driver)
+        self.held: list[int] = []
+
+    @rule(blocks=BLOCKS, tail=st.integers(0, 2), announced=st.booleans())
+    def prompt(self, blocks: list[int], tail: int, announced: bool) -> None:
+        self.prompts.begin(blocks, 60_000 + tail, announced)
+
+    @rule(at=st.integers(0, MAX_ROWS))
+    def read_on(self, at: int) -> None:
+        self.prompts.advance(at)
+
+    @rule(at=st.integers(0, MAX_ROWS))
+    def drop_prompt(self, at: int) -> None:
+        self.prompts.cancel(at)
+
+    @rule(blocks=BLOCKS, tail=st.integers(0, 2))
+    def read_whole(self, blocks: list[int], tail: int) -> None:
+        self.prompts.read_whole(blocks, 60_000 + tail)
+
+    @rule(left=st.integers(0, 2))
+    def press(self, left: int) -> None:
+        """Other rows take slots, all but so many: what is cached has to make room."""
+        for _ in range(max(1, self.pool.num_free - left)):
+            slot = self.pool.allocate()
+            if slot is not None:
+                self.held.append(slot)
+
+    @rule()
+    def relieve(self) -> None:
+        if self.held:
+            self.pool.free(self.held.pop())
+
+    @rule()
+    def step(self) -> None:
+        self.pool._next_housekeeping = 0.0
+        self.pool.poll()
+
+    @invariant()
+    def check(self) -> None:
+        if hasattr(self, "pool"):
+            assert self.pool.check_integrity(rows=[*self.prompts.slots, *self.held]) == []
+            self.prompts.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.prompts.cancel_all()
+            while self.held:
+                self.pool.free(self.held.pop())
+            for _ in range(8):
+                self.step()
+            assert self.pool.check_integrity() == []
+            sizes, config = self.pool._prefix.sizes, self.pool.config
+            assert sizes[0] <= config.prefix_cache_slots
+            assert sizes[1] <= config.prefix_cache_l2
+            self.pool.close()
+
+
 _SETTINGS = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking a run of 50 steps takes minutes; the run is printed anyway
 )
 TestLog = PoolMachine.TestCase
 TestLog.settings = _SETTINGS
@@ -258,6 +368,10 @@ TestTurn = TurnMachine.TestCase
 TestTurn.settings = settings(_SETTINGS, max_examples=15)
 TestLazy = LazyMachine.TestCase
 TestLazy.settings = settings(_SETTINGS, max_examples=15)
+TestTight = TightMachine.TestCase
+TestTight.settings = settings(_SETTINGS, max_examples=20)
+TestPrefixes = PrefixMachine.TestCase
+TestPrefixes.settings = settings(_SETTINGS, max_examples=150, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])

@@ -164,6 +164,54 @@ def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
     prompts.close()
 
 
+def head_of(number: int) -> list[int]:
+    """A beginning that only prompts of this number share."""
+    return list(range(1000 * number, 1000 * number + 40))
+
+
+def cache(prompts: Prompts, number: int) -> None:
+    """Have the beginning cached; nobody reads it afterwards."""
+    for tail in (60_000, 60_001):
+        prompts.prefill([*head_of(number), tail])
+
+
+def test_a_hit_in_host_memory_is_not_trimmed_by_the_room_that_is_made_for_it(tmp_path: Path) -> None:
+    """No slot is free: the other prefix must leave for host memory, which has room for one only."""
+    prompts = Prompts(tmp_path, prefix_cache_slots=1, prefix_cache_l2=1)
+    held: list[int] = []
+    cache(prompts, 1)
+    while prompts.pool.stats()["prefix_cache"]["l2"] == 0:
+        held.append(prompts.driver.slot())
+    prompts.pool.free(held.pop())
+    prompts.pool.free(held.pop())
+    cache(prompts, 2)
+    while prompts.pool.num_free:
+        held.append(prompts.driver.slot())
+    hit = prompts.pool.match_prefix([*head_of(1), 7])
+    assert prompts.pool.check_integrity(rows=held) == []
+    assert hit is not None
+    assert np.array_equal(prompts.driver.arena.memory[hit.slot], state_of(head_of(1)))
+    prompts.pool.unpin(hit)
+    for slot in held:
+        prompts.pool.free(slot)
+    prompts.close()
+
+
+def test_a_faulty_prefix_cache_keeps_no_session_from_being_stored(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(num_slots=24), config_in(tmp_path, prefix_cache_slots=2))
+    prompts = Prompts(tmp_path, prefix_cache_slots=2)  # another cache, from which an entry is borrowed
+    cache(prompts, 1)
+    driver.turn("s", [1, 2])
+    for entry in prompts.pool._prefix._l1:
+        driver.pool._prefix._l1[entry] = None  # on the list and in no bucket
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    lease = driver.ready(driver.pool.checkout("s"))
+    assert (lease.exists, lease.replay) == (True, []), "the state was stored, not the log alone"
+    driver.pool.release(lease)
+    driver.pool.close()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=90), min_size=1, max_size=12), st.integers(0, 40))
 def test_output_equals_an_uncached_run(

@@ -1,0 +1,43 @@
+"""Whether the pool's bookkeeping agrees with itself; for tests and for the simulation. Engine thread only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from state_pool.arena import ZERO_SLOT
+from state_pool.cache.prefix_cache import PrefixCache
+from state_pool.cache.tiers import Tiers
+from state_pool.sessions import SessionIndex
+
+
+def integrity_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache, rows: Iterable[int] | None) -> list[str]:
+    """Slots held by nobody we know, sessions and prefixes in no tier or in two, wrong counts.
+
+    `rows`: slots that the caller got from `allocate` and still holds; None: nothing runs, and no session may be busy.
+    """
+    faults = _slot_faults(index, tiers, prefix, rows or ()) + prefix.faults()
+    for session in index:
+        tiers_of_it = [session.slot is not None, session.host is not None]
+        if tiers_of_it != [session in index.l1, session in index.l2] or all(tiers_of_it):
+            faults.append(f"{session.key.shown!r} has slot {session.slot} and is on the wrong list")
+        if rows is None and (session.busy or session.moving or session.loading):
+            faults.append(f"{session.key.shown!r} is busy: {session.readers} readers, moving {session.moving}")
+    for session in [*index.l1, *index.l2]:
+        if index.get(session.key) is not session:
+            faults.append(f"{session.key.shown!r} is on a tier's list and was removed")
+    if sum(session.exists for session in index) != index.num_existing:
+        faults.append(f"{index.num_existing} sessions are counted as existing")
+    return faults
+
+
+def _slot_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache, rows: Iterable[int]) -> list[str]:
+    """Every hold of a slot has one owner: a parked session, a prefix, a reader, a copy, a settling turn, a row."""
+    owners = Counter(session.slot for session in index.l1 if session.slot != ZERO_SLOT)
+    owners.update(slot for session in index if session.pending is not None for slot in (session.pending.slot,) if slot)
+    owners.update(prefix.slots)
+    owners.update(tiers.pins)
+    owners.update(tiers.copying)
+    owners.update(rows)
+    held = tiers.slots.held()
+    return [] if dict(owners) == held else [f"slots held: {held}, owned: {dict(owners)}"]

@@ -1,0 +1,139 @@
+"""Prompts over the prefix cache, as the model test of the pool plays them: every state is compared with its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from state_pool.arena import ZERO_SLOT
+from state_pool.cache.prefix_cache import MIN_TOKENS, PrefixHit
+from state_pool.codec import unpack_tokens
+from test.pool_fakes import Driver, state_of
+
+MAX_ROWS = 3
+BLOCK = MIN_TOKENS
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt that is being read: from a cached state or from zero, up to its borders, into a slot of its own."""
+
+    tokens: list[int]
+    slot: int
+    hit: PrefixHit | None
+    borders: list[int] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """Tokens that the state it begins from stands for."""
+        return 0 if self.hit is None else self.hit.num_tokens
+
+
+class Prompts:
+    """Rows without a session over a pool; what they read and what the cache holds is checked at each step."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.pool = driver.pool
+        self.rows: list[Row] = []
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots that rows hold."""
+        return [row.slot for row in self.rows]
+
+    def read_whole(self, blocks: list[int], tail: int) -> None:
+        """A prompt from its begin to its end."""
+        count = len(self.rows)
+        self.begin(blocks, tail, announced=False)
+        if len(self.rows) > count:
+            row = self.rows[-1]
+            while row in self.rows:
+                self.advance(self.rows.index(row))
+
+    def begin(self, blocks: list[int], tail: int, announced: bool) -> None:
+        """A prompt of whole blocks and one token of its own; it is given up if no slot is free."""
+        tokens = [token for block in blocks for token in range(block * BLOCK, (block + 1) * BLOCK)] + [tail]
+        if announced:
+            self.pool.observe_prompt(tokens)
+        if len(self.rows) >= MAX_ROWS or (announced and self.pool.awaits_prefix(tokens)):
+            return
+        slot = self.pool.allocate()
+        if slot is None:
+            return
+        hit = self.pool.match_prefix(tokens)
+        row = Row(tokens, slot, hit)
+        assert row.start < len(tokens), "a hit leaves a token to compute"
+        row.borders = [at for at in self.pool.prefix_cache_points(tokens, announced) if at > row.start]
+        self.rows.append(row)
+
+    def advance(self, at: int) -> None:
+        """Read one of the prompts up to its border, and offer the state there; without one, to its end."""
+        if not self.rows:
+            return
+        row = self.rows[at % len(self.rows)]
+        if not row.borders:
+            self._end(row)
+            return
+        border = row.borders.pop(0)
+        self._read(row, border)
+        fresh = self.pool.allocate()
+        hit = None if fresh is None else self.pool.offer_prefix(row.tokens[:border], row.slot)
+        if fresh is None or hit is None:
+            self.pool.abandon_cache_point(row.tokens[:border])
+            self.cancel_row(row)
+            if fresh is not None:
+                self.pool.free(fresh)
+            return
+        self._leave(row)
+        row.hit, row.slot = hit, fresh
+
+    def cancel(self, at: int) -> None:
+        """Drop one of the prompts."""
+        if self.rows:
+            self.cancel_row(self.rows[at % len(self.rows)])
+
+    def cancel_row(self, row: Row) -> None:
+        """The row ends without a trace."""
+        for border in row.borders:
+            self.pool.abandon_cache_point(row.tokens[:border])
+        self._leave(row)
+        self.pool.free(row.slot)
+        self.rows.remove(row)
+
+    def cancel_all(self) -> None:
+        """Drop every prompt."""
+        for row in list(self.rows):
+            self.cancel_row(row)
+        assert not self.pool._prefix._coming, "a prefix is awaited that nobody computes"
+
+    def check(self) -> None:
+        """What rows read and what entries hold is the state after their tokens, on whichever tier."""
+        memory = self.driver.arena.memory
+        for row in self.rows:
+            read = ZERO_SLOT if row.hit is None else row.hit.slot
+            assert np.array_equal(memory[read], state_of(row.tokens[: row.start])), "a prefix changed under its reader"
+        cache = self.pool._prefix
+        for entry in [*cache._l1, *cache._l2]:
+            if entry.slot is not None:
+                state = memory[entry.slot]
+            else:
+                assert entry.host is not None
+                parts = entry.host.parts()
+                state = np.frombuffer(bytes(parts["a.wkv"]) + bytes(parts["a.shift"]), dtype=np.uint32)
+            assert np.array_equal(state, state_of(unpack_tokens(entry.ids))), "a cached state is not its prefix's"
+
+    def _read(self, row: Row, end: int) -> None:
+        read = ZERO_SLOT if row.hit is None else row.hit.slot
+        self.driver.arena.run(read, row.slot, row.tokens[row.start : end])
+
+    def _end(self, row: Row) -> None:
+        self._read(row, len(row.tokens))
+        assert np.array_equal(self.driver.arena.memory[row.slot], state_of(row.tokens))
+        self.cancel_row(row)
+
+    def _leave(self, row: Row) -> None:
+        if row.hit is not None:
+            self.pool.unpin(row.hit)
+            row.hit = None
