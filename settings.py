@@ -180,6 +180,12 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("model_name", str, "name under which the model is listed"),
         Flag("dtype", _one_of("auto", "fp32", "bf16", "fp16"), "arithmetic; auto: fp16 on CUDA, fp32 on a CPU"),
         Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
+        Flag(
+            "micro_batches",
+            _whole(0, 64),
+            "groups of rows that are on the stages at once; 0: one for each GPU of --pp-devices",
+            name="pp_micro_batches",
+        ),
         Flag("kernels", _one_of("auto", "cuda", "cpu", "naive"), "kernels; auto: the fastest that run here"),
         Flag("samplers", _samplers, "samplers in order of preference"),
         Flag("wkv_state", _one_of("auto", "fp32", "fp16"), "storage of the WKV state"),

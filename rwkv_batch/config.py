@@ -16,6 +16,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """"fp32" | "bf16" | "fp16"; auto: fp16 on CUDA, fp32 on a CPU."""
     devices: tuple[str, ...] = ("auto",)
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
+    micro_batches: int = 0
+    """Groups that rows which decode are dealt into, so that devices work at once; 0: as many as devices that can."""
     kernels: str = "auto"
     """"auto" | "cuda" | "cpu" | "naive"."""
     samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")

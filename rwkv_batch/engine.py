@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
@@ -33,6 +33,13 @@ IDLE_POLL_S = 0.25
 """The same while nothing is: housekeeping."""
 
 
+class Step(NamedTuple):
+    """A step on its way: what of it was launched apart, in order."""
+
+    number: int
+    parts: list[Launched]
+
+
 class Engine:
     """Implements `EngineProtocol`. `start` loads the model; `stop` ends everything."""
 
@@ -48,7 +55,8 @@ class Engine:
         self._failure: BaseException | None = None
         """why it could not be loaded"""
         self.speed = Throughput()
-        self._in_flight: list[Launched] = []
+        self._in_flight: deque[Step] = deque()
+        self._next_step = 0
         self._files = SessionTransfer(self._put, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
@@ -193,10 +201,9 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            step = self.step_overlapped if self.machine.overlaps else self.step
             while not self._stopping:
                 self._drain_inbox()
-                if not step():
+                if not self.step():
                     self._wake.wait(POLL_S if self.machine.pool.pending else IDLE_POLL_S)
                     self._wake.clear()
             self._drain_inbox()
@@ -216,22 +223,23 @@ class Engine:
             self._inbox.popleft()()
 
     def step(self) -> bool:
-        """The plain loop, which is the definition: schedule to delivery. Returns whether there was work."""
-        rows = self._schedule()
-        self._conclude(self._launch(rows))
-        return bool(rows)
+        """Schedule and launch a step, then conclude the oldest one if as many are in flight as may be.
 
-    def step_overlapped(self) -> bool:
-        """The same, but the next step is launched before the host has read the tokens of the last one."""
-        rows = self._schedule()
-        last, self._in_flight = self._in_flight, self._launch(rows)
-        self._conclude(last)
-        return bool(rows or last)
-
-    def _schedule(self) -> list[ScheduledRow]:
+        One at a time is the plain loop, which is the definition. With two, the next step is launched before the host
+        has read the last one's tokens; with several devices one more than there are groups of rows keeps all at work.
+        Returns whether there was work.
+        """
         self.machine.pool.poll()
         self.jobs.expire(time.monotonic())
-        return self.scheduler.schedule()
+        rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step)
+        if rows:
+            self._in_flight.append(Step(self._next_step, self._launch(rows)))
+            self._next_step += 1
+        concludes = bool(self._in_flight) and (not rows or len(self._in_flight) >= self.machine.steps_in_flight)
+        if concludes:
+            self._conclude(self._in_flight.popleft())
+        self.jobs.deliver()  # of rows that ended without a step
+        return bool(rows) or concludes
 
     def _launch(self, rows: list[ScheduledRow]) -> list[Launched]:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
@@ -246,13 +254,13 @@ class Engine:
             except Exception as error:
                 self._fail_step(part, error)
                 continue
-            self.jobs.launched(part)
+            self.jobs.launched(part, self._next_step)
             launched.append(step)
         return launched
 
-    def _conclude(self, launched: list[Launched]) -> None:
+    def _conclude(self, concluded: Step) -> None:
         """Read what a step has drawn, act on it and tell of it, each part as soon as it is there."""
-        for step in launched:
+        for step in concluded.parts:
             try:
                 drawn = self.machine.read(step)
             except Exception as error:
@@ -261,7 +269,6 @@ class Engine:
             self.speed.count(step.rows, len(drawn), step.started, step.launched)
             self.jobs.commit(step.rows, drawn)
             self.jobs.deliver()
-        self.jobs.deliver()  # of rows that ended without a step
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)

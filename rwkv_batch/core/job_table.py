@@ -141,13 +141,14 @@ class JobTable:
 
     # A step's outcome ----------------------------------------------------------------------------------------
 
-    def launched(self, rows: list[ScheduledRow]) -> None:
-        """A step over these rows is on its way; the next one may be scheduled before its tokens are known."""
+    def launched(self, rows: list[ScheduledRow], step: int) -> None:
+        """The step of this number over these rows is on its way; more may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
             self._keeper.advance(sequence, row.num_tokens)
             if row.draws:
                 sequence.token_ids.append(PENDING)
+                sequence.in_step = step
             elif not sequence.draws and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
 

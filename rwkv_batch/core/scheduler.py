@@ -5,6 +5,11 @@ seats leaves the last few free for jobs that hold none, so that a bulk job of a 
 keeps an interactive one waiting for a seat. Prompt tokens are shared out the same way: one chunk per
 job and round, until the step's budget is spent. Decoding rows are in every step, and while there are some the
 budget is smaller, because the next token of each waits until the step ends.
+
+Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
+group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
+the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
+group's steps, and with every step while there are more of them than a step takes.
 """
 
 from __future__ import annotations
@@ -41,6 +46,8 @@ class Limits:
     prefill_chunk: int
     prefill_tokens_beside: int
     """prompt tokens of a step in which rows decode"""
+    groups: int = 1
+    """micro-batches that rows which decode are dealt into"""
 
     @property
     def reserved_seats(self) -> int:
@@ -60,6 +67,14 @@ class Scheduler:
         """continuations of prompts that were read for several rows: each prompt's slot is held until all of them run"""
         self._running: dict[Sequence, None] = {}
         """insertion-ordered set"""
+        self._reading: dict[Sequence, None] = {}
+        """running rows that have more than one token to read"""
+        self._groups: list[dict[Sequence, None]] = [{} for _ in range(limits.groups)]
+        """running rows that decode"""
+        self._turn = 0
+        """the group whose step is next"""
+        self._reads_on = False
+        """whether prompts were left over by the last step that read some"""
         self._steps = 0
         self._free_seats = list(range(limits.max_running - 1, -1, -1))
         self.waiting_rows = 0
@@ -106,16 +121,53 @@ class Scheduler:
         """A job's running rows."""
         return [sequence for sequence in self._running if sequence.job is job]
 
-    def schedule(self) -> list[ScheduledRow]:
-        """The rows of the next step: all that decode, and prompt chunks up to the budget."""
+    def schedule(self, oldest: int = 0) -> list[ScheduledRow]:
+        """The rows of the next step: those of a group that decode, and prompt chunks up to the budget.
+
+        `oldest`: number of the oldest step whose tokens the host has not read; a row whose token is drawn in a later one
+        waits, since the first device would wait for it.
+        """
         self._steps += 1
         self._admit_forked()
         self._admit()
-        decoding = [s for s in self._running if s.num_uncomputed_tokens == 1 and s.may_run]
-        decoding.sort(key=attrgetter("first_slot"))  # neighbours in a step lie together in memory: faster to read
-        rows = [ScheduledRow(s, 1, s.draws) for s in decoding]
-        limits = self.limits
-        return rows + self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)
+        self._sort_in()
+        rows, turn = self._decoding_rows(oldest)
+        if self._reading and (turn == 0 or self._reads_on or not rows):
+            limits = self.limits
+            rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)
+        return rows
+
+    def _sort_in(self) -> None:
+        """Rows that have one token left to read decode from now on, in the smallest group."""
+        for sequence in [s for s in self._reading if s.num_uncomputed_tokens == 1]:
+            del self._reading[sequence]
+            min(self._groups, key=len)[sequence] = None
+
+    def _decoding_rows(self, oldest: int) -> tuple[list[ScheduledRow], int]:
+        """The rows of the next group that has any to run, and which group that is."""
+        for turn in range(self._turn, self._turn + len(self._groups)):
+            group = self._groups[turn % len(self._groups)]
+            for sequence in [s for s in group if s.num_uncomputed_tokens > 1]:  # closing turns
+                del group[sequence]
+                self._reading[sequence] = None
+            self._even_out(group)
+            decoding = [s for s in group if s.may_run(oldest)]
+            if decoding:
+                self._turn = (turn + 1) % len(self._groups)
+                decoding.sort(
+                    key=attrgetter("first_slot")
+                )  # neighbours in a step lie together in memory: faster to read
+                return [ScheduledRow(s, 1, s.draws) for s in decoding], turn % len(self._groups)
+        return [], 0
+
+    def _even_out(self, group: dict[Sequence, None]) -> None:
+        """Give rows to the smallest groups once this one is larger than its share by an eighth, and by two rows."""
+        share = -(-sum(map(len, self._groups)) // len(self._groups))
+        if len(group) - share <= max(1, share // 8):
+            return
+        for sequence in list(islice(reversed(group), len(group) - share)):
+            del group[sequence]
+            min(self._groups, key=len)[sequence] = None
 
     def _admit_forked(self) -> None:
         """Continuations first: they free the slots of the prompts they share."""
@@ -161,13 +213,13 @@ class Scheduler:
         sequence.slot, sequence.seat = slot, self._free_seats.pop()
         sequence.phase = Phase.RUNNING
         sequence.job.seated += 1
-        self._running[sequence] = None
+        self._running[sequence] = self._reading[sequence] = None
         self._slots.prepare(sequence)
 
     def _prefill_rows(self, budget: int) -> list[ScheduledRow]:
         """Prompt chunks within the budget: a chunk per job and round, none above its job's share, turns taken."""
         by_job: dict[RunningJob, deque[Sequence]] = {}
-        for sequence in self._running:
+        for sequence in self._reading:
             if sequence.num_uncomputed_tokens > 1:
                 by_job.setdefault(sequence.job, deque()).append(sequence)
         rows: list[ScheduledRow] = []
@@ -184,6 +236,7 @@ class Scheduler:
             )
             if queue:
                 queues.append(queue)
+        self._reads_on = bool(queues)
         return rows
 
     def _chunk(self, sequence: Sequence) -> int:
@@ -204,4 +257,7 @@ class Scheduler:
         """The row leaves the steps. Its slot is the caller's to give back."""
         self.give_up_seat(sequence)
         self._running.pop(sequence, None)
+        self._reading.pop(sequence, None)
+        for group in self._groups:
+            group.pop(sequence, None)
         sequence.phase = Phase.DONE

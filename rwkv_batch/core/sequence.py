@@ -103,6 +103,8 @@ class Sequence:
     spare_slot: int = NO_SLOT
     """For a session's row in the overlapped loop: where the state before the last read token is kept."""
     seat: int = NO_SEAT
+    in_step: int = 0
+    """number of the step in which its last token is drawn"""
     shared: SharedSlot | None = None
     draws: bool = True
     """False: reads its tokens and never draws (the shared prompt of `n` continuations)."""
@@ -165,10 +167,13 @@ class Sequence:
         """Whether the one token it reads next is the one it drew last, which its seat still holds on the device."""
         return self.draws and self.num_uncomputed_tokens == 1 and len(self.token_ids) > self.prompt_end
 
-    @property
-    def may_run(self) -> bool:
-        """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back."""
+    def may_run(self, oldest: int) -> bool:
+        """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back.
+
+        `oldest`: see `Scheduler.schedule`.
+        """
         if not self.is_ahead:
-            return True
-        last_is_launched = len(self.token_ids) - self.prompt_end >= self.request.max_tokens
-        return not last_is_launched and (self.lease is None or self.spare_slot != NO_SLOT)
+            return self.num_uncomputed_tokens == 1
+        if self.in_step > oldest or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:
+            return False
+        return self.lease is None or self.spare_slot != NO_SLOT

@@ -85,6 +85,8 @@ class ModelRunner:
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
+        self.steps_in_flight = self.limits.groups + self.overlaps
+        """launched and not read by the host: a step of each group, and one more where that hides the host"""
         self._samplers: dict[str, Sampler] = {}
         self.sampler_refusals: dict[str, str] = {}
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
@@ -119,6 +121,7 @@ class ModelRunner:
             prefill_tokens_per_step=prefill_tokens,
             prefill_chunk=self._config.prefill_chunk,
             prefill_tokens_beside=min(beside, prefill_tokens),
+            groups=self._config.micro_batches or self.pipeline.concurrency,
         )
 
     def _affordable_rows(self, wanted: int) -> int:

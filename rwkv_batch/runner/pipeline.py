@@ -37,6 +37,12 @@ class Pipeline:
             self.stages.append(Stage(weights, first, last, precision_for(device, dtype, wkv_state), ops))
 
     @property
+    def concurrency(self) -> int:
+        """Stages that can work at once: each on a GPU of its own. On a CPU they would only share its cores."""
+        gpus = {device for device in self.devices if device.type == "cuda"}
+        return len(self.stages) if len(gpus) == len(self.stages) else max(1, len(gpus))
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one sequence's state over all stages."""
         return sum(stage.slot_bytes for stage in self.stages)

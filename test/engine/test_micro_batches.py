@@ -1,0 +1,216 @@
+"""Micro-batches: rows in groups whose steps are on the stages at once. Order, evenness, no idle stage, same text."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rwkv_batch.core.scheduler import Limits, ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import PENDING, Sequence
+from rwkv_batch.request import FinishReason, GenerateRequest
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.engine.test_scheduler import Slots, job
+from test.harness import ask, run, started_engine, submit, tiny_model, turn
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"devices": ("cpu",) * 3, "micro_batches": 3},
+    {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True},
+    {"devices": ("cpu",) * 2, "micro_batches": 5, "overlap_on_cpu": True},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def mixture() -> list[GenerateRequest]:
+    """Greedy and drawn rows of many lengths, shared prompts, stops, log-probabilities."""
+    dice = random.Random(3)
+    rows = []
+    for i in range(24):
+        prompt = [dice.randrange(1, 60_000) for _ in range(dice.choice([1, 2, 40, 90]))]
+        sampling = SamplingParams(temperature=i % 3 / 2, seed=i, top_k=40, presence_penalty=0.5)
+        rows.append(
+            ask(prompt, max_tokens=dice.choice([1, 2, 9, 30]), sampling=sampling, stop_ids=[dice.randrange(99)])
+        )
+    rows.append(ask([5, 6, 7], n=5, sampling=SamplingParams(seed=11)))
+    rows.append(ask([9], sampling=SamplingParams(temperature=0.0, top_logprobs=2)))
+    return rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["plain", "overlapped", "two stages"])
+def test_the_text_is_that_of_one_stage(model: Path, layout: dict[str, Any]) -> None:
+    with started_engine(model) as engine:
+        wanted = [run(engine, row).all_texts for row in mixture()]
+    with started_engine(model, max_running=24, **layout) as engine:
+        running = [submit(engine, row) for row in mixture() for _ in range(2)]
+        for at, one in enumerate(running):
+            assert one.wait().all_texts == wanted[at // 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["plain", "overlapped", "two stages"])
+def test_sessions_go_on_as_on_one_stage(model: Path, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Turns that end by stops and by length, beside rows that come and go; then the same from the log on one stage."""
+
+    def talk(engine: Any, name: str, turns: range) -> list[bytes]:
+        stops = [b"a", b"the ", b"\n\n"]
+        return [run(engine, turn(name, f"turn {i} of many", max_tokens=12, stop_strings=stops)).texts[0] for i in turns]
+
+    with started_engine(model) as engine:
+        wanted = talk(engine, "alone", range(6))
+    for durability in ("log", "turn"):
+        config = PoolConfig(
+            state_db=str(tmp_path / f"{durability}.db"), durability=durability, l1_sessions=1, retain_tokens=-1
+        )
+        with started_engine(model, config, **layout) as engine:
+            beside = submit(engine, *[ask([i, 2], max_tokens=200, ignore_eos=True) for i in range(20)])
+            assert talk(engine, "s", range(4)) == wanted[:4]
+            engine.cancel(beside.job.job_id)
+            assert {finish.reason for finish in beside.wait().finishes.values()} <= {
+                FinishReason.CANCELLED,
+                FinishReason.LENGTH,
+                FinishReason.STOP,
+            }
+        with started_engine(model, config) as engine:
+            assert talk(engine, "s", range(4, 6)) == wanted[4:]
+
+
+class Pipe:
+    """Stages with delays in virtual time under the engine's loop: launch, and conclude the oldest when all are full."""
+
+    def __init__(self, stages: list[float], limits: Limits, lead: int = 1) -> None:
+        self.plan = Scheduler(limits, Slots(limits.max_running * 2))
+        self.times = stages
+        self.depth = limits.groups + lead
+        self.busy = [0.0] * len(stages)
+        """seconds of work of each stage"""
+        self.free_at = [0.0] * len(stages)
+        self.idle: list[tuple[float, float]] = []
+        """(when, how long) the first stage stood still"""
+        self.drawn_at: dict[Sequence, float] = {}
+        self.flight: list[tuple[int, list[ScheduledRow], float]] = []
+        self.number = 0
+        self.host = 0.0
+        self.steps: Counter[Sequence] = Counter()
+
+    def turn(self) -> bool:
+        rows = self.plan.schedule(self.flight[0][0] if self.flight else self.number)
+        if rows:
+            self.flight.append((self.number, rows, self._launch(rows)))
+            self.number += 1
+        if self.flight and (not rows or len(self.flight) >= self.depth):
+            self._conclude(*self.flight.pop(0)[1:])
+        return bool(rows or self.flight)
+
+    def _launch(self, rows: list[ScheduledRow]) -> float:
+        """When the step will have drawn: each stage after the one before it, and after what it was given earlier."""
+        at = max([self.host, *(self.drawn_at.get(row.sequence, 0.0) for row in rows)])
+        for stage, seconds in enumerate(self.times):
+            start = max(at, self.free_at[stage])
+            if stage == 0 and start > self.free_at[0]:
+                self.idle.append((start, start - self.free_at[0]))
+            at = self.free_at[stage] = start + seconds
+            self.busy[stage] += seconds
+        for row in rows:
+            sequence = row.sequence
+            self.steps[sequence] += 1
+            sequence.num_computed_tokens += row.num_tokens
+            if row.draws:
+                self.drawn_at[sequence] = at
+                sequence.token_ids.append(PENDING)
+                sequence.in_step = self.number
+        return at
+
+    def _conclude(self, rows: list[ScheduledRow], drawn: float) -> None:
+        self.host = max(self.host, drawn)
+        for row in rows:
+            sequence = row.sequence
+            if row.draws:
+                known = sequence.token_ids.index(PENDING)
+                sequence.token_ids[known] = 7
+                sequence.output.tokens.append(7)
+                if len(sequence.output.tokens) >= sequence.request.max_tokens:
+                    self.plan.remove(sequence)
+
+
+def limits(groups: int, seats: int = 64, budget: int = 64) -> Limits:
+    return Limits(seats, 10_000, budget, 16, budget, groups)
+
+
+def rows_of(count: int, max_tokens: int, prompt_tokens: int = 1) -> tuple[Any, list[Sequence]]:
+    running, rows = job(count, prompt_tokens)
+    for row in rows:
+        row.request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=max_tokens, sampling=SamplingParams())
+    return running, rows
+
+
+@pytest.mark.parametrize("stages", [[1.0] * 2, [1.0] * 4, [0.9, 1.0, 1.0, 0.8]])
+def test_no_stage_waits_longer_than_a_stage_takes_while_there_is_work(stages: list[float]) -> None:
+    pipe = Pipe(stages, limits(len(stages)))
+    pipe.plan.add(*rows_of(40, max_tokens=60))
+    while pipe.turn():
+        pass
+    began, ended = len(stages) * max(stages), pipe.host - len(stages) * max(stages) * 3
+    assert all(long <= max(stages) for when, long in pipe.idle if began < when < ended)
+    slowest = stages.index(max(stages))
+    assert pipe.busy[slowest] > 0.95 * (pipe.host - len(stages) * max(stages) * 2)
+
+
+def test_one_row_is_never_held_up_by_the_number_of_groups() -> None:
+    pipe = Pipe([1.0] * 4, limits(4))
+    pipe.plan.add(*rows_of(1, max_tokens=50))
+    while pipe.turn():
+        pass
+    assert pipe.host == 4.0 * 50
+
+
+def test_groups_take_turns_and_none_falls_behind() -> None:
+    pipe = Pipe([1.0] * 3, limits(3))
+    pipe.plan.add(*rows_of(30, max_tokens=1000))
+    for _ in range(200):
+        pipe.turn()
+    assert max(pipe.steps.values()) - min(pipe.steps.values()) <= 1
+
+
+def test_groups_even_out_as_rows_end() -> None:
+    pipe = Pipe([1.0] * 2, limits(2))
+    running, rows = rows_of(40, max_tokens=400)
+    pipe.plan.add(running, rows)
+    for _ in range(20):
+        pipe.turn()
+    first = {row.sequence for row in pipe.flight[-1][1]}
+    for sequence in list(first)[:-1]:  # all but one of a group end at once
+        pipe.plan.remove(sequence)
+    for _ in range(20):
+        pipe.turn()
+    sizes = [len([row for row in step[1] if row.sequence.phase.name == "RUNNING"]) for step in pipe.flight[-2:]]
+    assert abs(sizes[0] - sizes[1]) <= 2
+
+
+def test_prompts_are_read_in_chunks_that_follow_each_other_through_the_stages() -> None:
+    """A long prompt alone: its chunks do not wait for each other's tokens."""
+    pipe = Pipe([1.0] * 4, limits(4, budget=16))
+    pipe.plan.add(*rows_of(1, max_tokens=1, prompt_tokens=16 * 8))
+    while pipe.turn():
+        pass
+    assert pipe.host == 4 + 8 - 1
+
+
+def test_a_row_waits_for_its_token_only_until_its_step_is_the_oldest() -> None:
+    """A prompt read behind other groups' steps joins the first step of its group that the first device can begin."""
+    pipe = Pipe([1.0] * 4, limits(4))
+    pipe.plan.add(*rows_of(37, max_tokens=1000))  # the smallest group is the one behind that which reads prompts
+    for _ in range(50):
+        pipe.turn()
+    newcomer, rows = rows_of(1, max_tokens=5, prompt_tokens=12)
+    pipe.plan.add(newcomer, rows)
+    for _ in range(60):
+        pipe.turn()
+    assert rows[0].phase.name == "DONE"
+    assert all(long <= 1.0 for when, long in pipe.idle if when > 8)
