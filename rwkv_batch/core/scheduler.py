@@ -124,8 +124,8 @@ class Scheduler:
     def schedule(self, oldest: int = 0) -> list[ScheduledRow]:
         """The rows of the next step: those of a group that decode, and prompt chunks up to the budget.
 
-        `oldest`: number of the oldest step whose tokens the host has not read; a row whose token is drawn in a later one
-        waits, since the first device would wait for it.
+        `oldest`: number of the oldest step whose tokens the host has not read; a row whose token is drawn in a later
+        one waits, since the first device would wait for it.
         """
         self._steps += 1
         self._admit_forked()
