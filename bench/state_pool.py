@@ -36,8 +36,8 @@ import numpy as np
 from bench.state_pool_stream import measure_stream
 from state_pool.arena import ZERO_SLOT
 from state_pool.config import PoolConfig
-from state_pool.lease import Lease, LeaseState
 from state_pool.pool import StatePool
+from state_pool.sessions import Lease, LeaseState
 
 STATE_PARTS = {"stage0.wkv": ("float16", (32, 64, 64, 64)), "stage0.shift": ("float16", (64, 4096))}
 TURN_TOKENS = 300

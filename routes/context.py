@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from routes.config import HttpConfig
-from routes.response.wakeups import WakeUps
+from routes.wakeups import WakeUps
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol

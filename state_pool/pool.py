@@ -15,9 +15,8 @@ from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Deliveries, Store
 from state_pool.integrity import integrity_faults
-from state_pool.lease import Lease, OnDurable
 from state_pool.session_file import SessionFile
-from state_pool.sessions import Session, SessionIndex
+from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
 from state_pool.status import pool_stats, session_status
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.turns import Turns

@@ -1,16 +1,14 @@
-"""What the pool knows of each session in memory. Owned by the engine thread."""
+"""What the pool knows of each session in memory: its state, and the turns that hold it. Owned by the engine thread."""
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from state_pool.arena import HostState
-
-if TYPE_CHECKING:
-    from state_pool.lease import Lease, PendingTurn
+from state_pool.arena import ZERO_SLOT, HostState
 
 LINEAR = -1
 """Dialogue number of a plain session, which grows turn by turn; branching dialogues are numbered from 1."""
@@ -101,6 +99,74 @@ class Session:
         return "L2 (RAM)" if self.host is not None else "Database (Disk)"
 
 
+OnDurable = Callable[[Exception | None], None]
+"""Called once, on the engine thread, from `StatePool.poll`: None when durable, else why the turn was not kept."""
+
+
+class LeaseState(enum.StrEnum):
+    """Where a lease stands."""
+
+    WAITING = "waiting"
+    """Behind another turn of the session, or its state is on its way to a slot."""
+    READY = "ready"
+    FAILED = "failed"
+    """See `Lease.error`; also a running turn whose session was deleted."""
+    DONE = "done"
+    """Checked in or released."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One turn of one session: what it reads, and who waits for what. Fields are valid from READY on."""
+
+    session: Session
+    """The session the turn belongs to; for a branch, the new dialogue."""
+    source: Session | None
+    """Whose state is read: the session itself, the parent dialogue, or None for the empty root."""
+    state: LeaseState = LeaseState.WAITING
+    error: Exception | None = None
+    exists: bool = False
+    """Whether there is a history; False: the row begins from the zero state."""
+    read_slot: int = ZERO_SLOT
+    """Slot the first step reads from; it keeps its content until the lease ends."""
+    replay: list[int] = field(default_factory=list)
+    """Token ids to be prefilled before the prompt: logged after the state in `read_slot` was taken."""
+    num_tokens: int = 0
+    """Tokens of history that the state and the replay stand for together."""
+    tier: str = "new"
+    """Where the state was at checkout: "new", or the words of /state/status."""
+    dialogue_idx: int | None = None
+    """Number of the new dialogue, from `StatePool.record` on; None for a plain session."""
+    branch: bool = False
+    pinned: bool = False
+    """Whether the lease holds `read_slot`."""
+    reads: bool = False
+    """Whether the lease counts among the source's readers, from wanting its state to the end of the turn."""
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the session was deleted under the turn."""
+        return self.session.deleted
+
+    def poll(self) -> LeaseState:
+        """The state; raises nothing and never blocks."""
+        return self.state
+
+
+@dataclass(slots=True, eq=False)
+class PendingTurn:
+    """A turn between `record` and the moment it is part of its session."""
+
+    turn: int
+    tokens: list[int]
+    on_durable: OnDurable | None
+    slot: int | None = None
+    """Where the state after the turn is; None: it was thrown away and has to be replayed."""
+    checked_in: bool = False
+    outcome: Exception | bool | None = None
+    """None: not known yet; True: durable; an exception: it was not stored."""
+
+
 class SessionIndex:
     """All sessions by name, least recently used first; the tiers' own orders beside it."""
 
@@ -147,7 +213,7 @@ class SessionIndex:
         self.l2.pop(session, None)
 
     def touch(self, session: Session, now: float) -> None:
-        """RollbackState as the most recently used."""
+        """Make it the most recently used."""
         session.updated = now
         self._by_key.move_to_end(session.key)
         if session in self.l1:

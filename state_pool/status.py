@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from state_pool.cache.prefix_cache import PrefixCache
+from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
 from state_pool.sessions import Session, SessionIndex
-
-if TYPE_CHECKING:
-    from state_pool.cache.prefix_cache import PrefixCache
-    from state_pool.cache.tiers import Tiers
 
 
 def session_status(index: SessionIndex, limit: int, offset: int) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from state_pool.config import PoolConfig
-from state_pool.lease import Lease, LeaseState
-from state_pool.sessions import LINEAR
+from state_pool.sessions import LINEAR, Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, config_in
 
 SESSIONS = 10

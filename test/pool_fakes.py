@@ -11,8 +11,8 @@ import numpy as np
 
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
-from state_pool.lease import Lease, LeaseState
 from state_pool.pool import StatePool
+from state_pool.sessions import Lease, LeaseState
 
 STATE_WORDS = 32
 

@@ -1,4 +1,7 @@
-"""Imports fall from floor to floor, never rise, never run in circles."""
+"""Imports fall from floor to floor and from room to room, never rise, never run in circles.
+
+A new package gets a line in FLOORS, a new folder one in ROOMS: it says what the folder may know.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,61 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {"native": 0, "sampling": 1, "state_pool": 1, "rwkv_batch": 2, "routes": 3, "settings": 4, "app": 4}
+FLOORS = {"native": 0, "sampling": 1, "state_pool": 1, "rwkv_batch": 2, "routes": 3, "settings": 4, "app": 5}
 OWN = [*FLOORS, "demo", "bench", "test"]
+
+ROOMS = {
+    # The engine. Files beside the rooms are its vocabulary: requests, calls, errors, settings, the tokenizer.
+    "rwkv_batch": "",
+    "rwkv_batch.core": "rwkv_batch",
+    "rwkv_batch.model": "rwkv_batch",
+    "rwkv_batch.kernels": "rwkv_batch rwkv_batch.model",
+    "rwkv_batch.runner": "rwkv_batch rwkv_batch.core rwkv_batch.model rwkv_batch.kernels",
+    "rwkv_batch.engine": "rwkv_batch rwkv_batch.core rwkv_batch.runner",
+    "rwkv_batch.ipc": "rwkv_batch",
+    # The pool. Files beside the rooms are what its tiers share.
+    "state_pool": "",
+    "state_pool.disk": "state_pool",
+    "state_pool.cache": "state_pool state_pool.disk",
+    "state_pool.turns": "state_pool state_pool.disk state_pool.cache",
+    "state_pool.status": "state_pool state_pool.disk state_pool.cache",
+    "state_pool.integrity": "state_pool state_pool.cache",
+    "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.status "
+    "state_pool.integrity",
+    "state_pool.salvage": "state_pool.disk",
+    # HTTP. Files beside the rooms are endpoints, as those in openai are.
+    "routes.config": "",
+    "routes.wakeups": "",
+    "routes.context": "routes.config routes.wakeups",
+    "routes.request": "routes.config routes.context",
+    "routes.response": "routes.context routes.wakeups routes.request",
+    "routes.route": "routes.context routes.request routes.response",
+    "routes": "routes.context routes.request routes.response routes.route routes.openai",
+    "routes.openai": "routes routes.context routes.request routes.response routes.route",
+    "routes.docs": "routes routes.context routes.request routes.response routes.route",
+    "routes.table": "routes routes.route routes.openai routes.docs",
+    "routes.reference": "routes.docs routes.table",
+    "routes.serving": "routes routes.config routes.context routes.request routes.response routes.route "
+    "routes.openai routes.docs routes.table",
+}
+"""Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
+
+UNKNOWN = {
+    "routes": {"torch", "sqlite3"},
+    "rwkv_batch": {"robyn", "json", "sqlite3"},
+    "rwkv_batch.core": {"torch"},
+    "rwkv_batch.ipc": {"torch"},
+    "sampling": {"robyn", "sqlite3"},
+    "state_pool": {"robyn", "torch"},
+    "app": {"sqlite3"},
+}
+"""Package or room -> what no file of it imports, not even inside a function."""
 
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
@@ -23,59 +74,87 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
 
 
-def imported(file: Path, *, everywhere: bool) -> Iterator[str]:
-    """Dotted names that a file imports; with `everywhere` also inside functions, else only at import time."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    nodes = list(ast.walk(tree)) if everywhere else list(_at_import(tree))
-    for node in nodes:
+@cache
+def imported(file: Path) -> frozenset[str]:
+    """Dotted names that a file imports anywhere: at import time, inside functions, for type checkers alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
 
 
-def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from _at_import(node)
+@cache
+def known_modules() -> frozenset[str]:
+    """Dotted names of all modules of the floors."""
+    return frozenset(name for package in FLOORS for name, _ in modules(package))
+
+
+@cache
+def imported_modules(file: Path) -> frozenset[str]:
+    """Modules of our own that a file imports; of `from a import b`, the module that it means."""
+    found = imported(file) & known_modules()
+    packages = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+    return frozenset(found - packages)
+
+
+def room_of(name: str) -> str:
+    """The room that a module belongs to: the longest name in ROOMS that it begins with."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in ROOMS), "")
 
 
 @pytest.mark.parametrize("package", FLOORS)
 def test_imports_fall(package: str) -> None:
     for name, file in modules(package):
-        for target in imported(file, everywhere=True):
+        for target in imported(file):
             top = target.partition(".")[0]
             if top not in OWN or top == package:
                 continue
-            allowed = FLOORS.get(top, 99) < FLOORS[package] or (package == "app" and top in ("settings", "demo"))
+            allowed = FLOORS.get(top, 99) < FLOORS[package] or (package == "app" and top == "demo")
             assert allowed, f"{name} imports {target}"
 
 
-@pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [("routes", {"torch"}), ("rwkv_batch", {"robyn", "json"}), ("sampling", {"robyn"}), ("state_pool", {"robyn"})],
-)
-def test_what_a_package_does_not_know(package: str, forbidden: set[str]) -> None:
+@pytest.mark.parametrize("package", sorted({room.partition(".")[0] for room in ROOMS}))
+def test_a_room_knows_only_the_rooms_it_names(package: str) -> None:
     for name, file in modules(package):
-        tops = {target.partition(".")[0] for target in imported(file, everywhere=True)}
-        assert not tops & forbidden, f"{name} imports {tops & forbidden}"
+        room = room_of(name)
+        allowed = {room, *ROOMS[room].split()}
+        for target in imported_modules(file):
+            if target.partition(".")[0] == package:
+                assert room_of(target) in allowed, f"{name} (room {room}) imports {target} (room {room_of(target)})"
 
 
-def test_the_scheduler_has_no_torch() -> None:
-    assert "torch" not in {
-        name.partition(".")[0] for name in imported(ROOT / "rwkv_batch/core/scheduler.py", everywhere=True)
-    }
+def test_every_folder_is_a_room_or_a_package_without_any() -> None:
+    with_rooms = {room.partition(".")[0] for room in ROOMS}
+    for package in with_rooms:
+        folders = {".".join(file.relative_to(ROOT).parent.parts) for _, file in modules(package)}
+        assert folders - {package} <= set(ROOMS), f"say in ROOMS what these may import: {folders - set(ROOMS)}"
+
+
+@pytest.mark.parametrize("place", UNKNOWN)
+def test_what_a_place_does_not_know(place: str) -> None:
+    for name, file in modules(place.partition(".")[0]):
+        if name == place or name.startswith(f"{place}."):
+            tops = {target.partition(".")[0] for target in imported(file)}
+            assert not tops & UNKNOWN[place], f"{name} imports {tops & UNKNOWN[place]}"
+
+
+def test_sqlite_is_known_on_the_disk_tier_alone() -> None:
+    for package in FLOORS:
+        for name, file in modules(package):
+            known = "sqlite3" in {target.partition(".")[0] for target in imported(file)}
+            assert not known or room_of(name) == "state_pool.disk", f"{name} imports sqlite3"
 
 
 def test_no_circles() -> None:
     files = dict(entry for package in FLOORS for entry in modules(package))
-    graph = {name: {t for t in imported(file, everywhere=False) if t in files} - {name} for name, file in files.items()}
+    graph = {name: imported_modules(file) - {name} for name, file in files.items()}
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -89,12 +168,15 @@ def test_no_circles() -> None:
         visit(name, ())
 
 
-def test_an_http_worker_loads_no_torch_and_the_supervisor_little() -> None:
-    worker = (
-        "import sys, routes.serving.worker, routes.serving.http; "
-        "print([m for m in ('torch', 'demo', 'sqlite3') if m in sys.modules])"
-    )
-    supervisor = "import sys, app; print([m for m in ('torch', 'robyn', 'numpy', 'pydantic') if m in sys.modules])"
-    for code in (worker, supervisor):
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert ran.stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    ("imports", "absent"),
+    [
+        ("routes.serving.worker, routes.serving.http", ("torch", "demo", "sqlite3")),
+        ("app", ("torch", "robyn", "numpy", "pydantic")),
+        ("rwkv_batch.core.job_table, rwkv_batch.core.session_transfer, rwkv_batch.ipc.server", ("torch", "robyn")),
+    ],
+)
+def test_what_is_not_loaded_with_it(imports: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {imports}; print([name for name in {absent!r} if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

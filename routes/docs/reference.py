@@ -10,12 +10,10 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 SERVER = "http://localhost:8000"
-API_PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 _SCHEMAS = "#/components/schemas/"
 _LIMITS = {
     "minimum": "≥ {}",
@@ -249,16 +247,3 @@ def _html_shape(shape: Shape) -> str:
     rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shape.fields)
     table = f"<table><tr><th>field<th>type<th>meaning</tr>{rows}</table>" if rows else ""
     return f"<details><summary>{escape(shape.name)}</summary><p>{escape(shape.text)}</p>{table}</details>"
-
-
-def main() -> None:
-    """Write docs/api.md."""
-    from routes.docs.openapi import openapi_document
-    from routes.table import ROUTES
-
-    API_PAGE.parent.mkdir(exist_ok=True)
-    API_PAGE.write_text(markdown(openapi_document(ROUTES)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from routes.context import Context
-from routes.response.wakeups import Box
+from routes.wakeups import Box
 from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import Job, JobEvents

@@ -334,7 +334,7 @@ class JobTable:
         self.when_delivered()
 
     def check_integrity(self) -> list[str]:
-        """What does not hold although nothing runs; for tests and for /status."""
+        """What does not hold although nothing runs; for tests."""
         wrong: list[Any] = []
         if not self._jobs and (self._leased or self._scheduler.has_work or self._scheduler.waiting_rows):
             wrong.append("rows are left without a job")

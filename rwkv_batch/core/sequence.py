@@ -15,7 +15,7 @@ from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from state_pool.arena import ZERO_SLOT
-from state_pool.lease import Lease
+from state_pool.sessions import Lease
 
 
 class Phase(enum.Enum):

@@ -13,8 +13,8 @@ from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, Sh
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.lease import LeaseState
 from state_pool.pool import StatePool
+from state_pool.sessions import LeaseState
 
 _KINDS: dict[type[PoolError], ErrorKind] = {
     SessionBusy: ErrorKind.SESSION_BUSY,

@@ -11,9 +11,8 @@ from state_pool.disk.operations import Append, Checkpoint, Delete, Loaded
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.lease import OnDurable, PendingTurn
 from state_pool.session_file import SessionFile
-from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
+from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey
 
 AT_ONCE = 2
 """Exports and imports under way; each holds a state in host memory."""

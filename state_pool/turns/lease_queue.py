@@ -11,8 +11,7 @@ from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
 from state_pool.disk.verify import Damaged
 from state_pool.errors import SessionUnusable
-from state_pool.lease import Lease, LeaseState
-from state_pool.sessions import Session
+from state_pool.sessions import Lease, LeaseState, Session
 
 _LOOK_AHEAD = 64
 """Waiting leases tried in one step, so that a long queue costs a step little."""

@@ -12,8 +12,7 @@ from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete
 from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
-from state_pool.lease import Lease, LeaseState, OnDurable, PendingTurn
-from state_pool.sessions import ROOT, Session, SessionIndex, SessionKey
+from state_pool.sessions import ROOT, Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, SessionKey
 from state_pool.turns.lease_queue import LeaseQueue
 
 

@@ -21,7 +21,8 @@ from schemathesis import checks as known
 from schemathesis.specs.openapi import checks
 
 from routes.docs.openapi import openapi_document
-from routes.docs.reference import API_PAGE, SERVER, markdown, sections, shapes
+from routes.docs.reference import SERVER, markdown, sections, shapes
+from routes.reference import API_PAGE
 from routes.table import ROUTES
 from test.serving import Service
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from routes.response.wakeups import Box, WakeUps, _Reader
+from routes.wakeups import Box, WakeUps, _Reader
 
 LONG_S = 30.0
 

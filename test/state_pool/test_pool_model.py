@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
-from state_pool.lease import Lease, LeaseState
-from state_pool.sessions import LINEAR
+from state_pool.sessions import LINEAR, Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 from test.state_pool.prefix_model import MAX_ROWS, Prompts
 

@@ -11,7 +11,7 @@ import pytest
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.errors import SessionBusy, SessionNotFound
-from state_pool.lease import LeaseState
+from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 
 
