@@ -37,12 +37,15 @@ from bench.state_pool_stream import measure_stream
 from state_pool.arena import ZERO_SLOT
 from state_pool.config import PoolConfig
 from state_pool.pool import StatePool
+from state_pool.session_page import Tier
 from state_pool.sessions import Lease, LeaseState
 
 STATE_PARTS = {"stage0.wkv": ("float16", (32, 64, 64, 64)), "stage0.shift": ("float16", (64, 4096))}
 TURN_TOKENS = 300
 GROUP = 64
 SECONDS = 6.0
+TIERS = {None: "new", Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
+"""Names in the results."""
 TARGETS = {"log_over_turn": 100.0, "log_p50_ms": 5.0, "stream_p99_ratio_parked": 1.10}
 
 
@@ -216,12 +219,13 @@ def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {}
     moved: dict[str, int] = {}
     for _ in range(4):
-        for name in [entry["session_id"] for entry in bench.pool.status()["sessions"]]:
+        for name in [entry.session_id for entry in bench.pool.list_sessions().sessions]:
             before = counters(bench.pool)
             started = time.perf_counter()
             lease = bench.ready(name)
-            found.setdefault(lease.tier, []).append(time.perf_counter() - started)
-            moved[lease.tier] = counters(bench.pool) - before
+            tier = TIERS[lease.tier]
+            found.setdefault(tier, []).append(time.perf_counter() - started)
+            moved[tier] = counters(bench.pool) - before
             bench.pool.release(lease)
             bench.settle()
     bench.pool.close()

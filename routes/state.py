@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pydantic import Field
 
 from routes.context import Context
@@ -18,8 +20,11 @@ from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.calls import DeleteSessions, ListSessions
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job
+from state_pool.session_page import SessionEntry, Tier
 
 PATH = "/state/chat/completions"
+CACHE_LEVELS = {Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
+"""A tier's name in lists."""
 
 
 class TurnBody(SamplingBody):
@@ -66,7 +71,23 @@ async def chat_completions(context: Context, body: TurnBody) -> Reply:
 async def status(context: Context, body: StatusBody) -> Reply:
     """The sessions that are kept, newest first, and where their states lie."""
     found = await ask(context, ListSessions(body.limit, body.offset))
-    return json_answer({"status": "success", **found})
+    shown = {
+        "total_sessions": found.total,
+        "l1_cache_count": found.in_slots,
+        "l2_cache_count": found.in_host_memory,
+        "database_count": found.on_disk,
+        "sessions": [_listed(entry) for entry in found.sessions],
+    }
+    return json_answer({"status": "success", **shown})
+
+
+def _listed(entry: SessionEntry) -> dict[str, object]:
+    return {
+        "session_id": entry.session_id,
+        "cache_level": CACHE_LEVELS[entry.tier],
+        "last_updated": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.updated)),
+        "timestamp": entry.updated,
+    }
 
 
 async def delete(context: Context, body: DeleteBody) -> Reply:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 
 from rwkv_batch.errors import ServiceError
+from state_pool.session_page import SessionPage
 
 Answer = TypeVar("Answer")
 Reply = Callable[[Answer | ServiceError], None]
@@ -37,7 +38,7 @@ class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
     """The figures of all processes in Prometheus' text form. Answered by the engine's process."""
 
 
-class ListSessions(EngineCall[Figures], tag="session_status", frozen=True, array_like=True):
+class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, array_like=True):
     """A page of the stored sessions, newest first."""
 
     limit: int

@@ -141,7 +141,7 @@ class Engine:
             case calls.GetStatus():
                 self._answer(reply, self.status)
             case calls.ListSessions(limit, offset):
-                self._answer(reply, lambda: pool.status(limit, offset))
+                self._answer(reply, lambda: pool.list_sessions(limit, offset))
             case calls.DeleteSessions(session_id, delete_prefix):
                 self._delete_sessions(reply, session_id, delete_prefix)
             case calls.ExportSession(session_id, dialogue):

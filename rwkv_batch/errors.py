@@ -12,7 +12,7 @@ import msgspec
 
 
 class ErrorKind(enum.StrEnum):
-    """Sort of failure, with the HTTP status it is reported as."""
+    """Sort of failure."""
 
     NOT_JSON = "not_json"
     INVALID_FIELD = "invalid_field"
@@ -30,31 +30,6 @@ class ErrorKind(enum.StrEnum):
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     INTERNAL = "internal"
-
-    @property
-    def http_status(self) -> int:
-        """HTTP status code of this kind of failure."""
-        return _HTTP_STATUS[self]
-
-
-_HTTP_STATUS = {
-    ErrorKind.NOT_JSON: 400,
-    ErrorKind.INVALID_FIELD: 422,
-    ErrorKind.UNAUTHORIZED: 401,
-    ErrorKind.NOT_FOUND: 404,
-    ErrorKind.METHOD_NOT_ALLOWED: 405,
-    ErrorKind.MODEL_NOT_FOUND: 404,
-    ErrorKind.BODY_TOO_LARGE: 413,
-    ErrorKind.SESSION_NOT_FOUND: 404,
-    ErrorKind.SESSION_BUSY: 409,
-    ErrorKind.SESSION_UNUSABLE: 409,
-    ErrorKind.OVERLOADED: 429,
-    ErrorKind.DRAINING: 503,
-    ErrorKind.ENGINE_LOST: 503,
-    ErrorKind.TIMEOUT: 504,
-    ErrorKind.CANCELLED: 409,
-    ErrorKind.INTERNAL: 500,
-}
 
 
 MAY_BE_KEPT = (

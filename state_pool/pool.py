@@ -16,8 +16,9 @@ from state_pool.config import PoolConfig
 from state_pool.disk.store import Deliveries, Store
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
+from state_pool.session_page import SessionPage
 from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
-from state_pool.status import pool_stats, session_status
+from state_pool.status import pool_stats, session_page
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.turns import Turns
 
@@ -181,12 +182,12 @@ class StatePool:
             self._next_housekeeping = now + _HOUSEKEEPING_S
             self._do_housekeeping(now)
 
-    def status(self, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        """What /state/status shows: counts by tier, and sessions newest first."""
-        return session_status(self._index, limit, offset)
+    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
+        """Counts by tier, and sessions, newest first."""
+        return session_page(self._index, limit, offset)
 
     def stats(self) -> dict[str, Any]:
-        """What /status shows of the pool: sizes, queues, counters, degradations."""
+        """Sizes, queues, counters, degradations."""
         return {
             **pool_stats(self.config, self._index, self._tiers, self._prefix, self._store),
             "waiting_leases": len(self._turns.supply),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from state_pool.arena import ZERO_SLOT, HostState
+from state_pool.session_page import Tier
 
 LINEAR = -1
 """Dialogue number of a plain session, which grows turn by turn; branching dialogues are numbered from 1."""
@@ -92,11 +93,11 @@ class Session:
         return not self.dirty or bool(self.replay)
 
     @property
-    def tier(self) -> str:
-        """The highest tier that holds it, in the words of /state/status."""
+    def tier(self) -> Tier:
+        """The fastest tier that holds it."""
         if self.slot is not None:
-            return "L1 (VRAM)"
-        return "L2 (RAM)" if self.host is not None else "Database (Disk)"
+            return Tier.SLOT
+        return Tier.HOST if self.host is not None else Tier.DISK
 
 
 OnDurable = Callable[[Exception | None], None]
@@ -133,8 +134,8 @@ class Lease:
     """Token ids to be prefilled before the prompt: logged after the state in `read_slot` was taken."""
     num_tokens: int = 0
     """Tokens of history that the state and the replay stand for together."""
-    tier: str = "new"
-    """Where the state was at checkout: "new", or the words of /state/status."""
+    tier: Tier | None = None
+    """Where the state was at checkout; None: the session is new."""
     dialogue_idx: int | None = None
     """Number of the new dialogue, from `StatePool.record` on; None for a plain session."""
     branch: bool = False

@@ -1,8 +1,7 @@
-"""What the pool says of itself: sessions for /state/status, sizes and troubles for /status. Engine thread only."""
+"""What the pool says of itself: a page of its sessions, sizes and troubles. Engine thread only."""
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 from typing import Any
 
@@ -12,31 +11,24 @@ from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
-from state_pool.sessions import Session, SessionIndex
+from state_pool.session_page import SessionEntry, SessionPage
+from state_pool.sessions import SessionIndex
 
 
-def session_status(index: SessionIndex, limit: int, offset: int) -> dict[str, Any]:
-    """Counts by the highest tier that holds a session, and a page of sessions, newest first."""
+def session_page(index: SessionIndex, limit: int, offset: int) -> SessionPage:
+    """Counts by the fastest tier that holds a session, and a page of sessions, newest first."""
     total = index.num_existing
     l1 = sum(session.exists for session in index.l1)
     l2 = sum(session.exists for session in index.l2)
     existing = (session for session in reversed(index) if session.exists)
-    return {
-        "total_sessions": total,
-        "l1_cache_count": l1,
-        "l2_cache_count": l2,
-        "database_count": total - l1 - l2,
-        "sessions": [_shown(session) for session in islice(existing, offset, offset + limit)],
-    }
-
-
-def _shown(session: Session) -> dict[str, Any]:
-    return {
-        "session_id": session.key.shown,
-        "cache_level": session.tier,
-        "last_updated": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.updated)),
-        "timestamp": session.updated,
-    }
+    page = islice(existing, offset, offset + limit)
+    return SessionPage(
+        total=total,
+        in_slots=l1,
+        in_host_memory=l2,
+        on_disk=total - l1 - l2,
+        sessions=[SessionEntry(session.key.shown, session.tier, session.updated) for session in page],
+    )
 
 
 def pool_stats(

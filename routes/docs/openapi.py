@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from routes.request.bodies import Fields
+from routes.response.http_status import HTTP_STATUS
 from routes.response.reply import FILE, JSON, SSE, native_error
 from routes.response.response_models import Error, OpenAIError
 from routes.route import Route
@@ -132,6 +133,6 @@ def _errors(route: Route) -> dict[str, str]:
     kinds += (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE) if route.uploads else ()
     kinds += _OF_WORK if route.is_work else ()
     texts: dict[str, str] = {}
-    for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: kind.http_status):
-        texts[str(kind.http_status)] = " ".join(filter(None, (texts.get(str(kind.http_status)), _ERRORS[kind])))
+    for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: HTTP_STATUS[kind]):
+        texts[str(HTTP_STATUS[kind])] = " ".join(filter(None, (texts.get(str(HTTP_STATUS[kind])), _ERRORS[kind])))
     return texts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from routes.response.http_status import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 PREFIX = "/openai/"
@@ -15,7 +16,7 @@ _SERVER_ERROR = 500
 
 def openai_error(info: ErrorInfo) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
-    status = info.kind.http_status
+    status = HTTP_STATUS[info.kind]
     kind = "server_error" if status >= _SERVER_ERROR else _TYPES.get(status, "invalid_request_error")
     code = _CODES.get(info.kind, info.kind.value)
     return {"error": {"message": info.message, "type": kind, "param": info.field, "code": code}}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from routes.response.http_status import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 JSON = "application/json"
@@ -70,7 +71,7 @@ def error_answer(info: ErrorInfo, error_body: ErrorBody) -> Answer:
         headers["Retry-After"] = "1"
     if info.kind is ErrorKind.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return Answer(to_json(error_body(info)), info.kind.http_status, JSON, headers)
+    return Answer(to_json(error_body(info)), HTTP_STATUS[info.kind], JSON, headers)
 
 
 def sse(value: Any) -> bytes:

@@ -17,6 +17,7 @@ from state_pool.cache.prompt_history import KEY_TOKENS, TOKEN_BYTES, PromptHisto
 from state_pool.cache.tiers import Tiers
 from state_pool.codec import pack_tokens
 from state_pool.config import PoolConfig
+from state_pool.session_page import Tier
 
 MIN_TOKENS = KEY_TOKENS
 """Shortest prefix worth a state; also the part by which entries are looked up."""
@@ -29,7 +30,7 @@ class PrefixHit:
 
     slot: int
     num_tokens: int
-    tier: str
+    tier: Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +173,7 @@ class PrefixCache:
         bucket.sort(key=lambda e: -len(e.ids))
         self._l1[entry] = None
         self.counters.stored += 1
-        return PrefixHit(slot, entry.num_tokens, "L1 (VRAM)")
+        return PrefixHit(slot, entry.num_tokens, Tier.SLOT)
 
     @property
     def slots(self) -> list[int]:
@@ -231,7 +232,7 @@ class PrefixCache:
 
     def _take(self, entry: _Entry) -> PrefixHit | None:
         """Pin an entry's slot, bringing it back from host memory first; None: there is no slot for that."""
-        tier = "L1 (VRAM)" if entry.slot is not None else "L2 (RAM)"
+        tier = Tier.SLOT if entry.slot is not None else Tier.HOST
         if entry.slot is None and not self._promote(entry):
             return None
         assert entry.slot is not None

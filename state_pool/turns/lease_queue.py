@@ -75,7 +75,7 @@ class LeaseQueue:
         if source is None or not source.exists:
             lease.state = LeaseState.READY
             return True
-        if lease.tier == "new":
+        if lease.tier is None:
             lease.tier = source.tier
         if source.slot is None:
             self._fetch(source)

@@ -16,13 +16,15 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.server import EngineServer
+from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
 
 WAIT_S = 20.0
+PAGE = SessionPage(total=4, in_slots=1, in_host_memory=1, on_disk=2, sessions=[SessionEntry("s:2", Tier.HOST, 1234.5)])
 ANSWERS: dict[Any, Any] = {
     calls.GetStatus(): {"running_rows": 0, "jobs": {"/v1": 2}},
     calls.GetMetrics(): 'rwkv_jobs{label="/v1"} 2.0',
-    calls.ListSessions(10, 0): {"sessions": []},
+    calls.ListSessions(10, 0): PAGE,
     calls.DeleteSessions("s", True): 3,
     calls.ExportSession("s", 2): b"\xff\x00bytes",
     calls.ImportSession("s", b"\xff\x00bytes"): 7,

@@ -288,7 +288,7 @@ def test_sessions_survive_a_restart(model: Path, tmp_path: Path) -> None:
         resumed = run(engine, turn("s", " three", max_tokens=8))
         assert resumed.texts[0] == wanted
         assert resumed.finishes[0].cached_tokens > 0
-        assert call(engine, "session_status", limit=10, offset=0)["total_sessions"] == 2
+        assert call(engine, "session_status", limit=10, offset=0).total == 2
 
 
 def test_prefix_cache_changes_no_text(model: Path) -> None:

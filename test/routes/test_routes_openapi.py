@@ -23,7 +23,9 @@ from schemathesis.specs.openapi import checks
 from routes.docs.openapi import openapi_document
 from routes.docs.reference import SERVER, markdown, sections, shapes
 from routes.reference import API_PAGE
+from routes.response.http_status import HTTP_STATUS
 from routes.table import ROUTES
+from rwkv_batch.errors import ErrorKind
 from test.serving import Service
 
 DOCUMENT = openapi_document(ROUTES)
@@ -145,3 +147,7 @@ def test_docs_need_no_network(service: Service) -> None:
     assert "url(" not in answer.text
     for route in ROUTES:
         assert f"<summary>{route.method} {route.path}</summary>" in answer.text
+
+
+def test_every_kind_of_failure_has_a_status() -> None:
+    assert set(HTTP_STATUS) == set(ErrorKind)

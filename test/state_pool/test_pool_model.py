@@ -172,19 +172,19 @@ class World:
             self.pool._flush = lambda store: None  # type: ignore[method-assign]
         self.pool.close()
         self.start()
-        assert self.pool.status()["total_sessions"] == len(self.model)
+        assert self.pool.list_sessions().total == len(self.model)
 
     def check_rest(self) -> None:
         """Nothing runs: every slot has an owner, every session one tier, every count is right."""
         self.driver.settle()
         assert self.pool.check_integrity() == []
-        status = self.pool.status(limit=10_000)
-        names = sorted(session["session_id"] for session in status["sessions"])
+        status = self.pool.list_sessions(limit=10_000)
+        names = sorted(session.session_id for session in status.sessions)
         assert names == sorted(name if n == LINEAR else f"{name}:{n}" for name, n in self.model)
-        stamps = [session["timestamp"] for session in status["sessions"]]
+        stamps = [session.updated for session in status.sessions]
         assert stamps == sorted(stamps, reverse=True)
-        tiers = [status[f"{tier}_count"] for tier in ("l1_cache", "l2_cache", "database")]
-        assert sum(tiers) == status["total_sessions"] == len(self.model)
+        tiers = [status.in_slots, status.in_host_memory, status.on_disk]
+        assert sum(tiers) == status.total == len(self.model)
         assert tiers[1] <= self.config.l2_sessions + self.config.transfer_states
 
     def check_all(self) -> None:

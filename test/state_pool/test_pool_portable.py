@@ -138,7 +138,7 @@ def test_a_turn_waits_for_a_session_that_is_being_brought(tmp_path: Path) -> Non
     driver.pool.import_session("u", file, Outcome())
     driver.delete("u")
     driver.settle()
-    assert driver.pool.status()["total_sessions"] == 2
+    assert driver.pool.list_sessions().total == 2
     driver.pool.close()
 
 
