@@ -191,6 +191,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("wkv_state", _one_of("auto", "fp32", "fp16"), "storage of the WKV state"),
         Flag("max_running", _COUNT, "rows that decode at once; 0: by memory"),
         Flag("max_waiting_rows", _POSITIVE, "rows that may wait; more are refused with 429"),
+        Flag(
+            "max_waiting_rows_per_client",
+            _COUNT,
+            "the same for one client (API key or address); 0: three quarters of --max-waiting-rows",
+        ),
         Flag("prefill_tokens_per_step", _COUNT, "prompt tokens that are read in a step; 0: by device"),
         Flag("prefill_tokens_beside", _COUNT, "the same while rows decode, whose next tokens wait; 0: by device"),
         Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),

@@ -28,6 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that decode at once; 0: decided from free memory (GPU) or 256 (CPU)."""
     max_waiting_rows: int = 8192
     """Rows admitted but not yet running; one more is refused with OVERLOADED."""
+    max_waiting_rows_per_client: int = 0
+    """The same for the rows of one client; 0: three quarters of `max_waiting_rows`."""
     prefill_tokens_per_step: int = 0
     """Prompt tokens that are read in one step; 0: decided by device."""
     prefill_tokens_beside: int = 0

@@ -172,7 +172,8 @@ class Engine:
         """Figures for /status, plain data. Engine thread."""
         return {
             "running_rows": self.scheduler.running_rows,
-            "waiting_rows": self.scheduler.waiting_rows,
+            "waiting_rows": self.scheduler.places.waiting_rows,
+            "paused_rows": self.scheduler.places.paused_rows,
             "jobs": self.jobs.count_by_label(),
             "draining": self._draining,
             **self.speed.figures(),

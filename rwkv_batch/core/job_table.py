@@ -70,14 +70,14 @@ class JobTable:
         limit = self._scheduler.limits.max_waiting_rows
         if job.job_id in self._jobs:
             raise ServiceError(ErrorKind.INVALID_FIELD, f"job id {job.job_id!r} is in use", field="job_id")
-        if not self._scheduler.has_room_for(job.num_rows):
-            waiting = self._scheduler.waiting_rows
-            raise ServiceError(
-                ErrorKind.OVERLOADED,
-                f"the queue is full: {waiting} rows wait, {job.num_rows} more would pass the limit of {limit}; "
-                "try again later or send fewer rows",
-                retry_after_s=1,
-            )
+        waiting = self._scheduler.places.waiting_rows
+        if waiting + job.num_rows > limit:
+            raise _queue_is_full(f"{waiting} rows wait", job.num_rows, f"{limit} (--max-waiting-rows)")
+        share = self._scheduler.limits.waiting_rows_per_client
+        waiting = self._scheduler.places.waiting_rows_of(job.client) if job.client else 0
+        if job.client and waiting + job.num_rows > share:
+            flag = f"{share} for one client (--max-waiting-rows-per-client)"
+            raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, flag)
         for request in job.rows:
             self._check_row(request)
         if any(request.session is not None for request in job.rows) and job.num_rows != 1:
@@ -336,6 +336,15 @@ class JobTable:
     def check_integrity(self) -> list[str]:
         """What does not hold although nothing runs; for tests."""
         wrong: list[Any] = []
-        if not self._jobs and (self._leased or self._scheduler.has_work or self._scheduler.waiting_rows):
+        if not self._jobs and (self._leased or self._scheduler.has_work):
             wrong.append("rows are left without a job")
         return wrong
+
+
+def _queue_is_full(waiting: str, more: int, limit: str) -> ServiceError:
+    return ServiceError(
+        ErrorKind.OVERLOADED,
+        f"the queue is full: {waiting}, {more} more would pass the limit of {limit}; "
+        "try again later or send fewer rows",
+        retry_after_s=1,
+    )

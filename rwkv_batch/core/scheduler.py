@@ -1,10 +1,7 @@
-"""Decides who runs: admits waiting rows fairly between jobs, and fills each step. No torch, no clock.
+"""Decides who is in which step: who has a place (`Admission`), which rows decode, which prompts are read. No torch.
 
-Fairness. Jobs take turns: a free seat goes to the job whose turn it is, and a job that already holds
-seats leaves the last few free for jobs that hold none, so that a bulk job of a thousand rows never
-keeps an interactive one waiting for a seat. Prompt tokens are shared out the same way: one chunk per
-job and round, until the step's budget is spent. Decoding rows are in every step, and while there are some the
-budget is smaller, because the next token of each waits until the step ends.
+Decoding rows are in every step, and while there are some, fewer prompt tokens are read, because the next token of each
+waits until the step ends. Prompt tokens are shared out as places are: between classes, clients and jobs.
 
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
@@ -14,16 +11,15 @@ group's steps, and with every step while there are more of them than a step take
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from rwkv_batch.core.sequence import NO_SEAT, Phase, RunningJob, Sequence
+from rwkv_batch.core.admission import Admission
+from rwkv_batch.core.limits import BATCH_PART, Limits
+from rwkv_batch.core.prompt_turns import share_out
+from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
-
-LEAST_SHARE = 32
-"""Prompt tokens that a job gets at its turn, however many jobs have prompts to read."""
 
 
 @dataclass(slots=True)
@@ -36,37 +32,15 @@ class ScheduledRow:
     """whether a token is drawn after it"""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a step and the running set may hold."""
-
-    max_running: int
-    max_waiting_rows: int
-    prefill_tokens_per_step: int
-    prefill_chunk: int
-    prefill_tokens_beside: int
-    """prompt tokens of a step in which rows decode"""
-    groups: int = 1
-    """micro-batches that rows which decode are dealt into"""
-
-    @property
-    def reserved_seats(self) -> int:
-        """Seats kept for jobs that hold none."""
-        return min(max(1, self.max_running // 16), self.max_running - 1)
-
-
 class Scheduler:
-    """Rows waiting, rows running. Owned by the engine thread."""
+    """Rows waiting, running, paused. Owned by the engine thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource) -> None:
         self.limits = limits
         self._slots = slots
-        self._jobs: deque[RunningJob] = deque()
-        """jobs with waiting rows, whose turn it is first"""
-        self._forked: deque[Sequence] = deque()
-        """continuations of prompts that were read for several rows: each prompt's slot is held until all of them run"""
+        self.places = Admission(limits, slots, self)
         self._running: dict[Sequence, None] = {}
-        """insertion-ordered set"""
+        """rows in the steps, those among them that have answered and still read (an ordered set)"""
         self._reading: dict[Sequence, None] = {}
         """running rows that have more than one token to read"""
         self._groups: list[dict[Sequence, None]] = [{} for _ in range(limits.groups)]
@@ -76,50 +50,43 @@ class Scheduler:
         self._reads_on = False
         """whether prompts were left over by the last step that read some"""
         self._steps = 0
-        self._free_seats = list(range(limits.max_running - 1, -1, -1))
-        self.waiting_rows = 0
 
     @property
     def running_rows(self) -> int:
-        """Rows that hold a slot."""
+        """Rows in the steps."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self._running or self._jobs or self._forked)
-
-    def has_room_for(self, rows: int) -> bool:
-        """Whether so many rows may wait; an idle engine takes a job of any size up to the limit."""
-        return self.waiting_rows + rows <= self.limits.max_waiting_rows
+        return bool(self._running or self.places.waiting_rows or self.places.paused_rows)
 
     def add(self, job: RunningJob, rows: list[Sequence]) -> None:
         """Rows that want to run."""
-        if not job.waiting:
-            self._jobs.append(job)
-        job.waiting.extend(rows)
-        self.waiting_rows += len(rows)
+        self.places.queue_of(job).add(job, rows)
 
     def add_forked(self, rows: list[Sequence]) -> None:
-        """Continuations of a prompt that was read for them; they go before everyone else's."""
-        self._forked.extend(rows)
-        self.waiting_rows += len(rows)
+        """Continuations of a prompt that was read for them; they go before the client's others."""
+        self.places.queue_of(rows[0].job).add_forked(rows[0].job, rows)
 
     def forget_waiting(self, job: RunningJob) -> list[Sequence]:
         """Take back a job's waiting rows (it was cancelled)."""
-        rows = [sequence for sequence in self._forked if sequence.job is job]
-        for sequence in rows:
-            self._forked.remove(sequence)
-        if job.waiting:
-            self._jobs.remove(job)
-            rows.extend(job.waiting)
-            job.waiting.clear()
-        self.waiting_rows -= len(rows)
-        return rows
+        return self.places.queue_of(job).forget(job)
 
     def running_of(self, job: RunningJob) -> list[Sequence]:
-        """A job's running rows."""
+        """A job's rows in the steps."""
         return [sequence for sequence in self._running if sequence.job is job]
+
+    def enter(self, sequence: Sequence) -> None:
+        """See `admission.Steps`."""
+        self._running[sequence] = self._reading[sequence] = None
+
+    def leave(self, sequence: Sequence) -> None:
+        """See `admission.Steps`."""
+        self._running.pop(sequence, None)
+        self._reading.pop(sequence, None)
+        for group in self._groups:
+            group.pop(sequence, None)
 
     def schedule(self, oldest: int = 0) -> list[ScheduledRow]:
         """The rows of the next step: those of a group that decode, and prompt chunks up to the budget.
@@ -128,8 +95,7 @@ class Scheduler:
         one waits, since the first device would wait for it.
         """
         self._steps += 1
-        self._admit_forked()
-        self._admit()
+        self.places.admit()
         self._sort_in()
         rows, turn = self._decoding_rows(oldest)
         if self._reading and (turn == 0 or self._reads_on or not rows):
@@ -151,12 +117,10 @@ class Scheduler:
                 del group[sequence]
                 self._reading[sequence] = None
             self._even_out(group)
-            decoding = [s for s in group if s.may_run(oldest)]
+            decoding = [s for s in group if self._may_run(s, oldest)]
             if decoding:
                 self._turn = (turn + 1) % len(self._groups)
-                decoding.sort(
-                    key=attrgetter("first_slot")
-                )  # neighbours in a step lie together in memory: faster to read
+                decoding.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
                 return [ScheduledRow(s, 1, s.draws) for s in decoding], turn % len(self._groups)
         return [], 0
 
@@ -169,75 +133,23 @@ class Scheduler:
             del group[sequence]
             min(self._groups, key=len)[sequence] = None
 
-    def _admit_forked(self) -> None:
-        """Continuations first: they free the slots of the prompts they share."""
-        while self._forked and len(self._free_seats) > self.limits.reserved_seats:
-            slot = self._slots.allocate()
-            if slot is None:
-                return
-            self._seat(self._forked.popleft(), slot)
-
-    def _may_read_for_several(self) -> bool:
-        """Whether one more prompt may be read for several rows: such prompts must never hold all slots."""
-        reading = sum(not sequence.draws and sequence.phase is Phase.RUNNING for sequence in self._running)
-        return not self._forked and reading < max(1, self.limits.max_running // 8)
-
-    def _admit(self) -> None:
-        """Give free seats and slots to waiting rows, a row per job and round."""
-        blocked = 0
-        while self._jobs and self._free_seats and blocked < len(self._jobs):
-            job = self._jobs[0]
-            self._jobs.rotate(-1)
-            if (job.seated and len(self._free_seats) <= self.limits.reserved_seats) or not self._seat_first(job):
-                blocked += 1
-                continue
-            blocked = 0
-            if not job.waiting:
-                self._jobs.remove(job)
-
-    def _seat_first(self, job: RunningJob) -> bool:
-        """Seat the first of the job's waiting rows that can start; rows behind a busy session step aside."""
-        for index, sequence in enumerate(islice(job.waiting, self.limits.max_running)):
-            if not self._slots.is_ready(sequence) or not (sequence.draws or self._may_read_for_several()):
-                continue
-            slot = self._slots.allocate()
-            if slot is None:
-                return False
-            del job.waiting[index]
-            self._seat(sequence, slot)
-            return True
-        return False
-
-    def _seat(self, sequence: Sequence, slot: int) -> None:
-        self.waiting_rows -= 1
-        sequence.slot, sequence.seat = slot, self._free_seats.pop()
-        sequence.phase = Phase.RUNNING
-        sequence.job.seated += 1
-        self._running[sequence] = self._reading[sequence] = None
-        self._slots.prepare(sequence)
+    def _may_run(self, sequence: Sequence, oldest: int) -> bool:
+        if sequence.lacks_spare_slot:
+            self._slots.add_spare(sequence)
+        return sequence.may_run(oldest)
 
     def _prefill_rows(self, budget: int) -> list[ScheduledRow]:
-        """Prompt chunks within the budget: a chunk per job and round, none above its job's share, turns taken."""
-        by_job: dict[RunningJob, deque[Sequence]] = {}
-        for sequence in self._reading:
-            if sequence.num_uncomputed_tokens > 1:
-                by_job.setdefault(sequence.job, deque()).append(sequence)
-        rows: list[ScheduledRow] = []
-        queues = deque(by_job.values())
-        queues.rotate(-self._steps)
-        share = max(LEAST_SHARE, budget // max(1, len(queues)))
-        while queues and budget > 0:
-            queue = queues.popleft()
-            sequence = queue.popleft()
-            num_tokens = min(self._chunk(sequence), share, budget)
-            budget -= num_tokens
-            rows.append(
-                ScheduledRow(sequence, num_tokens, sequence.draws and num_tokens == sequence.num_uncomputed_tokens)
-            )
-            if queue:
-                queues.append(queue)
-        self._reads_on = bool(queues)
-        return rows
+        """Prompt chunks within the budget: interactive rows first, but batch rows get their part."""
+        reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 1]
+        interactive = [sequence for sequence in reading if not sequence.job.is_batch]
+        batch = [sequence for sequence in reading if sequence.job.is_batch]
+        wanted = sum(map(self._chunk, batch)) if interactive else 0
+        kept = min(wanted, budget // BATCH_PART)
+        first = share_out(interactive, budget - kept, self._chunk, self._steps)
+        rest = budget - sum(count for _, count in first)
+        chunks = [*first, *share_out(batch, rest, self._chunk, self._steps)]
+        self._reads_on = len(chunks) < len(reading)
+        return [ScheduledRow(s, count, s.draws and count == s.num_uncomputed_tokens) for s, count in chunks]
 
     def _chunk(self, sequence: Sequence) -> int:
         """Tokens to read next: up to the chunk size, stopping at a border worth caching."""
@@ -248,16 +160,10 @@ class Scheduler:
 
     def give_up_seat(self, sequence: Sequence) -> None:
         """The row draws no more; it may stay in the steps to read what its session must contain."""
-        if sequence.seat != NO_SEAT:
-            self._free_seats.append(sequence.seat)
-            sequence.seat = NO_SEAT
-            sequence.job.seated -= 1
+        self.places.give_up_seat(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """The row leaves the steps. Its slot is the caller's to give back."""
-        self.give_up_seat(sequence)
-        self._running.pop(sequence, None)
-        self._reading.pop(sequence, None)
-        for group in self._groups:
-            group.pop(sequence, None)
+        self.places.give_up_seat(sequence)
+        self.leave(sequence)
         sequence.phase = Phase.DONE

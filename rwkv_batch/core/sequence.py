@@ -73,9 +73,14 @@ class RunningJob:
     live: dict[Sequence, None] = field(default_factory=dict)
     """rows that have not sent their finish, waiting ones among them (an ordered set)"""
     seated: int = 0
-    """rows that hold a seat"""
+    """rows that hold a place in the steps"""
     deltas: list[Delta] = field(default_factory=list)
     """news gathered in this step"""
+    is_batch: bool = field(init=False)
+    """see `Job.is_batch`"""
+
+    def __post_init__(self) -> None:
+        self.is_batch = self.job.is_batch
 
     @property
     def deadline(self) -> float | None:
@@ -166,6 +171,11 @@ class Sequence:
     def last_is_drawn(self) -> bool:
         """Whether the one token it reads next is the one it drew last, which its seat still holds on the device."""
         return self.draws and self.num_uncomputed_tokens == 1 and len(self.token_ids) > self.prompt_end
+
+    @property
+    def lacks_spare_slot(self) -> bool:
+        """Whether it could be in the next step already, had it a second slot."""
+        return self.lease is not None and self.spare_slot == NO_SLOT and self.draws and self.is_ahead
 
     def may_run(self, oldest: int) -> bool:
         """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back.

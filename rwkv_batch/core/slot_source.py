@@ -21,3 +21,7 @@ class SlotSource(Protocol):
     def prepare(self, sequence: Sequence) -> None:
         """The row got its slot and its seat."""
         ...
+
+    def add_spare(self, sequence: Sequence) -> None:
+        """The row began without the second slot that it needs to be in every step: try again."""
+        ...

@@ -83,8 +83,8 @@ class StateManager:
     def _start_from_session(self, sequence: Sequence) -> None:
         lease, turn = sequence.lease, sequence.request.session
         assert lease is not None and turn is not None
-        if self._overlap and (spare := self.pool.allocate()) is not None:
-            sequence.spare_slot = spare
+        if self._overlap:
+            self.add_spare(sequence)
         if lease.exists:
             sequence.token_ids = [*lease.replay, *turn.resume_prompt]
             sequence.turn_start = len(lease.replay)
@@ -92,6 +92,11 @@ class StateManager:
             sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
             # The lease itself keeps the slot's content until the turn ends.
             sequence.shared = SharedSlot(lease.read_slot, lambda: None)
+
+    def add_spare(self, sequence: Sequence) -> None:
+        """See `SlotSource.add_spare`."""
+        if (spare := self.pool.allocate()) is not None:
+            sequence.spare_slot = spare
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
         hit = self.pool.match_prefix(sequence.token_ids)

@@ -68,10 +68,13 @@ class HostTokens:
 class DecodeGraphs:
     """Captures and replays decode steps of a one-stage pipeline; the sizes share one memory pool."""
 
-    def __init__(self, stage: Stage, max_rows: int, sampler: DeviceSampler | None = None) -> None:
+    def __init__(
+        self, stage: Stage, max_rows: int, sampler: DeviceSampler | None = None, num_seats: int | None = None
+    ) -> None:
+        """Steps of at most `max_rows` rows, which sit on any of `num_seats` seats (None: as many as rows)."""
         self.stage = stage
         self.max_rows = max_rows
-        self.dummy_seat = max_rows
+        self.dummy_seat = max_rows if num_seats is None else num_seats
         self.sizes = padded_sizes(max_rows)
         self._sampler = sampler or Greedy()
         self._device = stage.precision.device
@@ -79,7 +82,7 @@ class DecodeGraphs:
         names = ("read_slots", "write_slots", "seats", "seats32")
         self._staged = StagedArrays(dict.fromkeys(names, self._padded_rows), self._device, {"seats32": torch.int32})
         self._identity = torch.arange(self._padded_rows + 1, device=self._device)
-        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self._device)
+        self.last_tokens = torch.zeros(self.dummy_seat + 1, dtype=torch.int64, device=self._device)
         self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
         self.recorder = Recorder(self._device)
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}

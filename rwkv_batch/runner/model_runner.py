@@ -14,7 +14,8 @@ from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.scheduler import Limits, ScheduledRow
+from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import WeightsError, open_weights
@@ -79,12 +80,12 @@ class ModelRunner:
             torch.cuda.empty_cache()  # what loading has left over
         self._weight_bytes = {device: torch.cuda.memory_allocated(device) for device in self._gpus}
         self.limits = self._limits()
+        self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
         self._allocate_slots()
         try:
             self.pool = StatePool(PipelineArena(self.pipeline), config.pool, wake)
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
-        self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
         self.steps_in_flight = self.limits.groups + self.overlaps
         """launched and not read by the host: a step of each group, and one more where that hides the host"""
         self._samplers: dict[str, Sampler] = {}
@@ -95,7 +96,7 @@ class ModelRunner:
         self._last_tokens = (
             self._graphs.last_tokens
             if self._graphs is not None
-            else torch.zeros(self.limits.max_running, dtype=torch.int64, device=self.device)
+            else torch.zeros(self.limits.num_seats, dtype=torch.int64, device=self.device)
         )
         """[seats] the token each row has drawn last"""
         self._logits = self._graphs.logits if self._graphs is not None else None
@@ -118,6 +119,7 @@ class ModelRunner:
         return Limits(
             max_running=rows,
             max_waiting_rows=self._config.max_waiting_rows,
+            max_waiting_rows_per_client=self._config.max_waiting_rows_per_client,
             prefill_tokens_per_step=prefill_tokens,
             prefill_chunk=self._config.prefill_chunk,
             prefill_tokens_beside=min(beside, prefill_tokens),
@@ -149,9 +151,12 @@ class ModelRunner:
         return self._config.pool.l1_sessions + self._config.pool.prefix_cache_slots + FIRST_FREE_SLOT
 
     def _allocate_slots(self) -> None:
-        """Slots of running rows, an eighth more for marks and borders, and the parked ones."""
+        """Slots of running rows, an eighth more for marks and borders, the parked ones, and what sessions take."""
         rows = self.limits.max_running
         slots = rows + max(4, rows // 8) + self._parked_slots()
+        shares = {device: self.pipeline.slot_bytes_on(device) for device in set(self.pipeline.devices)}
+        fitting = min(self._free_bytes(device) // share for device, share in shares.items())
+        slots += min(rows * self._session_slots(), max(0, fitting - slots) // 2)
         self._num_slots = slots
         try:
             self.pipeline.allocate_slots(slots)
@@ -161,10 +166,18 @@ class ModelRunner:
                 "lower --max-running"
             ) from error
 
+    def _session_slots(self) -> int:
+        """Slots that a session's row takes beside its own, as far as half the memory that is left holds them.
+
+        One holds the state that its turn began with, one in the overlapped loop that of the token before. Paused rows
+        use them too.
+        """
+        return 2 if self.overlaps else 1
+
     def _make_graphs(self) -> DecodeGraphs:
         sampler = self.sampler("")
         assert isinstance(sampler, DeviceSampler)
-        return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler)
+        return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler, self.limits.num_seats)
 
     def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
         return PrefillGraphs(self.pipeline.stages[0], graphs.recorder, graphs.logits)
@@ -216,7 +229,7 @@ class ModelRunner:
             self._samplers[name], refusals = choose_sampler(
                 order(self._config.samplers, asked=name),
                 self.device,
-                self.limits.max_running,
+                self.limits.num_seats,
                 self.vocab,
                 self.penalty_exempt_ids(),
                 made=self._samplers.values(),

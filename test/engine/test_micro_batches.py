@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rwkv_batch.core.scheduler import Limits, ScheduledRow, Scheduler
+from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import FinishReason, GenerateRequest
 from sampling.params import SamplingParams

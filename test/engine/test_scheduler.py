@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.output import RowOutput, StopRules
-from rwkv_batch.core.scheduler import Limits, ScheduledRow, Scheduler
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.params import SamplingParams
@@ -29,6 +30,10 @@ class Slots:
     def prepare(self, sequence: Sequence) -> None:
         sequence.prompt_end = len(sequence.token_ids)
 
+    def add_spare(self, sequence: Sequence) -> None:
+        if (slot := self.allocate()) is not None:
+            sequence.spare_slot = slot
+
 
 def scheduler(
     seats: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, beside: int = 0
@@ -37,9 +42,10 @@ def scheduler(
     return Scheduler(Limits(seats, 10_000, budget, chunk, beside or budget), source), source
 
 
-def job(rows: int, prompt_tokens: int = 1) -> tuple[RunningJob, list[Sequence]]:
+def job(rows: int, prompt_tokens: int = 1, client: str = "") -> tuple[RunningJob, list[Sequence]]:
+    """A job and its rows: batch work if there are more than eight."""
     request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=9, sampling=SamplingParams())
-    running = RunningJob(Job(job_id="j", rows=[request] * rows), lambda events: None, rows)
+    running = RunningJob(Job(job_id="j", rows=[request] * rows, client=client), lambda events: None, rows)
     output = [RowOutput(i, request, StopRules(request, TABLE), TABLE) for i in range(rows)]
     return running, [Sequence(running, i, request, list(request.prompt), output[i]) for i in range(rows)]
 
@@ -75,7 +81,7 @@ def test_a_newcomer_finds_a_seat_beside_a_bulk_job() -> None:
 def test_seats_and_slots_are_bounds() -> None:
     plan, _ = scheduler(seats=8, slots=3)
     plan.add(*job(10))
-    assert len(plan.schedule()) == 3 and plan.waiting_rows == 7
+    assert len(plan.schedule()) == 3 and plan.places.waiting_rows == 7
     alone, _ = scheduler(seats=1)
     alone.add(*job(2))
     assert len(alone.schedule()) == 1
@@ -219,4 +225,4 @@ def test_forgetting_a_job_empties_the_queue() -> None:
     plan.add(running, rows)
     plan.schedule()
     assert len(plan.forget_waiting(running)) == 4  # one sits, one seat is kept for other jobs
-    assert plan.waiting_rows == 0 and len(plan.running_of(running)) == 1
+    assert plan.places.waiting_rows == 0 and len(plan.running_of(running)) == 1

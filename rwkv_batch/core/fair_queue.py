@@ -1,0 +1,171 @@
+"""Whose turn it is: the rows of one class, by client. Plain data of the engine's thread.
+
+The next turn is the client's that has the fewest rows running; of equals, the one's that was served longest ago. A
+client's own jobs take turns, a row each.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rwkv_batch.core.sequence import RunningJob, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class ClientRows:
+    """One client's rows of one class."""
+
+    client: str
+    jobs: deque[RunningJob] = field(default_factory=deque)
+    """jobs with waiting rows, whose turn it is first"""
+    running: dict[Sequence, None] = field(default_factory=dict)
+    """rows that hold a place in the steps, the oldest first"""
+    paused: dict[Sequence, None] = field(default_factory=dict)
+    """rows that gave way, the longest paused first"""
+    served: int = 0
+    """when a row of it was started last, as a count"""
+
+
+class Turns:
+    """The clients that want a place, the next one first."""
+
+    def __init__(self, clients: Iterator[ClientRows]) -> None:
+        self._heap = [(len(rows.running), rows.served, rows.client, rows) for rows in clients]
+        heapq.heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def take(self) -> ClientRows:
+        """The next client; it leaves the line."""
+        return heapq.heappop(self._heap)[-1]
+
+    def put(self, rows: ClientRows) -> None:
+        """Back into the line, if it still wants a place."""
+        if rows.jobs or rows.paused:
+            heapq.heappush(self._heap, (len(rows.running), rows.served, rows.client, rows))
+
+
+class FairQueue:
+    """Waiting, running and paused rows of one class. Owned by the scheduler."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, ClientRows] = {}
+        self._serial = itertools.count(1)
+        self.forked: dict[Sequence, None] = {}
+        """waiting continuations of prompts that were read for several rows: each prompt's slot is held until all run"""
+        self.num_waiting = 0
+        self.num_running = 0
+        self.num_paused = 0
+
+    def of(self, client: str) -> ClientRows:
+        """The client's rows."""
+        if client not in self._clients:
+            self._clients[client] = ClientRows(client)
+        return self._clients[client]
+
+    def turns(self) -> Turns:
+        """Who wants a place."""
+        if not self.num_waiting and not self.num_paused:
+            return Turns(iter(()))
+        return Turns(rows for rows in self._clients.values() if rows.jobs or rows.paused)
+
+    def waiting_of(self, client: str) -> int:
+        """A client's waiting rows."""
+        return sum(len(job.waiting) for job in self._clients[client].jobs) if client in self._clients else 0
+
+    @property
+    def num_reading_for_several(self) -> int:
+        """Running rows that read a prompt for others."""
+        return sum(not sequence.draws for rows in self._clients.values() for sequence in rows.running)
+
+    def largest(self) -> ClientRows | None:
+        """The client with the most running rows."""
+        return max(self._clients.values(), key=lambda rows: len(rows.running), default=None)
+
+    def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
+        """Rows that wait, behind the job's others."""
+        if not job.waiting:
+            self.of(job.job.client).jobs.append(job)
+        job.waiting.extend(sequences)
+        self.num_waiting += len(sequences)
+
+    def add_forked(self, job: RunningJob, sequences: list[Sequence]) -> None:
+        """Rows that wait and go before all others of their client: they free the slot that they share."""
+        jobs = self.of(job.job.client).jobs
+        if job.waiting:
+            jobs.remove(job)
+        jobs.appendleft(job)
+        job.waiting.extendleft(reversed(sequences))
+        self.forked.update(dict.fromkeys(sequences))
+        self.num_waiting += len(sequences)
+
+    def forget(self, job: RunningJob) -> list[Sequence]:
+        """Take back a job's waiting rows."""
+        sequences = list(job.waiting)
+        if sequences:
+            self.of(job.job.client).jobs.remove(job)
+            job.waiting.clear()
+        for sequence in sequences:
+            self.forked.pop(sequence, None)
+        self.num_waiting -= len(sequences)
+        self._tidy(job.job.client)
+        return sequences
+
+    def start(self, job: RunningJob, index: int) -> Sequence:
+        """The job's waiting row number `index` gets a place; the client's next turn is another job's."""
+        rows, sequence = self.of(job.job.client), job.waiting[index]
+        del job.waiting[index]
+        self.forked.pop(sequence, None)
+        self.num_waiting -= 1
+        rows.jobs.remove(job)
+        if job.waiting:
+            rows.jobs.append(job)
+        self._place(rows, sequence)
+        return sequence
+
+    def resume(self, sequence: Sequence) -> None:
+        """A paused row gets a place again."""
+        rows = self.of(sequence.job.job.client)
+        del rows.paused[sequence]
+        self.num_paused -= 1
+        self._place(rows, sequence)
+
+    def _place(self, rows: ClientRows, sequence: Sequence) -> None:
+        rows.running[sequence] = None
+        rows.served = next(self._serial)
+        self.num_running += 1
+        sequence.job.seated += 1
+
+    def pause(self, sequence: Sequence) -> None:
+        """A running row gives its place up, and wants it back."""
+        rows = self.of(sequence.job.job.client)
+        del rows.running[sequence]
+        rows.paused[sequence] = None
+        self.num_running -= 1
+        self.num_paused += 1
+        sequence.job.seated -= 1
+
+    def end(self, sequence: Sequence) -> bool:
+        """A running or paused row wants its place no more. Returns whether it was paused."""
+        client = sequence.job.job.client
+        rows = self.of(client)
+        if sequence in rows.running:
+            del rows.running[sequence]
+            self.num_running -= 1
+            sequence.job.seated -= 1
+        was_paused = sequence in rows.paused
+        if was_paused:
+            del rows.paused[sequence]
+            self.num_paused -= 1
+        self._tidy(client)
+        return was_paused
+
+    def _tidy(self, client: str) -> None:
+        rows = self.of(client)
+        if not (rows.jobs or rows.running or rows.paused):
+            del self._clients[client]

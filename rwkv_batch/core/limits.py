@@ -1,0 +1,49 @@
+"""What a step, the running set and the queue may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BATCH_PART = 4
+"""Batch work keeps one part in so many of the places and of a step's prompt tokens, whatever else there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one engine; all counts."""
+
+    max_running: int
+    max_waiting_rows: int
+    prefill_tokens_per_step: int
+    prefill_chunk: int
+    prefill_tokens_beside: int
+    """prompt tokens of a step in which rows decode"""
+    groups: int = 1
+    """micro-batches that rows which decode are dealt into"""
+    max_waiting_rows_per_client: int = 0
+    """0: three quarters of `max_waiting_rows`"""
+
+    @property
+    def waiting_rows_per_client(self) -> int:
+        """Rows of one client that may wait."""
+        return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)
+
+    @property
+    def reserved_places(self) -> int:
+        """Places that rows leave free for interactive jobs that have none."""
+        return min(max(1, self.max_running // 16), self.max_running - 1)
+
+    @property
+    def batch_places(self) -> int:
+        """Places that batch rows need not leave to interactive ones."""
+        return min(max(1, self.max_running // BATCH_PART), self.max_running - 1)
+
+    @property
+    def max_paused(self) -> int:
+        """Rows that may have given way at a time; each keeps its slot and its seat."""
+        return max(1, self.max_running // 2)
+
+    @property
+    def num_seats(self) -> int:
+        """Rows of the samplers' state: those that run and those that are paused."""
+        return self.max_running + self.max_paused

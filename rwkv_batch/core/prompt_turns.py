@@ -1,0 +1,53 @@
+"""How a step's prompt tokens are shared out between clients and their jobs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from rwkv_batch.core.sequence import RunningJob, Sequence
+
+LEAST_SHARE = 32
+"""Prompt tokens that a job gets at its turn, however many have prompts to read."""
+
+
+def share_out(
+    reading: list[Sequence], budget: int, chunk: Callable[[Sequence], int], turn: int
+) -> list[tuple[Sequence, int]]:
+    """Tokens for each row that gets any: `chunk` tells the most, `turn` whose turn is first.
+
+    Clients share the budget evenly, and a client's jobs its part; what one leaves the next may use.
+    """
+    clients: dict[str, dict[RunningJob, deque[Sequence]]] = {}
+    for sequence in reading:
+        clients.setdefault(sequence.job.job.client, {}).setdefault(sequence.job, deque()).append(sequence)
+    part = budget // max(1, len(clients))
+    queues = deque(
+        (_in_turn(jobs, turn // len(clients)), max(LEAST_SHARE, part // len(jobs))) for jobs in clients.values()
+    )
+    queues.rotate(-turn)
+    shared: list[tuple[Sequence, int]] = []
+    while queues and budget > 0:
+        rows, share = queues.popleft()
+        left = min(budget, max(part, share))
+        while rows and left > 0:
+            sequence = rows.popleft()
+            count = min(chunk(sequence), share, left)
+            left, budget = left - count, budget - count
+            shared.append((sequence, count))
+        if rows:
+            queues.append((rows, share))
+    return shared
+
+
+def _in_turn(jobs: dict[RunningJob, deque[Sequence]], turn: int) -> deque[Sequence]:
+    """A client's rows, one per job and round."""
+    lines = deque(jobs.values())
+    lines.rotate(-turn)
+    rows: deque[Sequence] = deque()
+    while lines:
+        line = lines.popleft()
+        rows.append(line.popleft())
+        if line:
+            lines.append(line)
+    return rows

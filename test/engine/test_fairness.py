@@ -1,0 +1,296 @@
+"""Places in the steps between clients and classes, and rows that give way. No model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from rwkv_batch.core.scheduler import Scheduler
+from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
+from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
+
+
+def end(plan: Scheduler, slots: Slots, sequence: Sequence) -> None:
+    """What the job table does when a row ends."""
+    if sequence.slot >= 0:
+        slots.free.append(sequence.slot)
+    plan.remove(sequence)
+
+
+def clients(plan: Scheduler) -> Counter[str]:
+    return Counter(row.sequence.job.job.client for row in plan.schedule())
+
+
+def test_hi_beside_three_bulk_requests_of_one_client() -> None:
+    """32 seats: it waited for their rows to end."""
+    plan, _ = scheduler(seats=32)
+    for _ in range(3):
+        plan.add(*job(200, client="bulk"))
+        read(plan.schedule())
+    hi, rows = job(1, client="hi")
+    plan.add(hi, rows)
+    assert per_job(plan.schedule())[hi] == 1, "it is in the very next step"
+
+
+@pytest.mark.parametrize("bulk_clients", [1, 3, 40])
+def test_interactive_rows_displace_batch_rows_down_to_a_quarter(bulk_clients: int) -> None:
+    plan, _ = scheduler(seats=32, slots=1000)
+    for number in range(bulk_clients):
+        plan.add(*job(200, client=f"bulk{number}"))
+    read(plan.schedule())
+    chats = [job(1, client=f"chat{number}") for number in range(40)]
+    for running, rows in chats:
+        plan.add(running, rows)
+    rows = plan.schedule()
+    interactive = [row for row in rows if not row.sequence.job.is_batch]
+    assert len(rows) == 32
+    assert len(interactive) == 2 + 16, "the reserve, and as many rows as may be paused"
+    assert plan.places.paused_rows == 16
+
+
+def test_paused_rows_keep_slot_and_seat_and_go_on_first() -> None:
+    plan, slots = scheduler(seats=16, slots=100)
+    bulk, bulk_rows = job(50, client="bulk")
+    plan.add(bulk, bulk_rows)
+    before = [row.sequence for row in plan.schedule()]
+    places = {sequence: (sequence.slot, sequence.seat) for sequence in before}
+    chats = [job(1, client="chat") for _ in range(6)]
+    for running, rows in chats:
+        plan.add(running, rows)
+    now = {row.sequence for row in plan.schedule()}
+    paused = [sequence for sequence in before if sequence not in now]
+    assert len(paused) == 5 and set(bulk_rows[10:15]) == set(paused), "the youngest give way"
+    assert all((s.slot, s.seat, s.phase) == (*places[s], Phase.RUNNING) for s in paused)
+    taken = [(s.slot, s.seat) for s in {*now, *paused}]
+    assert len({slot for slot, _ in taken}) == len({seat for _, seat in taken}) == len(taken)
+    for _, rows in chats:
+        end(plan, slots, rows[0])
+    assert {row.sequence for row in plan.schedule()} == set(before), "before the rows that have not begun"
+    assert plan.places.paused_rows == 0
+
+
+def test_clients_share_the_places() -> None:
+    plan, _ = scheduler(seats=32, slots=1000)
+    plan.add(*job(500, client="early"))
+    assert clients(plan) == {"early": 30}
+    for _ in range(5):
+        plan.add(*job(500, client="late"))
+    shares = clients(plan)
+    assert shares["early"] + shares["late"] == 30
+    assert shares["late"] == 8, "of batch rows, a quarter of the places may be paused"
+
+
+def test_a_client_of_many_jobs_gets_no_more_than_one_of_few() -> None:
+    plan, _ = scheduler(seats=32, slots=1000)
+    for _ in range(20):
+        plan.add(*job(9, client="many"))
+    plan.add(*job(100, client="one"))
+    assert clients(plan) == {"many": 15, "one": 15}
+
+
+def test_interactive_clients_share_too() -> None:
+    plan, _ = scheduler(seats=16, slots=1000)
+    for _ in range(200):
+        plan.add(*job(1, client="hog"))
+    assert clients(plan) == {"hog": 16}
+    for _ in range(4):
+        plan.add(*job(1, client="polite"))
+    assert clients(plan) == {"hog": 12, "polite": 4}
+
+
+def test_interactive_floods_leave_batch_work_its_part() -> None:
+    plan, slots = scheduler(seats=32, slots=1000)
+    plan.add(*job(100, client="bulk"))
+    read(plan.schedule())
+    least = 32
+    for _ in range(100):
+        for _ in range(60):
+            plan.add(*job(1, client="flood"))
+        rows = plan.schedule()
+        least = min(least, sum(row.sequence.job.is_batch for row in rows))
+        for row in rows:
+            if not row.sequence.job.is_batch:
+                end(plan, slots, row.sequence)
+    assert least >= 8
+
+
+def test_batch_work_that_comes_into_a_flood_begins() -> None:
+    plan, slots = scheduler(seats=16, slots=1000)
+    plan.add(*job(8, client="flood")), plan.add(*job(8, client="flood"))
+    running = [row.sequence for row in plan.schedule()]
+    plan.add(*job(20, client="bulk"))
+    for _ in range(50):
+        plan.add(*job(1, client="flood"))
+    for sequence in running[:6]:
+        end(plan, slots, sequence)
+    assert sum(row.sequence.job.is_batch for row in plan.schedule()) == 4
+
+
+def test_a_row_that_cannot_start_displaces_nobody() -> None:
+    plan, slots = scheduler(seats=16, slots=15)
+    plan.add(*job(50, client="bulk"))
+    before = {row.sequence for row in plan.schedule()}
+    chat, rows = job(1, client="chat")
+    plan.add(chat, rows)
+    assert {row.sequence for row in plan.schedule()} == before and plan.places.paused_rows == 0
+    slots.free.append(99)
+    slots.blocked.add(rows[0])
+    assert {row.sequence for row in plan.schedule()} == before
+    slots.blocked.clear()
+    assert rows[0] in {row.sequence for row in plan.schedule()}
+
+
+def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter() -> None:
+    plan, _ = scheduler(seats=64, budget=64, chunk=64)
+    plan.add(*job(20, prompt_tokens=500, client="bulk"))
+    plan.schedule()
+    for number in range(6):
+        plan.add(*job(1, prompt_tokens=500, client=f"chat{number}"))
+    rows = plan.schedule()
+    assert sum(row.num_tokens for row in rows) == 64
+    assert sum(row.num_tokens for row in rows if row.sequence.job.is_batch) == 16
+
+
+def test_clients_share_the_prompt_budget() -> None:
+    plan, _ = scheduler(seats=64, budget=64, chunk=64)
+    for _ in range(10):
+        plan.add(*job(1, prompt_tokens=500, client="many"))
+    plan.add(*job(1, prompt_tokens=500, client="one"))
+    tokens: Counter[str] = Counter()
+    for _ in range(10):
+        for row in plan.schedule():
+            tokens[row.sequence.job.job.client] += row.num_tokens
+    assert tokens == {"many": 320, "one": 320}
+
+
+def test_forked_rows_leave_the_reserve_to_others() -> None:
+    plan, _ = scheduler(seats=16)
+    for is_bulk in (True, False):
+        running, rows = job(20 if is_bulk else 8, client="a")
+        running.seated += 1  # the row that has read the prompt for them
+        plan.add_forked(rows)
+    assert len(plan.schedule()) == 15
+    newcomer, rows = job(1, client="b")
+    plan.add(newcomer, rows)
+    assert per_job(plan.schedule())[newcomer] == 1
+
+
+def test_a_job_without_seats_may_take_the_reserve_again() -> None:
+    plan, slots = scheduler(seats=16)
+    running, rows = job(2, client="chat")
+    plan.add(running, rows[:1])
+    plan.schedule()
+    end(plan, slots, rows[0])
+    assert running.seated == 0
+    plan.add(*job(50, client="bulk"))
+    plan.schedule()
+    plan.add(running, rows[1:])
+    assert per_job(plan.schedule())[running] == 1 and plan.places.paused_rows == 0
+
+
+class Checked:
+    """A scheduler whose rows come, draw and go at random, and what must hold after every step."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.seats, self.num_slots = self.rng.choice([(1, 3), (2, 4), (8, 9), (16, 40)])
+        self.plan, self.slots = scheduler(seats=self.seats, slots=self.num_slots, budget=48, chunk=8)
+        self.rows: dict[Sequence, int] = {}
+        """live rows -> tokens they still draw"""
+
+    def submit(self) -> None:
+        count = self.rng.choice([1, 1, 2, 8, 9, 30])
+        running, rows = job(count, self.rng.choice([1, 5, 40]), client=self.rng.choice("abc"))
+        self.rows |= {row: self.rng.randint(1, 20) for row in rows}
+        self.plan.add(running, rows)
+
+    def cancel(self) -> None:
+        if self.rows:
+            running = self.rng.choice(list(self.rows)).job
+            self.plan.forget_waiting(running)
+            for sequence in [sequence for sequence in self.rows if sequence.job is running]:
+                self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        del self.rows[sequence]
+        end(self.plan, self.slots, sequence)
+
+    def step(self) -> None:
+        rows = self.plan.schedule()
+        self.check({row.sequence for row in rows})
+        assert rows or not self.rows, "rows that may run, do"
+        read(rows)
+        for row in rows:
+            self.rows[row.sequence] -= row.draws
+            if self.rows[row.sequence] == 0:
+                self.end(row.sequence)
+
+    def check(self, stepped: set[Sequence]) -> None:
+        begun = [sequence for sequence in self.rows if sequence.phase is Phase.RUNNING]
+        assert len(begun) == self.plan.running_rows + self.plan.places.paused_rows
+        assert len(begun) + self.plan.places.waiting_rows == len(self.rows)
+        assert self.plan.running_rows <= self.seats and self.plan.places.paused_rows <= self.plan.limits.max_paused
+        assert len({sequence.seat for sequence in begun}) == len(begun) <= self.plan.limits.num_seats
+        slots = [sequence.slot for sequence in begun] + self.slots.free
+        assert sorted(slots) == list(range(2, self.num_slots + 2))
+        seated = Counter(sequence.job for sequence in begun if sequence in self.plan._running)
+        assert all(sequence.job.seated == seated[sequence.job] for sequence in self.rows)
+        assert stepped <= set(begun)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_and_goes(seed: int) -> None:
+    checked = Checked(seed)
+    for _ in range(300):
+        event = checked.rng.random()
+        if event < 0.15:
+            checked.submit()
+        elif event < 0.2:
+            checked.cancel()
+        checked.step()
+    while checked.rows:
+        checked.step()
+    assert not checked.plan.has_work
+    assert not checked.plan.places.interactive._clients and not checked.plan.places.batch._clients
+
+
+def test_queued_continuations_of_a_cancelled_job_are_forgotten() -> None:
+    plan, _ = scheduler(seats=1)
+    plan.add(*job(1))
+    plan.schedule()
+    running, children = job(3)
+    plan.add_forked(children)
+    assert plan.places.waiting_rows == 3
+    assert plan.forget_waiting(running) == children and plan.places.waiting_rows == 0
+    assert not plan.places.interactive.forked
+
+
+def jobs_that_read_for_several(plan: Scheduler, count: int, client: str, rows: int) -> list[RunningJob]:
+    made = []
+    for _ in range(count):
+        running, sequences = job(rows, prompt_tokens=5, client=client)
+        sequences[0].draws = False
+        plan.add(running, sequences[:1])
+        made.append(running)
+    return made
+
+
+def test_no_more_prompts_are_read_for_several_while_continuations_wait() -> None:
+    plan, _ = scheduler(seats=16)
+    _, children = job(20, client="a")
+    plan.add_forked(children)
+    plan.schedule()
+    assert children[-1].phase is Phase.WAITING
+    jobs_that_read_for_several(plan, 5, "a", 20)
+    assert all(row.sequence.draws for row in plan.schedule())
+
+
+def test_batch_prompts_read_for_several_do_not_keep_interactive_ones_waiting() -> None:
+    plan, _ = scheduler(seats=16)
+    _, children = job(20, client="a")
+    plan.add_forked(children)
+    plan.schedule()
+    chat = jobs_that_read_for_several(plan, 1, "b", 4)[0]
+    assert per_job(plan.schedule())[chat] == 1

@@ -1,0 +1,148 @@
+"""Rows that give way, on a real engine: the same texts as undisturbed, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rwkv_batch.core.fair_queue import FairQueue
+from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason, GenerateRequest, Priority
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=["plain", "overlapped"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
+    with started_engine(model, pool, max_running=8, overlap_on_cpu=request.param == "overlapped") as engine:
+        yield engine
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
+    """Every row that has given way, once for each time."""
+    seen: list[Sequence] = []
+    pause = FairQueue.pause
+
+    def noting(queue: FairQueue, sequence: Sequence) -> None:
+        seen.append(sequence)
+        pause(queue, sequence)
+
+    monkeypatch.setattr(FairQueue, "pause", noting)
+    return seen
+
+
+def bulk() -> list[GenerateRequest]:
+    """Rows of every kind whose sampler remembers what was drawn."""
+    rows = [
+        ask(
+            f"bulk row {i} " * (1 + i % 5),
+            max_tokens=20 + 3 * i,
+            ignore_eos=True,
+            stop_strings=[b"never said"],
+            sampling=SamplingParams(
+                seed=i, top_k=40, presence_penalty=0.7, frequency_penalty=0.3, penalty_decay=0.99, top_logprobs=i % 2
+            ),
+        )
+        for i in range(14)
+    ]
+    return [*rows, ask("many", n=5, max_tokens=30, ignore_eos=True, sampling=SamplingParams(seed=50))]
+
+
+def chat_until(engine: Engine, job: Running) -> None:
+    """Interactive requests of several clients, four at a time, while the job runs."""
+    while not job.done.is_set():
+        for chat in [submit(engine, ask("hi", max_tokens=3, ignore_eos=True), client=f"chat{i}") for i in range(4)]:
+            chat.wait()
+
+
+def test_rows_that_gave_way_draw_what_they_would_have(engine: Engine, paused: list[Sequence]) -> None:
+    wanted = run(engine, *bulk(), client="bulk").all_texts
+    assert not paused
+    job = submit(engine, *bulk(), client="bulk")
+    chat_until(engine, job)
+    assert len(paused) > 10 and len(set(paused)) > 3
+    assert job.all_texts == wanted
+    assert all(finish.reason is FinishReason.LENGTH for finish in job.finishes.values())
+
+
+def test_sessions_that_gave_way_go_on_as_if_nothing_had_been(engine: Engine, paused: list[Sequence]) -> None:
+    def turns(name: str, disturb: bool) -> list[bytes]:
+        texts = []
+        for prompt in ("one", " two", " three"):
+            sampling = SamplingParams(temperature=1.0, seed=3, frequency_penalty=0.5)
+            jobs = [
+                submit(
+                    engine,
+                    turn(f"{name}{i}", prompt, max_tokens=25, ignore_eos=True, stop_strings=[b"ab", b"e t"],
+                         sampling=sampling),
+                    client="bulk", priority=Priority.BATCH,
+                )
+                for i in range(7)
+            ]  # fmt: skip
+            if disturb:
+                for job in jobs:
+                    chat_until(engine, job)
+            texts += [job.wait().texts.get(0, b"") for job in jobs]
+        return texts
+
+    wanted = turns("alone", False)
+    assert turns("among", True) == wanted
+    assert any(sequence.lease is None and sequence.request.session is not None for sequence in paused)
+    call(engine, "session_delete", session_id="a", delete_prefix=True)
+
+
+@pytest.mark.parametrize("way", ["cancel", "timeout"])
+def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence], way: str) -> None:
+    free = call(engine, "status")["free_slots"]
+    endless = [ask("endless", max_tokens=10**6, ignore_eos=True)] * 10
+    job = submit(engine, *endless, client="bulk", timeout_s=1.0 if way == "timeout" else None)
+    assert job.started.wait(30)
+    chats = [submit(engine, ask("hi", max_tokens=10**6, ignore_eos=True), client=f"c{i}") for i in range(4)]
+    for chat in chats:
+        assert chat.started.wait(30)
+    assert paused
+    if way == "cancel":
+        engine.cancel(job.job.job_id)
+    reason = FinishReason.CANCELLED if way == "cancel" else FinishReason.TIMEOUT
+    assert {finish.reason for finish in job.wait().finishes.values()} == {reason}
+    for chat in chats:
+        engine.cancel(chat.job.job_id)
+        chat.wait()
+    run(engine, *[ask("after", max_tokens=2)] * 12)
+    status = call(engine, "status")
+    assert (status["free_slots"], status["paused_rows"], status["running_rows"]) == (free, 0, 0)
+    assert len(engine.scheduler.places.free_seats) == engine.machine.limits.num_seats
+
+
+def test_a_client_has_a_queue_place_of_its_own(model: Path) -> None:
+    with started_engine(model, max_waiting_rows=40, max_waiting_rows_per_client=20) as engine:
+        with pytest.raises(ServiceError) as refusal:
+            run(engine, *[ask("x")] * 21, client="greedy")
+        assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
+        assert "21 more would pass the limit of 20" in str(refusal.value)
+        assert "--max-waiting-rows-per-client" in str(refusal.value)
+        assert len(run(engine, *[ask("x", max_tokens=2)] * 20, client="greedy").finishes) == 20
+        assert len(run(engine, *[ask("x", max_tokens=2)] * 40).finishes) == 40, "of nobody in particular"
+
+
+def test_what_others_have_queued_does_not_fill_a_clients_place(model: Path) -> None:
+    with started_engine(model, max_running=1, max_waiting_rows=40) as engine:
+        hog = submit(engine, *[ask("x", max_tokens=10**6, ignore_eos=True)] * 30, client="hog")
+        assert hog.started.wait(30)
+        refused = submit(engine, *[ask("x")] * 2, client="hog").wait().refusal
+        assert refused is not None and "29 rows of this client wait" in str(refused) and "limit of 30" in str(refused)
+        assert run(engine, ask("hi", max_tokens=2), client="other").finishes[0].completion_tokens == 2
+        engine.cancel(hog.job.job_id)
+        hog.wait()
