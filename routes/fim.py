@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import SamplingBody
+from routes.request.bodies import SamplingBody, Texts
 from routes.request.generate_requests import build_rows, off_loop
 from routes.response.event_stream import new_job_id
 from routes.response.generate import run
@@ -26,8 +26,8 @@ PATH = "/FIM/v1/batch-FIM"
 class FimBody(SamplingBody):
     """Texts with a gap."""
 
-    prefix: list[str] = Field(min_length=1, description="The texts before the gaps.")
-    suffix: list[str] = Field(min_length=1, description="The texts after them, as many.")
+    prefix: Texts = Field(min_length=1, description="The texts before the gaps.")
+    suffix: Texts = Field(min_length=1, description="The texts after them, as many.")
 
     @model_validator(mode="after")
     def _equal_lengths(self) -> Self:

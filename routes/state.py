@@ -7,7 +7,7 @@ import time
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody
+from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.generate_requests import build_rows, off_loop
 from routes.request.session_turn import as_turn
 from routes.response.event_stream import ask, new_job_id
@@ -30,7 +30,7 @@ CACHE_LEVELS = {Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Datab
 class TurnBody(SamplingBody):
     """One turn of a session."""
 
-    contents: list[str] = Field(
+    contents: Texts = Field(
         min_length=1,
         max_length=1,
         description="Exactly one prompt, read as it is; a blank line is put before it if the session exists and the "

@@ -10,8 +10,9 @@ from routes import big_batch
 from routes.context import Context
 from routes.openai.errors import openai_error
 from routes.request import prompts
-from routes.request.bodies import CountBody, Fields, shown
+from routes.request.bodies import CountBody, Fields
 from routes.request.generate_requests import off_loop
+from routes.request.shown import shown
 from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, json_answer
 from routes.response.response_models import Health, Model, ModelList, Status, TokenCount

@@ -10,6 +10,7 @@ import asyncio
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from routes.context import Context
@@ -28,7 +29,8 @@ from sampling.params import SamplingParams
 
 LABEL = "/translate/v1/batch-translate"
 CACHE = "translations"
-_BLANK_LINES = re.compile(r"(\s*\n[^\S\n]*\n\s*)")
+_BLANK_LINES = re.compile(r"\n\s*\n\s*")
+"""It begins at a newline and takes what white space is left, so no letter is looked at more than three times."""
 _NEXT_LABEL = re.compile(r"\n[A-Z][A-Za-z ]{1,40}:")
 _TOKENS_PER_PROMPT_TOKEN = 4
 _TOKENS_AT_LEAST = 64
@@ -88,8 +90,10 @@ class Plan:
         }
 
 
-def plan(body: TranslateBody, cache: TranslationCache) -> Plan:
-    """Take a request apart. Equal paragraphs are computed once."""
+def plan(body: TranslateBody, cache: TranslationCache, limit: int) -> Plan:
+    """Take a request apart. Equal paragraphs are computed once. Raises ServiceError if there are too many."""
+    if (count := count_paragraphs(body.text_list)) > limit:
+        raise invalid("text_list", f"has {count} paragraphs in all, the limit is {limit} (--max-contents)", count)
     made = Plan()
     for text in body.text_list:
         source = body.source_lang
@@ -109,14 +113,21 @@ def plan(body: TranslateBody, cache: TranslationCache) -> Plan:
 
 def _pieces(source: str, target: str, text: str) -> list[Key | str]:
     pieces: list[Key | str] = []
-    for part in _BLANK_LINES.split(text):
+    at = 0
+    for end, begin in (*((gap.start(), gap.end()) for gap in _BLANK_LINES.finditer(text)), (len(text), len(text))):
+        part = text[at:end]
         body = part.strip()
-        if not body:
-            pieces.append(part)
-            continue
         start = part.index(body)
-        pieces += [part[:start], (source, target, body), part[start + len(body) :]]
+        pieces += [part[:start], (source, target, body)] if body else []
+        pieces.append(part[start + len(body) :] + text[end:begin])
+        at = begin
     return pieces
+
+
+def count_paragraphs(texts: Iterable[str]) -> int:
+    """How many paragraphs there are to translate; none is made."""
+    bodies = (text.strip() for text in texts)
+    return sum(1 + sum(1 for _ in _BLANK_LINES.finditer(body)) for body in bodies if body)
 
 
 def _rows(context: Context, keys: list[Key]) -> list[GenerateRequest]:
@@ -146,15 +157,15 @@ def cleaned(text: str) -> str:
 
 async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     """Translate every text; order and length are kept, texts of white space alone come back as they are."""
-    if len(body.text_list) > context.config.max_contents:
-        limit, given = context.config.max_contents, len(body.text_list)
+    limit, given = context.config.max_contents, len(body.text_list)
+    if given > limit:
         raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
     cache: TranslationCache = context.shared[CACHE]
     characters = sum(map(len, body.text_list))
     if body.source_lang.lower() == AUTO and not languages.is_loaded():
-        made = await asyncio.to_thread(plan, body, cache)
+        made = await asyncio.to_thread(plan, body, cache, limit)
     else:
-        made = await off_loop(characters, plan, body, cache)
+        made = await off_loop(characters, plan, body, cache, limit)
     if not made.missing:
         return json_answer(made.assembled())
     rows = await off_loop(characters, _rows, context, made.missing)

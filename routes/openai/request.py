@@ -6,24 +6,19 @@ import math
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.request import prompts
-from routes.request.bodies import Fields, Message, SamplingBody, SessionFields, StopToken
+from routes.request.bodies import Fields, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 _BAN = -100.0
 """OpenAI: a bias of -100 bans a token."""
-
-
-def _refused(value: Any) -> Any:
-    if value:
-        raise PydanticCustomError("unsupported", "is not supported by this service yet; leave it out")
-    return value
 
 
 def _no_call(value: Any) -> Any:
@@ -38,16 +33,22 @@ def _is_text(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _few(value: Any) -> Any:
+    """pydantic judges the length of an object after all its entries, and keeps the mistakes of each."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_BIASES})
+    return value
+
+
 def _is_token(value: str) -> str:
     if int(value) >= VOCAB_SIZE:
         raise PydanticCustomError("token_id", "must be a token id of at most {highest}", {"highest": VOCAB_SIZE - 1})
     return value
 
 
-Unsupported = Annotated[list[Any], AfterValidator(_refused)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,5}$"), AfterValidator(_is_token)]
-TokenId = Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)]
 
 
 class StreamOptions(Fields):
@@ -60,14 +61,14 @@ class OpenAIBody(SessionFields, SamplingBody):
     """What both OpenAI routes understand."""
 
     n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt; they share its prefill.")
-    stop: StopText | list[StopText] = Field(
-        [], max_length=64, description="Texts that end an answer, beside `stop_tokens`."
+    stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
+        [], description="Texts that end an answer, beside `stop_tokens`."
     )
     presence_penalty: float | None = Field(None, ge=-100, le=100, description="OpenAI's name of alpha_presence.")
     frequency_penalty: float | None = Field(None, ge=-100, le=100, description="OpenAI's name of alpha_frequency.")
-    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=1024, description="Token id -> what is added to its logit; -100 bans it."
-    )
+    logit_bias: Annotated[
+        dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_few)
+    ] = Field({}, description="Token id -> what is added to its logit; -100 bans it.")
     stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}: end with the usage.')
     user: str = Field("", max_length=1024, description="Accepted; nothing depends on it.")
 
@@ -96,7 +97,7 @@ class OpenAIBody(SessionFields, SamplingBody):
 class ChatBody(OpenAIBody):
     """`/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
+    messages: Messages = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
     max_completion_tokens: int | None = Field(None, ge=1, description="New name of max_tokens; it wins.")
     logprobs: bool = Field(False, description="Tell the log-probability of each token, before truncation.")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="And of so many likeliest tokens.")
@@ -104,8 +105,11 @@ class ChatBody(OpenAIBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="How long it thinks; overrides enable_think."
     )
-    tools: Unsupported = Field([], description="Not supported yet; refused.")
-    functions: Unsupported = Field([], description="Not supported; refused.")
+    tools: Unserved = Field(None, description="Not supported yet; refused.")
+    functions: Unserved = Field(None, description="Not supported; refused.")
+    audio: Unserved = Field(None, description="Not supported; refused.")
+    web_search_options: Unserved = Field(None, description="Not supported; refused.")
+    modalities: list[Literal["text"]] = Field(["text"], max_length=1, description="Only text.")
     tool_choice: Annotated[Any, AfterValidator(_no_call)] = Field("none", description="Only none and auto yet.")
     response_format: Annotated[dict[str, Any], AfterValidator(_is_text)] = Field(
         {"type": "text"}, description="Only text yet."
@@ -135,12 +139,12 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """`/completions`: raw prompts."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
         description="A text, several, token ids, or several lists of token ids."
     )
     suffix: str | None = Field(None, description="Fill in what stands between each prompt and this text.")
     max_tokens: int = Field(16, ge=1, description="Most tokens drawn per row.")
-    stop_tokens: list[StopToken] = Field([], max_length=64, description="Token ids and strings that end a row.")
+    stop_tokens: StopTokens = Field([], description="Token ids and strings that end a row.")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token and its n rivals.")
     echo: bool = Field(False, description="Begin each answer with its prompt.")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as n.")

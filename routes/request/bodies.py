@@ -1,6 +1,6 @@
 """Request bodies: strict pydantic models, where null means the default and unknown fields are ignored.
 
-Limits that a flag decides (number of contents, tokens) are judged in rows.py; these here are fixed.
+Limits that a flag decides (number of contents, tokens) are judged in generate_requests.py; these here are fixed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from routes.request.shown import shown, shown_name
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
@@ -20,8 +21,10 @@ StopToken = (
     Annotated[int, Field(ge=0, lt=VOCAB_SIZE, description="Token id.")]
     | Annotated[str, Field(min_length=1, max_length=256, description="Text.")]
 )
+StopTokens = Annotated[list[StopToken], Field(max_length=64, fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+"""Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
-_SHOWN_CHARACTERS = 200
 _WORDING = re.compile(r"^(Input|List|String|Dictionary) should")
 
 
@@ -42,6 +45,16 @@ class Body(Fields):
     password: str = Field("", description="The service's password, where one is set and no Bearer token is sent.")
 
 
+def _refused(value: Any) -> Any:
+    if value:
+        raise PydanticCustomError("unsupported", "is not supported by this service yet; leave it out")
+    return value
+
+
+Unserved = Annotated[Any, AfterValidator(_refused)]
+"""What an answer would have to take into account, and cannot yet: refused by name, never dropped."""
+
+
 class TextPart(BaseModel):
     """One part of a message's content; only text is understood."""
 
@@ -57,7 +70,11 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Unserved = Field(None, description="Not supported yet; refused.")
+    function_call: Unserved = Field(None, description="Not supported; refused.")
+    audio: Unserved = Field(None, description="Not supported; refused.")
+    refusal: Unserved = Field(None, description="Not supported; refused.")
 
     @property
     def text(self) -> str:
@@ -67,13 +84,16 @@ class Message(BaseModel):
         return self.content or ""
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+
+
 class GenerationBody(Body):
     """Fields of every route that generates, however it draws."""
 
     model: str = Field("rwkv7", max_length=256, description="Repeated in the answer.")
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
-    stop_tokens: list[StopToken] = Field(
-        list(DEFAULT_STOPS), max_length=64, description="Token ids and strings that end a row; they are not shown."
+    stop_tokens: StopTokens = Field(
+        list(DEFAULT_STOPS), description="Token ids and strings that end a row; they are not shown."
     )
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy.")
     stream: bool = Field(False, description="Answer with server-sent events.")
@@ -125,12 +145,12 @@ class SessionFields(Body):
 class PromptForms(Body):
     """What the native batch routes continue: raw prompts, a conversation, or text to fill in."""
 
-    contents: list[str] = Field([], description="Raw prompts, one row each.")
-    messages: list[Message] = Field(
+    contents: Texts = Field([], description="Raw prompts, one row each.")
+    messages: Messages = Field(
         [], description='A conversation instead of contents: [{"role": "user", "content": "…"}].'
     )
-    prefix: str | list[str] = Field([], description="Fill in the middle: the text before, one per row.")
-    suffix: str | list[str] = Field([], description="Fill in the middle: the text after, one per row.")
+    prefix: str | Texts = Field([], description="Fill in the middle: the text before, one per row.")
+    suffix: str | Texts = Field([], description="Fill in the middle: the text after, one per row.")
     enable_think: bool = Field(False, description="Let the model think before it answers (messages only).")
 
     @property
@@ -192,7 +212,7 @@ class TranslateBody(Body):
     target_lang: Annotated[Language, AfterValidator(_not_auto)] = Field(
         description="ISO code; what is no known code is used as it is, like Klingon."
     )
-    text_list: list[str] = Field(description="The texts; order and length are kept.")
+    text_list: Texts = Field(description="The texts; order and length are kept.")
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted; kept as they are in texts."
     )
@@ -203,8 +223,8 @@ class CountBody(Body):
     """What to count the tokens of."""
 
     text: str | None = Field(None, description="One text.")
-    contents: list[str] = Field([], description="Raw prompts.")
-    messages: list[Message] = Field([], description="A conversation, counted with its prompt form.")
+    contents: Texts = Field([], description="Raw prompts.")
+    messages: Messages = Field([], description="A conversation, counted with its prompt form.")
     enable_think: bool = Field(False, description="The prompt form that lets the model think.")
 
 
@@ -217,7 +237,7 @@ def validate(model: type[Fields], data: Any) -> Any:
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        first = _most_telling(data, error.errors(include_url=False))
+        first = _most_telling(data, error.errors(include_url=False, include_input=False))
     location, given = _place(data, first["loc"])
     if location:
         wording = _WORDING.sub("must", first["msg"]).replace("Field required", "must be given")
@@ -245,18 +265,5 @@ def _place(data: Any, path: tuple[int | str, ...]) -> tuple[str, Any]:
         if isinstance(given, list) and isinstance(step, int) and step < len(given):
             location, given = f"{location}[{step}]", given[step]
         elif isinstance(given, dict) and isinstance(step, str):
-            location, given = f"{location}.{step}".lstrip("."), given.get(step)
+            location, given = f"{location}.{shown_name(step)}".lstrip("."), given.get(step)
     return location, given
-
-
-def shown(value: Any) -> Any:
-    """`value` as an error may repeat it: short, and with a JSON form."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and abs(value) < 2**53:
-        return value
-    if isinstance(value, float) and abs(value) < float("inf"):
-        return value
-    text = value if isinstance(value, str) else repr(value)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"

@@ -18,6 +18,11 @@ Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 200_000
 _SEEDS = 2**64
+_USUAL_CHARACTERS = 4
+"""Of a token, at most: a text that may be in order is counted once."""
+_SLICE_CHARACTERS = 65_536
+_SURELY = 2
+"""Cuts move tokens' borders: a text is refused by such a count only where it is far beyond the limit."""
 
 
 async def off_loop(
@@ -45,15 +50,29 @@ def encode(
     tokenizer: Tokenizer, prompt: str | list[int], field: str, config: HttpConfig, pad_zero: bool = False
 ) -> list[int]:
     """Token ids of one prompt, if it isn't given as such. Raises ServiceError if there are none or too many."""
+    limit = config.max_prompt_tokens
+    if isinstance(prompt, str) and len(prompt) > _USUAL_CHARACTERS * limit:
+        count = _roughly_counted(tokenizer, prompt, _SURELY * limit)
+        if count > _SURELY * limit:
+            raise invalid(field, f"has more than {count} tokens, the limit is {limit} (--max-prompt-tokens)", count)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if pad_zero:
         ids.insert(0, END_OF_TEXT)
     if not ids:
         raise invalid(field, "must not be empty", prompt)
-    if len(ids) > config.max_prompt_tokens:
-        limit = config.max_prompt_tokens
+    if len(ids) > limit:
         raise invalid(field, f"has {len(ids)} tokens, the limit is {limit} (--max-prompt-tokens)", len(ids))
     return ids
+
+
+def _roughly_counted(tokenizer: Tokenizer, text: str, enough: int) -> int:
+    """About how many tokens a long text has, counted slice by slice until there are `enough`; none is kept."""
+    count = 0
+    for at in range(0, len(text), _SLICE_CHARACTERS):
+        count += len(tokenizer.encode(text[at : at + _SLICE_CHARACTERS]))
+        if count > enough:
+            break
+    return count
 
 
 def build_rows(

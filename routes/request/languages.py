@@ -32,6 +32,7 @@ NAMES = {
 }  # fmt: skip
 _SAME = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
 _TRADITIONAL = ("hant", "tw", "hk", "mo")
+_SAMPLE_CHARACTERS = 4000
 _DETECTED = (
     "ar bg bn ca cs da de el en es fa fi fr he hi hr hu id it ja ko ms nl no pl pt ro ru sk sr sv th tr uk ur vi zh"
 ).split()
@@ -48,7 +49,8 @@ def name_of(code: str) -> str:
 
 
 def detect(text: str) -> str:
-    """ISO code of the text's language; Chinese as zh-CN or zh-TW."""
+    """ISO code of the text's language; Chinese as zh-CN or zh-TW. A long text is judged by its beginning."""
+    text = text.lstrip()[:_SAMPLE_CHARACTERS]
     if any("\u3040" <= letter <= "\u30ff" for letter in text):
         return "ja"
     code = str(_identifier().classify(text)[0])

@@ -24,7 +24,11 @@ class Parted:
 
 
 class Parting:
-    """One row's text. The white space around thought and answer is dropped; the pieces' borders do not matter."""
+    """One row's text. The white space around thought and answer is dropped; the pieces' borders do not matter.
+
+    What is kept from one piece to the next is looked at once more only as far as it may be a tag, so the work grows
+    with the text however it is cut.
+    """
 
     def __init__(self, thinks: bool) -> None:
         """`thinks`: the prompt ended with `<think`, so the text begins with the end of that tag."""
@@ -32,7 +36,9 @@ class Parting:
         self._rest_of_tag = OPEN[-1] if thinks else ""
         self._at_start = True
         self._held = ""
-        """what may still turn out to be a tag, or white space before one"""
+        """what may still turn out to be a tag"""
+        self._blank: list[str] = []
+        """white space of a thought, which is dropped if the thought ends with it"""
 
     def feed(self, text: str, final: bool) -> Parted:
         """What `text` makes certain; everything that is left with `final`."""
@@ -44,10 +50,10 @@ class Parting:
         return Parted(reasoning, content)
 
     def _start(self, final: bool) -> None:
-        begun = self._held.lstrip()
-        if begun.startswith(OPEN):
-            self._place, self._held = _Place.THOUGHT, begun.removeprefix(OPEN)
-        elif final or not OPEN.startswith(begun):
+        self._held = self._held.lstrip()
+        if self._held.startswith(OPEN):
+            self._place, self._held = _Place.THOUGHT, self._held.removeprefix(OPEN)
+        elif final or not OPEN.startswith(self._held):
             self._place = _Place.ANSWER
 
     def _thought(self, final: bool) -> str:
@@ -55,12 +61,12 @@ class Parting:
             return ""
         end = self._held.find(CLOSE)
         if end >= 0:
-            thought, self._held = self._held[:end].rstrip(), self._held[end + len(CLOSE) :]
+            thought, self._held = self._solid(self._held[:end]), self._held[end + len(CLOSE) :]
             self._place, self._at_start = _Place.ANSWER, True
             return thought
-        sure = len(self._held) if final else _certain(self._held)
+        sure = len(self._held) if final else _before_tag(self._held)
         thought, self._held = self._held[:sure], self._held[sure:]
-        return thought
+        return "".join([*self._blank, thought]) if final else self._solid(thought)
 
     def _begin_thought(self) -> bool:
         """Drop what stands before the thought; whether it has begun."""
@@ -70,6 +76,16 @@ class Parting:
         self._at_start = not self._held
         return not self._at_start
 
+    def _solid(self, text: str) -> str:
+        """The thought up to the white space at its end, which waits for what follows."""
+        solid = text.rstrip()
+        if not solid:
+            self._blank.append(text)
+            return ""
+        thought = "".join([*self._blank, solid])
+        self._blank = [text[len(solid) :]]
+        return thought
+
     def _answer(self) -> str:
         answer, self._held = self._held, ""
         if self._at_start:
@@ -78,8 +94,7 @@ class Parting:
         return answer
 
 
-def _certain(text: str) -> int:
-    """How much of a thought cannot belong to the closing tag or to the white space before it."""
+def _before_tag(text: str) -> int:
+    """How much of a thought cannot belong to the closing tag."""
     at = text.rfind(CLOSE[0], max(0, len(text) - len(CLOSE) + 1))
-    end = at if at >= 0 and CLOSE.startswith(text[at:]) else len(text)
-    return len(text[:end].rstrip())
+    return at if at >= 0 and CLOSE.startswith(text[at:]) else len(text)

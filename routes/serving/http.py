@@ -6,7 +6,6 @@ Handlers run on Robyn's event loop and never block it. Nothing else in the tree 
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import re
 import time
@@ -14,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import unquote, unquote_plus
 
-import pydantic_core
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
 from routes.openai.errors import PREFIX, openai_error
 from routes.request.bodies import validate
 from routes.request.generate_requests import off_loop
+from routes.request.json_body import parse_json
 from routes.response.generate import BLANK, HEARTBEAT
 from routes.response.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
 from routes.route import Route, Upload
@@ -124,33 +123,6 @@ def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> by
     return body
 
 
-def _parse_json(body: bytes) -> object:
-    """The body as plain data. Raises ServiceError: 400 if it is not JSON, 422 if its text has no UTF-8 form."""
-    try:
-        return pydantic_core.from_json(body, allow_inf_nan=True)
-    except ValueError as error:
-        reason = str(error)
-    field = _field_with_surrogate(body) if b"\\u" in body else None
-    if field is not None:
-        message = f"{field}: must be text with a UTF-8 form, but has a lone surrogate ({reason})"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=reason)
-    raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
-
-
-def _field_with_surrogate(body: bytes) -> str | None:
-    """The top-level field whose text cannot be encoded; None if the body is no JSON for another reason."""
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    for name, value in data.items() if isinstance(data, dict) else ():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return str(name).encode("utf-8", "backslashreplace").decode()
-    return "body"
-
-
 def _same(given: str, password: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), password.encode("utf-8", "surrogatepass"))
 
@@ -177,7 +149,7 @@ async def _data(context: Context, route: Route, request: Request) -> object:
         raise ServiceError.from_info(_UNAUTHORIZED)  # a file has no field for a password
     try:
         body = _body_bytes(request, context.config.max_body_bytes)
-        data = await off_loop(len(body), _parse_json, body)
+        data = await off_loop(len(body), parse_json, body)
     except ServiceError as error:
         # A stranger learns nothing of what is wrong with a body; its size is no secret.
         if authorized or error.info.kind is ErrorKind.BODY_TOO_LARGE:

@@ -1,0 +1,74 @@
+"""A body's bytes as plain data: JSON, byte order mark or not, with no more values than a request can mean."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+
+import pydantic_core
+
+from routes.request.shown import shown_name
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+MAX_VALUES = 2_000_000
+"""Entries of all lists together: prompts may be token ids."""
+MAX_NAMES = 200_000
+"""Lists, objects and names in them; as Python objects, they are some thirty times as large as in the body."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+def parse_json(body: bytes) -> object:
+    """The body as plain data. Raises ServiceError: 400 if it is not JSON, 413 if it has too many values, 422 if its
+    text has no UTF-8 form."""
+    body = body.removeprefix(codecs.BOM_UTF8)
+    _check_size(body)
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=True)
+    except ValueError as error:
+        reason = str(error)
+    field = _field_with_surrogate(body) if b"\\u" in body else None
+    if field is not None:
+        message = f"{field}: must be text with a UTF-8 form, but has a lone surrogate ({reason})"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=reason)
+    raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
+
+
+def _check_size(body: bytes) -> None:
+    """Count values before any is made. Raises ServiceError (body too large)."""
+    if body.count(b",") <= MAX_VALUES and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_NAMES:
+        return
+    # So many may be the punctuation of texts: now those are left out.
+    values = names = strings = at = 0
+    for string in _STRING.finditer(body):
+        values += body.count(b",", at, string.start())
+        names += sum(body.count(mark, at, string.start()) for mark in (b"[", b"{", b":"))
+        strings += 1
+        at = string.end()
+        if max(values, strings - MAX_NAMES) > MAX_VALUES or names > MAX_NAMES:
+            break
+    values += body.count(b",", at)
+    names += sum(body.count(mark, at) for mark in (b"[", b"{", b":"))
+    for count, limit, what in (
+        (values, MAX_VALUES, "values in lists and objects"),
+        (strings, MAX_VALUES + MAX_NAMES, "texts"),
+        (names, MAX_NAMES, "lists, objects and names in them"),
+    ):
+        if count > limit:
+            raise ServiceError(
+                ErrorKind.BODY_TOO_LARGE, f"the body has more than {limit} {what}; send it in several requests"
+            )
+
+
+def _field_with_surrogate(body: bytes) -> str | None:
+    """The top-level field whose text cannot be encoded; None if the body is no JSON for another reason."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in data.items() if isinstance(data, dict) else ():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return shown_name(str(name))
+    return "body"

@@ -1,0 +1,246 @@
+"""Small bodies that would grow: what is made of them stays within some ten times their size, and so does the error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from test.bounded import run_bounded
+from test.serving import Service
+
+MIB = 1 << 20
+MOST_MIB = 160.0
+"""Of memory for a body of 4 MiB, its parsed form and the refusal."""
+COUNT = 2 * MIB
+WRONG, LARGE, TORN = "invalid_field", "body_too_large", "not_json"
+TALK = ',"messages":[{"role":"user"}]'
+MESSAGE: dict[str, Any] = {"role": "user", "content": "a"}
+
+
+def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
+    """Kind and field of the refusal, and how long it is."""
+    from routes.big_batch import BigBatchBody
+    from routes.fim import FimBody
+    from routes.openai.request import ChatBody, CompletionBody
+    from routes.request.bodies import CountBody, PromptBody, TranslateBody, validate
+    from routes.request.json_body import parse_json
+    from rwkv_batch.errors import ServiceError
+
+    models = (BigBatchBody, ChatBody, CompletionBody, CountBody, FimBody, PromptBody, TranslateBody)
+    known = {one.__name__: one for one in models}
+    try:
+        validate(known[model], parse_json(body))
+    except ServiceError as error:
+        return error.info.kind.value, error.info.field, len(json.dumps([error.info.message, error.info.given]))
+    return "taken", None, 0
+
+
+def translated(text: str) -> tuple[str, str | None, int]:
+    """The same of a text to translate."""
+    from routes import translate
+    from routes.request.bodies import AUTO, TranslateBody
+    from rwkv_batch.errors import ServiceError
+
+    body = TranslateBody.model_construct(source_lang=AUTO, target_lang="eo", text_list=[text])
+    try:
+        translate.plan(body, translate.TranslationCache(4), 4096)
+    except ServiceError as error:
+        return error.info.kind.value, error.info.field, len(error.info.message)
+    return "taken", None, 0
+
+
+def counted(text: str) -> tuple[str, str | None, int]:
+    """The same of a prompt far beyond the limit of tokens."""
+    from routes.config import HttpConfig
+    from routes.request.generate_requests import encode
+    from rwkv_batch.errors import ServiceError
+    from rwkv_batch.tokenizer import Tokenizer
+
+    try:
+        encode(Tokenizer(), text, "contents[0]", HttpConfig())
+    except ServiceError as error:
+        return error.info.kind.value, error.info.field, len(error.info.message)
+    return "taken", None, 0
+
+
+def lists(inner: str, count: int = COUNT) -> bytes:
+    return ("[" + ",".join([inner] * (count // (len(inner) + 1))) + "]").encode()
+
+
+def names(count: int) -> bytes:
+    return b"{" + b",".join(b'"x%d":1' % number for number in range(count)) + b"}"
+
+
+def long_name() -> bytes:
+    return b'{"' + b"x" * COUNT + b'":1}'
+
+
+def one_message(content: bytes) -> bytes:
+    return b'[{"role":"user","content":' + content + b"}]"
+
+
+def field(name: str, value: bytes, rest: str = "") -> bytes:
+    return b'{"' + name.encode() + b'":' + value + rest.encode() + b"}"
+
+
+BODIES: list[tuple[str, str, Callable[[], bytes], str, str | None]] = [
+    ("PromptBody", "ones", lambda: field("contents", lists("1")), WRONG, "contents[0]"),
+    ("PromptBody", "text then ones", lambda: field("contents", b'["a",' + lists("1")[1:]), WRONG, "contents[1]"),
+    ("PromptBody", "null contents", lambda: field("contents", lists("null")), WRONG, "contents[0]"),
+    ("PromptBody", "stops", lambda: field("stop_tokens", lists("-1")), WRONG, "stop_tokens[0]"),
+    ("PromptBody", "prefixes", lambda: field("prefix", lists("1"), ',"suffix":["a"]'), WRONG, "prefix[0]"),
+    ("PromptBody", "messages", lambda: field("messages", lists("1")), WRONG, "messages[0]"),
+    ("PromptBody", "empty messages", lambda: field("messages", lists("{}", 300_000)), WRONG, "messages[0].role"),
+    ("PromptBody", "empty lists", lambda: field("contents", lists("[]", 2 * COUNT)), LARGE, None),
+    ("PromptBody", "unknown lists", lambda: field("x", lists("[]", 2 * COUNT)), LARGE, None),
+    ("PromptBody", "many names", lambda: names(400_000), LARGE, None),
+    ("PromptBody", "many texts", lambda: field("x", lists('"ab"', 6 * COUNT)), LARGE, None),
+    ("PromptBody", "a long model", lambda: field("model", b'"' + b"m" * COUNT + b'"'), WRONG, "model"),
+    ("PromptBody", "a list as model", lambda: field("model", lists("1")), WRONG, "model"),
+    ("PromptBody", "deep", lambda: b"[" * COUNT, LARGE, None),
+    ("PromptBody", "deep enough", lambda: field("contents", b"[" * 1000 + b"]" * 1000), TORN, None),
+    ("PromptBody", "quotes", lambda: field("x", b'""' * (2 * COUNT)), TORN, None),
+    ("BigBatchBody", "ones", lambda: field("contents", lists("1")), WRONG, "contents[0]"),
+    ("FimBody", "ones", lambda: field("suffix", lists("1"), ',"prefix":["a"]'), WRONG, "suffix[0]"),
+    ("TranslateBody", "ones", lambda: field("text_list", lists("1"), ',"target_lang":"de"'), WRONG, "text_list[0]"),
+    ("CountBody", "ones", lambda: field("contents", lists("1")), WRONG, "contents[0]"),
+    ("ChatBody", "parts", lambda: field("messages", one_message(lists("1"))), WRONG, "messages[0].content[0]"),
+    ("ChatBody", "stops", lambda: field("stop", lists("1"), TALK), WRONG, "stop[0]"),
+    ("ChatBody", "biases", lambda: field("logit_bias", names(150_000), TALK), WRONG, "logit_bias"),
+    ("ChatBody", "a long name", lambda: field("logit_bias", long_name(), TALK), WRONG, None),
+    ("CompletionBody", "negative ids", lambda: field("prompt", lists("-1")), WRONG, "prompt[0]"),
+    ("CompletionBody", "lists of them", lambda: field("prompt", lists("[-1]", 400_000)), WRONG, "prompt[0][0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "body", "kind", "named"), BODIES, ids=[f"{one[0]}-{one[1]}" for one in BODIES]
+)
+def test_a_wrong_body_costs_little(
+    model: str, name: str, body: Callable[[], bytes], kind: str, named: str | None
+) -> None:
+    cost = run_bounded(refused, model, body())
+    assert cost.result is not None, f"ended by a limit: exit code {cost.exit_code}"
+    assert cost.result[0] == kind
+    assert named is None or cost.result[1] == named
+    assert cost.result[2] < 2000
+    assert cost.peak_mib < MOST_MIB
+
+
+@pytest.mark.parametrize("text", ["a\n\n" * 900_000, "a\n\n" * 5000, "b\n \n" * 500_000], ids=len)
+def test_paragraphs_are_counted_before_they_are_made(text: str) -> None:
+    cost = run_bounded(translated, text)
+    assert cost.result is not None and cost.result[:2] == ("invalid_field", "text_list")
+    assert cost.peak_mib < 30
+
+
+def test_tokens_are_counted_before_they_are_kept() -> None:
+    vocabulary = run_bounded(counted, "a")
+    assert vocabulary.result == ("taken", None, 0)
+    cost = run_bounded(counted, "etaoin" * 4 * MIB)
+    assert cost.result is not None and cost.result[:2] == ("invalid_field", "contents[0]")
+    assert cost.peak_mib - vocabulary.peak_mib < MOST_MIB
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"model": "m" * 257}, "model"),
+        ({"alpha_presence": 100.5}, "alpha_presence"),
+        ({"alpha_presence": -100.5}, "alpha_presence"),
+        ({"alpha_frequency": 1e300}, "alpha_frequency"),
+        ({"alpha_frequency": -101}, "alpha_frequency"),
+        ({"alpha_decay": -0.1}, "alpha_decay"),
+        ({"alpha_decay": 1.1}, "alpha_decay"),
+    ],
+)
+def test_names_and_penalties_have_limits(body: dict[str, Any], named: str) -> None:
+    from routes.openai.request import ChatBody, CompletionBody
+    from routes.request.bodies import PromptBody, validate
+    from rwkv_batch.errors import ServiceError
+
+    for model, good in (
+        (PromptBody, {"contents": ["a"]}),
+        (ChatBody, {"messages": [MESSAGE]}),
+        (CompletionBody, {"prompt": "a"}),
+    ):
+        with pytest.raises(ServiceError) as refusal:
+            validate(model, {**good, **body})
+        assert refusal.value.info.field == named
+        edge = {
+            name: (value[:256] if isinstance(value, str) else max(-100, min(value, 100)))
+            for name, value in body.items()
+        }
+        if named != "alpha_decay":
+            validate(model, {**good, **edge})
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_openais_penalties_have_limits(penalty: str) -> None:
+    from routes.openai.request import ChatBody
+    from routes.request.bodies import validate
+    from rwkv_batch.errors import ServiceError
+
+    for value in (-100.1, 100.1, 1e308):
+        with pytest.raises(ServiceError) as refusal:
+            validate(ChatBody, {"messages": [MESSAGE], penalty: value})
+        assert refusal.value.info.field == penalty
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "m" * 100_000},
+        {"model": ["m" * 100_000]},
+        {"contents": ["a", {"b": "c" * 100_000}]},
+        {"contents": ["a"], "stop_tokens": ["x" * 100_000]},
+        {"contents": ["a"], "session_id": "s" * 100_000},
+        {"contents": ["a"], "seed": 10**4000},
+    ],
+    ids=lambda body: "-".join(body),
+)
+def test_errors_do_not_repeat_whole_values(service: Service, body: dict[str, Any]) -> None:
+    answer = service.post("/v1/chat/completions", body)
+    assert answer.status_code == 422
+    assert len(answer.content) < 1000
+
+
+def test_a_byte_order_mark_is_skipped(service: Service) -> None:
+    body = json.dumps({"contents": ["a"], "max_tokens": 1}).encode()
+    assert service.post("/v1/chat/completions", content=b"\xef\xbb\xbf" + body).status_code == 200
+    assert service.post("/v1/chat/completions", content=b"\xef\xbb\xbf").status_code == 400
+
+
+def test_text_may_have_any_number_of_commas() -> None:
+    text = ',{[:"' * 500_000
+    body = json.dumps({"contents": [text]}).encode()
+    assert run_bounded(refused, "PromptBody", body).result == ("taken", None, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/chat/completions"])
+@pytest.mark.parametrize("unserved", ["tool_calls", "function_call", "audio", "refusal"])
+def test_what_a_message_cannot_say_is_refused_by_name(service: Service, path: str, unserved: str) -> None:
+    message = {"role": "assistant", "content": "a", unserved: [{"id": "x"}]}
+    answer = service.post(path, {"messages": [MESSAGE, message], "max_tokens": 1})
+    assert answer.status_code == 422
+    named = answer.json()["error"]["param"] if "openai" in path else answer.json()["field"]
+    assert named == f"messages[1].{unserved}"
+    empty: dict[str, Any] = {**message, unserved: None}
+    assert service.post(path, {"messages": [MESSAGE, empty], "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [{"audio": {"voice": "x"}}, {"modalities": ["audio"]}, {"web_search_options": {"a": 1}}]
+)
+def test_other_kinds_of_answers_are_refused_by_name(body: dict[str, Any]) -> None:
+    from routes.openai.request import ChatBody
+    from routes.request.bodies import validate
+    from rwkv_batch.errors import ServiceError
+
+    with pytest.raises(ServiceError) as refusal:
+        validate(ChatBody, {"messages": [MESSAGE], **body})
+    assert str(refusal.value.info.field).partition("[")[0] == next(iter(body))
+    validate(ChatBody, {"messages": [MESSAGE], "modalities": ["text"], "audio": None})

@@ -1,0 +1,162 @@
+"""Every way that a client's or the model's text takes: the work grows with the text, not with its square.
+
+Texts of 400,000 letters that are as bad as can be for a pattern that looks ahead, in a process that is killed after
+some seconds of processor time; a path that looked at every pair of letters would take hours.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from test.bounded import run_bounded
+
+LETTERS = 400_000
+TEXTS = {
+    "spaces": " " * LETTERS,
+    "newlines": "\n" * LETTERS,
+    "one newline among spaces": " " * (LETTERS // 2) + "\n" + " " * (LETTERS // 2),
+    "spaced newlines": " \n" * (LETTERS // 2),
+    "tabs and letters": "\t\t\ta" * (LETTERS // 4),
+    "paragraphs": "a\n\n" * (LETTERS // 3),
+    "carriage returns": "\r\n \r" * (LETTERS // 4),
+    "labels": "\nAa Aa Aa Aa" * (LETTERS // 12),
+    "tags": "<think></think" * (LETTERS // 14),
+    "half tags": "</th" * (LETTERS // 4),
+    "flowers": "✿middle" * (LETTERS // 7),
+    "quotes": '\\"' * (LETTERS // 2),
+    "digits": "9" * LETTERS,
+    "han": "國国" * (LETTERS // 2),
+    "sharp s": "ß" * LETTERS,
+    "surrogates": "\ud800" * (LETTERS // 4),
+}
+
+
+def translate(text: str) -> None:
+    """A translation taken apart and put together, its language found out."""
+    from routes import translate as route
+    from routes.request.bodies import AUTO, TranslateBody
+
+    for source in (AUTO, "en"):
+        body = TranslateBody.model_construct(source_lang=source, target_lang="eo", text_list=[text])
+        made = route.plan(body, route.TranslationCache(4), LETTERS)
+        made.known = {key: route.cleaned(key[2]) for key in made.missing}
+        made.assembled()
+    route.cleaned(text)
+
+
+def prompts_of(text: str) -> None:
+    """A conversation, a gap, a session's turn, a translation."""
+    from routes.request import prompts
+    from routes.request.bodies import Message
+
+    turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
+    prompts.chat(turns, prompts.Think.LONG)
+    prompts.new_messages(turns)
+    prompts.resumed(text)
+    prompts.fill_in_the_middle(text, text)
+    prompts.translation("English", "Chinese", text)
+
+
+def thoughts(text: str) -> None:
+    """An answer that comes in small pieces, whether the model thinks or not."""
+    from routes.response.reasoning import Parting
+
+    for thinks, begins in ((True, ""), (True, ">x"), (False, "")):
+        parting = Parting(thinks)
+        parting.feed(begins, final=False)
+        for at in range(0, len(text), 2):
+            parting.feed(text[at : at + 2], final=False)
+        parting.feed("", final=True)
+
+
+def answers(text: str) -> None:
+    """The engine's bytes in small pieces, as text and as OpenAI's tokens."""
+    from routes.openai.completions import completion_logprobs
+    from routes.response.transcript import RowText
+    from rwkv_batch.request import TokenLogprob
+
+    data = text.encode("utf-8", "surrogatepass")
+    step = 31
+    row = RowText("opening", strip=True)
+    for at in range(0, len(data), step):
+        row.feed(data[at : at + step], final=False)
+    row.feed(b"", final=True)
+    completion_logprobs([TokenLogprob(data[at : at + step], -1.0, []) for at in range(0, len(data), step)], 0)
+
+
+def bodies(text: str) -> None:
+    """A body that holds the text, one that is the text, and what an error repeats of both."""
+    import json
+
+    from routes.openai.request import ChatBody
+    from routes.request.bodies import PromptBody, TranslateBody, validate
+    from routes.request.json_body import parse_json
+    from rwkv_batch.errors import ServiceError
+
+    forms = {
+        ChatBody: {"messages": [{"role": text, "content": text}], "stop": text, "logit_bias": {text: 1}},
+        PromptBody: {"contents": [text], "session_id": text, "model": text},
+        TranslateBody: {"source_lang": text, "target_lang": text, "text_list": [text]},
+    }
+    for model, form in forms.items():
+        for raw in (json.dumps(form).encode(), text.encode("utf-8", "surrogatepass")):
+            try:
+                validate(model, parse_json(raw))
+            except ServiceError as error:
+                assert len(error.info.message) + len(str(error.info.given)) < 2000
+
+
+def tokens(text: str) -> None:
+    """Token ids of a prompt, within the limit and far beyond it."""
+    from routes.config import HttpConfig
+    from routes.request.generate_requests import encode
+    from rwkv_batch.errors import ServiceError
+    from rwkv_batch.tokenizer import Tokenizer
+
+    text = text.encode("utf-8", "replace").decode()
+    for limit in (1000, 4 * LETTERS):
+        try:
+            encode(Tokenizer(), text, "contents[0]", HttpConfig(max_prompt_tokens=limit))
+        except ServiceError as error:
+            assert "--max-prompt-tokens" in error.info.message
+
+
+PATHS: tuple[Callable[[str], None], ...] = (translate, prompts_of, answers, bodies, tokens)
+
+
+def all_texts(path: Callable[[str], None], names: list[str], times: int) -> list[str]:
+    """The names of the texts that have gone this way."""
+    return [name for name in names if path(TEXTS[name] * times) is None]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+def test_work_grows_with_the_text(path: Callable[[str], None]) -> None:
+    cost = run_bounded(all_texts, path, list(TEXTS), 1)
+    assert cost.result == list(TEXTS), f"killed: exit code {cost.exit_code}"
+
+
+def test_work_grows_with_a_thought() -> None:
+    """What is copied again with every piece costs little a letter: fewer texts, of a million letters."""
+    names = ["spaces", "half tags"]
+    cost = run_bounded(all_texts, thoughts, names, 3)
+    assert cost.result == names, f"killed: exit code {cost.exit_code}"
+
+
+def test_paragraphs_are_parted_where_they_were() -> None:
+    """Against the definition: at the longest white space with two newlines that have no letter between them."""
+    from routes.translate import _pieces, count_paragraphs
+
+    border = re.compile(r"\s*\n[^\S\n]*\n\s*")
+    dice = random.Random(11)
+    for _ in range(20_000):
+        text = "".join(dice.choice("ab \n\n\t\r\u3000\x1c") for _ in range(dice.randrange(14)))
+        pieces: list[Any] = _pieces("en", "de", text)
+        said = [piece[2] for piece in pieces if not isinstance(piece, str)]
+        assert said == [part.strip() for part in border.split(text) if part.strip()], repr(text)
+        assert "".join(piece if isinstance(piece, str) else piece[2] for piece in pieces) == text
+        assert count_paragraphs([text]) == len(said)
