@@ -26,7 +26,7 @@ import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class HostArena:
     """Slots in host memory, of the real size."""
 
     num_slots: int
+    vocab: int = 1 << 16
     fingerprint: str = "bench"
     layout: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=lambda: dict(STATE_PARTS))
 
@@ -101,7 +102,7 @@ class HostArena:
             part[slot] = host.arrays[name]
         return DoneCopy(host)
 
-    def host_state(self, parts: dict[str, bytes]) -> HostBytes:
+    def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostBytes:
         """See `Arena.host_state`."""
         return HostBytes(
             {name: np.frombuffer(parts[name], np.uint16).reshape(shape) for name, (_, shape) in self.layout.items()}

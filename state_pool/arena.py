@@ -8,6 +8,7 @@ starting from a cached prefix or rolling back a step costs no copy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 ZERO_SLOT = 0
@@ -49,6 +50,8 @@ class Arena(Protocol):
     """Bytes of one state, all stages together."""
     layout: dict[str, tuple[str, tuple[int, ...]]]
     """Part name -> (dtype such as "float32", shape): what a stored state must match."""
+    vocab: int
+    """Token ids of the model are smaller than this."""
     fingerprint: str
     """Hash of the model's shapes and of a sample of its weights."""
 
@@ -63,6 +66,6 @@ class Arena(Protocol):
         """
         ...
 
-    def host_state(self, parts: dict[str, bytes]) -> HostState:
+    def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostState:
         """A host state from stored bytes, on any thread; ValueError names the part that does not fit `layout`."""
         ...

@@ -1,7 +1,7 @@
 """Named points at which a test may kill the process: ``RWKV_CRASH_AT="after_append:3"``.
 
-The name says where, the number at which passage (default 1). Unset, `reach` is an empty function: the
-environment is read once, at import.
+The name says where, the number at which passage (default 1); ":thread" behind it ends only that thread.
+Unset, `reach` is an empty function: the environment is read once, at import.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POINTS: Final = (
 
 
 def _armed(setting: str) -> Callable[[str], None]:
-    wanted, _, number = setting.partition(":")
+    wanted, number, only_thread = (*setting.split(":"), "", "")[:3]
     if wanted not in POINTS:
         raise ValueError(f"RWKV_CRASH_AT names {wanted!r}; known points: {', '.join(POINTS)}")
     left = int(number or 1)
@@ -42,6 +42,8 @@ def _armed(setting: str) -> Callable[[str], None]:
         if point != wanted:
             return
         left -= 1
+        if left <= 0 and only_thread:
+            raise SystemExit(f"{point}: RWKV_CRASH_AT ends this thread")
         if left <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
 

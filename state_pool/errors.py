@@ -27,5 +27,9 @@ class TurnNotStored(PoolError):  # noqa: N818 - names what happened, as the mess
     """The turn could not be made durable; its session stays as it was before the turn."""
 
 
+class PoolLost(PoolError):  # noqa: N818 - names what happened, as the message does
+    """A thread of the pool has died: nothing is durable any more, and the process must end."""
+
+
 class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session database cannot be opened: locked, read-only, truncated, of a newer schema."""

@@ -14,6 +14,7 @@ from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Deliveries, Store
+from state_pool.errors import PoolLost
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
 from state_pool.session_page import SessionPage
@@ -171,8 +172,18 @@ class StatePool:
         waits = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._import_export.pending
         return bool(waits or (store is not None and store.pending))
 
+    @property
+    def failure(self) -> str | None:
+        """Why the pool can do nothing any more: one of its threads has died."""
+        return None if self._store is None else self._store.failure
+
     def poll(self) -> None:
-        """Conclude what has finished and begin what has become possible. Call once per engine step."""
+        """Conclude what has finished and begin what has become possible. Call once per engine step.
+
+        Raises PoolLost when a thread of the pool has died: no turn would ever be acknowledged again.
+        """
+        if (failure := self.failure) is not None:
+            raise PoolLost(f"{failure}; durable turns are kept")
         self._deliver.run()
         self._tiers.finish_copies()
         self._turns.begin_saves()
@@ -262,7 +273,8 @@ class StatePool:
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:
                 self._tiers.checkpoint(session)
-            if not (waiting or store.pending or self._tiers.busy or self._turns.unsaved):
+            outstanding = waiting or store.pending or self._tiers.busy or self._turns.unsaved
+            if not outstanding or store.failure is not None:
                 return
             if store.degraded is None:
                 give_up = None

@@ -2,6 +2,8 @@
 
 The file holds the state's parts by name, and in its metadata the model's fingerprint, how many tokens the
 session stands for, and the token ids that follow the state. It opens with every safetensors reader.
+
+Whatever a file holds comes from outside: its numbers are bounded here, and nothing but `NotASession` is raised.
 """
 
 from __future__ import annotations
@@ -10,17 +12,27 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from state_pool.codec import LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError
 
-FORMAT = "rwkv-session-1"
+FORMAT = "rwkv-session-2"
+"""Written. "rwkv-session-1" is read too: its checksum covers the replay and the parts' names and bytes only."""
 MAX_HEADER_BYTES = 1 << 24
 """Longest header read: room for about two million replayed token ids."""
+MAX_PARTS = 1024
+"""Most parts of a state; a pipeline of n devices has 2 n."""
+MAX_TOKENS = 1 << 48
+"""Most tokens that a session may stand for: what is added to it later still fits 64 bits everywhere."""
+_MAX_SIZE = 1 << 40
+_MAX_MESSAGE = 300
 _NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -34,6 +46,27 @@ _NAMES = {
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
 """The bits of a number that are all set in infinity and NaN only."""
+_Size = Annotated[int, Meta(ge=0, le=_MAX_SIZE)]
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class _Part(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of the state, as a safetensors header describes it."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I8", "U8"]
+    shape: Annotated[list[_Size], Meta(max_length=8)]
+    data_offsets: tuple[_Size, _Size]
+
+
+class _About(msgspec.Struct):
+    """The metadata: text by name, as safetensors has it."""
+
+    format: str
+    fingerprint: Annotated[str, Meta(max_length=256)]
+    layout_version: str
+    num_tokens: str
+    replay: str
+    checksum: str
 
 
 class NotASession(PoolError):  # noqa: N818 - names what the file is
@@ -50,8 +83,8 @@ class SessionFile:
     replay: list[int]
     """Token ids that follow the state."""
     layout: Layout
-    parts: dict[str, bytes]
-    """Empty: the zero state; everything is in `replay`."""
+    parts: Mapping[str, bytes | memoryview]
+    """Raw little-endian bytes by name. Empty: the zero state; everything is in `replay`."""
 
     def encode(self) -> bytes:
         """As the bytes of a safetensors file."""
@@ -62,7 +95,7 @@ class SessionFile:
                 "layout_version": str(LAYOUT_VERSION),
                 "num_tokens": str(self.num_tokens),
                 "replay": json.dumps(self.replay, separators=(",", ":")),
-                "checksum": _checksum(self.replay, self.parts),
+                "checksum": _checksum(self),
             }
         }
         at = 0
@@ -74,63 +107,110 @@ class SessionFile:
         text += b" " * (-len(text) % 8)
         return b"".join([struct.pack("<Q", len(text)), text, *self.parts.values()])
 
-    def check(self, fingerprint: str, layout: Layout) -> None:
+    def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:
         """Raises NotASession unless it belongs to this model and this arrangement of its state."""
         if self.fingerprint != fingerprint:
             raise NotASession(
-                f"the session belongs to another model (fingerprint {self.fingerprint}, this one is {fingerprint})"
+                f"the session belongs to another model (fingerprint {_short(self.fingerprint)}, "
+                f"this one is {fingerprint})"
             )
         if self.parts and self.layout != layout:
             raise NotASession(
-                f"the session's state is laid out as {self.layout}, this server keeps {layout}: "
+                f"the session's state is laid out as {_short(self.layout)}, this server keeps {layout}: "
                 "start with the same state dtype and devices"
+            )
+        if max(self.replay, default=0) >= vocab:
+            at, token = next((at, token) for at, token in enumerate(self.replay) if token >= vocab)
+            raise NotASession(
+                f"token id {token} at position {at} of its replay is outside the model's vocabulary of {vocab}"
             )
 
 
 def decode(data: bytes) -> SessionFile:
-    """The session in a file's bytes. Raises NotASession, saying what is wrong.
+    """The session in a file's bytes. Raises NotASession, saying what is wrong, and nothing else.
 
     Reads every byte several times: for a thread that nobody waits on.
     """
     try:
         return _decode(data)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        raise NotASession(f"this is not a session file: {error}") from None
+    except NotASession:
+        raise
+    except (ValueError, struct.error, RecursionError) as error:
+        raise NotASession(f"this is not a session file: {_cut(str(error))}") from None
 
 
 def _decode(data: bytes) -> SessionFile:
     (length,) = struct.unpack_from("<Q", data)
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError(f"its header claims {length} bytes of {len(data)}")
-    header = json.loads(data[8 : 8 + length])
-    about = header.pop("__metadata__")
-    if about["format"] != FORMAT or about["layout_version"] != str(LAYOUT_VERSION):
-        raise ValueError(f"its format is {about['format']!r} version {about['layout_version']!r}, wanted {FORMAT!r} 1")
-    body = memoryview(data)[8 + length :]
+        raise ValueError(f"its header claims {length} bytes of {len(data)}, at most {MAX_HEADER_BYTES}")
+    header = _parse_header(data[8 : 8 + length])
+    about = msgspec.convert(header.pop("__metadata__", None), _About)
+    checksum = _CHECKSUMS.get(about.format)
+    if checksum is None or about.layout_version != str(LAYOUT_VERSION):
+        known = f"{' or '.join(_CHECKSUMS)} of layout {LAYOUT_VERSION}"
+        raise ValueError(f"its format is {_short(about.format)} of layout {_short(about.layout_version)}, not {known}")
+    layout, parts = _parts(msgspec.convert(header, dict[str, _Part]), memoryview(data)[8 + length :])
+    replay = msgspec.json.decode(about.replay, type=list[_TokenId])
+    if not parts and not replay:
+        raise ValueError("it holds neither a state nor tokens")
+    file = SessionFile(about.fingerprint, _num_tokens(about.num_tokens, replay, parts), replay, layout, parts)
+    if about.checksum != checksum(file):
+        raise ValueError("its checksum does not fit its content: it was damaged on the way")
+    for name, part in parts.items():
+        _check_finite(name, _NAMES[layout[name][0]], part)
+    return file
+
+
+def _parse_header(text: bytes) -> dict[str, Any]:
+    """The header as plain data. Names and lists are counted first, since each costs many times its bytes."""
+    for sign, most in ((b'"', 20), (b"{", 1), (b"[", 2)):
+        if text.count(sign) > most * (MAX_PARTS + 8):
+            raise ValueError(f"its header has more entries than the {MAX_PARTS} parts that a state may have")
+    header: Any = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_number, parse_float=_refuse_number)
+    return msgspec.convert(header, dict[str, Any])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"its header has {_short(name)} twice")
+        found[name] = value
+    return found
+
+
+def _refuse_number(text: str) -> Any:
+    raise ValueError(f"its header has the number {_short(text)} where whole numbers are wanted")
+
+
+def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str, bytes]]:
+    """Layout and bytes of every part; together they are the whole body, without a gap."""
     layout: Layout = {}
     parts: dict[str, bytes] = {}
     at = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        shape = tuple(int(size) for size in entry["shape"])
-        if begin != at or min(shape, default=1) < 0 or end - begin != math.prod(shape) * _ITEM_BYTES[entry["dtype"]]:
-            raise ValueError(f"part {name!r} has bytes {begin} to {end} for shape {shape} of {entry['dtype']}")
-        layout[name] = (_dtype(entry["dtype"]), shape)
+    for name, part in sorted(header.items(), key=lambda item: item[1].data_offsets):
+        begin, end = part.data_offsets
+        if begin != at or end - begin != math.prod(part.shape) * _ITEM_BYTES[part.dtype]:
+            raise ValueError(
+                f"part {_short(name)} has bytes {begin} to {end} for shape {part.shape} of {part.dtype}; "
+                f"the parts before it end at {at}"
+            )
+        layout[name] = (_dtype(part.dtype), tuple(part.shape))
         parts[name] = bytes(body[begin:end])
         at = end
     if at != len(body):
         raise ValueError(f"its parts have {at} bytes, the file has {len(body)}")
-    replay = json.loads(about["replay"])
-    if not isinstance(replay, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in replay):
-        raise ValueError("its replay is not a list of token ids")
-    num_tokens = int(about["num_tokens"])
-    if num_tokens < len(replay):
-        raise ValueError(f"it claims {num_tokens} tokens and replays {len(replay)}")
-    if about["checksum"] != _checksum(replay, parts):
-        raise ValueError("its checksum does not fit its content: it was damaged on the way")
-    for name, part in parts.items():
-        _check_finite(name, header[name]["dtype"], part)
-    return SessionFile(str(about["fingerprint"]), num_tokens, replay, layout, parts)
+    return layout, parts
+
+
+def _num_tokens(text: str, replay: list[int], parts: Mapping[str, bytes]) -> int:
+    """What the session stands for: the replay at least, and nothing else when there is no state."""
+    if not (text.isascii() and text.isdigit()) or len(text) > len(str(MAX_TOKENS)) or int(text) > MAX_TOKENS:
+        raise ValueError(f"num_tokens is {_short(text)}, not a whole number of at most {MAX_TOKENS}")
+    num_tokens = int(text)
+    if num_tokens < len(replay) or (not parts and num_tokens != len(replay)):
+        raise ValueError(f"num_tokens is {num_tokens}, with {len(replay)} tokens to replay after {len(parts)} parts")
+    return num_tokens
 
 
 def _check_finite(name: str, dtype: str, data: bytes) -> None:
@@ -141,8 +221,8 @@ def _check_finite(name: str, dtype: str, data: bytes) -> None:
     wrong = (np.frombuffer(data, f"<u{_ITEM_BYTES[dtype]}") & mask) == mask
     if wrong.any():
         raise NotASession(
-            f"part {name!r} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the first at "
-            f"{wrong.argmax()}: whatever goes on from it is noise; export the session again from where it works"
+            f"part {_short(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the "
+            f"first at {wrong.argmax()}: whatever goes on from it is noise; export the session from where it works"
         )
 
 
@@ -150,10 +230,32 @@ def _dtype(name: str) -> str:
     return next(dtype for dtype, short in _NAMES.items() if short == name)
 
 
-def _checksum(replay: list[int], parts: dict[str, bytes]) -> str:
-    """Of everything a session is made of, in the order of names."""
-    digest = hashlib.blake2b(json.dumps(replay).encode(), digest_size=16)
-    for name in sorted(parts):
-        digest.update(name.encode())
-        digest.update(parts[name])
+def _checksum(file: SessionFile) -> str:
+    """Of everything that the session is made of and everything that decides where it may be used."""
+    about = [FORMAT, LAYOUT_VERSION, file.fingerprint, file.num_tokens, file.replay]
+    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=16)
+    for name in sorted(file.parts):
+        digest.update(json.dumps([name, *file.layout[name]]).encode())
+        digest.update(file.parts[name])
     return digest.hexdigest()
+
+
+def _checksum_1(file: SessionFile) -> str:
+    """As "rwkv-session-1" has it: what it leaves out is bounded and compared with the model all the same."""
+    digest = hashlib.blake2b(json.dumps(file.replay).encode(), digest_size=16)
+    for name in sorted(file.parts):
+        digest.update(name.encode())
+        digest.update(file.parts[name])
+    return digest.hexdigest()
+
+
+_CHECKSUMS: dict[str, Callable[[SessionFile], str]] = {"rwkv-session-1": _checksum_1, FORMAT: _checksum}
+
+
+def _short(value: object) -> str:
+    """A value from the file, short enough to be told."""
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "…"

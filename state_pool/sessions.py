@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from state_pool.arena import ZERO_SLOT, HostState
+from state_pool.errors import SessionNotFound
 from state_pool.session_page import Tier
 
 LINEAR = -1
@@ -27,6 +28,15 @@ class SessionKey(NamedTuple):
     def shown(self) -> str:
         """The name in lists: "s" for the plain session, "s:2" for dialogue 2. Never parsed."""
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
+
+
+def checked_key(session_id: str) -> SessionKey:
+    """The plain session of that name. Raises SessionNotFound for text that no database can hold."""
+    try:
+        session_id.encode()
+    except UnicodeEncodeError:
+        raise SessionNotFound(f"session id {session_id!r} is not valid Unicode text") from None
+    return SessionKey(session_id)
 
 
 @dataclass(slots=True, eq=False)

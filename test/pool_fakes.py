@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,7 @@ class FakeArena:
     num_slots: int = 16
     words: int = STATE_WORDS
     fingerprint: str = "model-a"
+    vocab: int = 1 << 16
     delay: int = 0
     """Looks until a copy is done."""
     saves: int = 0
@@ -92,7 +93,7 @@ class FakeArena:
         self.memory[slot] = np.frombuffer(host.data["a.wkv"] + host.data["a.shift"], dtype=np.uint32)
         return FakeCopy(host, self.delay)
 
-    def host_state(self, parts: dict[str, bytes]) -> FakeHost:
+    def host_state(self, parts: Mapping[str, bytes | memoryview]) -> FakeHost:
         """From stored bytes."""
         for name, (_, shape) in self.layout.items():
             if len(parts.get(name, b"")) != 4 * int(np.prod(shape)):

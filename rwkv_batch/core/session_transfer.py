@@ -1,9 +1,14 @@
-"""Sessions as files: encoding and decoding beside the engine's thread, copying through its pool."""
+"""Sessions as files: encoding and decoding beside the engine's thread, copying through its pool.
+
+Whatever happens on the way, every call has one answer: the value, or an error that says what happened.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from rwkv_batch.calls import Reply
 from rwkv_batch.core.state_manager import as_service_error
@@ -12,8 +17,11 @@ from state_pool.errors import PoolError
 from state_pool.pool import StatePool
 from state_pool.session_file import NotASession, SessionFile, decode
 
+logger = logging.getLogger(__name__)
+
 Put = Callable[[Callable[[], None]], bool]
 """Runs a command on the engine's thread; False: the engine takes none any more."""
+Value = TypeVar("Value")
 
 
 class SessionTransfer:
@@ -31,26 +39,43 @@ class SessionTransfer:
             if isinstance(file, Exception):
                 reply(as_service_error(file))
             else:
-                self._thread.submit(lambda: reply(file.encode()))
+                self._beside(reply, file.encode, reply)
 
         try:
             pool.export(session_id, exported, dialogue)
-        except PoolError as error:
-            reply(as_service_error(error))
+        except Exception as error:
+            reply(_as_service_error(error))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
 
-        def decoded() -> None:
-            try:
-                file = decode(content)
-            except NotASession as error:
-                reply(_not_a_session(error))
-                return
+        def decoded(file: SessionFile) -> None:
             if not self._put(lambda: self._import(pool, reply, session_id, file)):
                 reply(self._refusal())
 
-        self._thread.submit(decoded)
+        self._beside(reply, lambda: decode(content), decoded)
+
+    def _beside(
+        self, reply: Reply[int] | Reply[bytes], work: Callable[[], Value], then: Callable[[Value], None]
+    ) -> None:
+        """Run `work` and then `then` on the other thread; if it fails, or never begins, that is the reply."""
+
+        def run() -> None:
+            try:
+                value = work()
+            except Exception as error:
+                reply(_as_service_error(error))
+                return
+            then(value)
+
+        def ended(future: Future[None]) -> None:
+            if future.cancelled():
+                reply(self._refusal())
+
+        try:
+            self._thread.submit(run).add_done_callback(ended)
+        except RuntimeError:  # closed
+            reply(self._refusal())
 
     @staticmethod
     def _import(pool: StatePool, reply: Reply[int], session_id: str, file: SessionFile) -> None:
@@ -59,15 +84,19 @@ class SessionTransfer:
 
         try:
             pool.import_session(session_id, file, durable)
-        except NotASession as error:
-            reply(_not_a_session(error))
-        except PoolError as error:
-            reply(as_service_error(error))
+        except Exception as error:
+            reply(_as_service_error(error))
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more; what has not begun is refused."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _not_a_session(error: Exception) -> ServiceError:
-    return ServiceError(ErrorKind.INVALID_FIELD, f"body: {error}", field="body")
+def _as_service_error(error: Exception) -> ServiceError:
+    """What a file's journey ended with; a fault of ours is logged and told as one."""
+    if isinstance(error, NotASession):
+        return ServiceError(ErrorKind.INVALID_FIELD, f"body: {error}", field="body")
+    if isinstance(error, PoolError):
+        return as_service_error(error)
+    logger.error("a session's export or import failed", exc_info=error)
+    return ServiceError(ErrorKind.INTERNAL, f"the session's file could not be handled: {type(error).__name__}: {error}")

@@ -45,7 +45,8 @@ from rwkv_batch.request import JobEvents
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
-_WATCH_S = 0.5
+_WATCH_S = 0.05
+"""How soon the process follows its engine's thread: until then /readyz still says that it takes work."""
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
 Ask = Callable[[EngineCall[Any], Callable[[Any], None]], None]

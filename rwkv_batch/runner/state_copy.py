@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,7 @@ class PipelineArena:
         self.num_slots = self._arenas[0].num_slots
         self.state_bytes = pipeline.slot_bytes
         self.fingerprint = pipeline.weights.fingerprint
+        self.vocab = pipeline.weights.shape.vocab
         self.layout = {
             name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:])) for name, tensor in self._parts()
         }
@@ -96,7 +99,7 @@ class PipelineArena:
     def _events(self) -> list[torch.cuda.Event]:
         return [stream.record_event() for stream in self._streams.values()]
 
-    def host_state(self, parts: dict[str, bytes]) -> HostTensors:
+    def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostTensors:
         """See `Arena.host_state`."""
         tensors: dict[str, Tensor] = {}
         for name, (dtype, shape) in self.layout.items():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import sqlite3
-import threading
 from collections.abc import Callable
 
 from state_pool.arena import Arena
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Loaded
+from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
 from state_pool.errors import SessionUnusable
+
+logger = logging.getLogger(__name__)
 
 LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]
@@ -21,14 +24,20 @@ OnLoaded = Callable[[LoadResult], None]
 class Reader:
     """Loads sessions one after another; outcomes come back through `deliver`, on the engine thread."""
 
-    def __init__(self, connection: sqlite3.Connection, arena: Arena, deliver: Deliver) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, arena: Arena, deliver: Deliver, on_death: Callable[[], None]
+    ) -> None:
         self._connection = connection
         self._arena = arena
-        self._loader = Loader(connection, arena.layout, arena.fingerprint)
+        self._loader = Loader(connection, arena.layout, arena.fingerprint, arena.vocab)
         self._deliver = deliver
         self._jobs: queue.SimpleQueue[tuple[int, OnLoaded] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="state-pool-reader", daemon=True)
-        self._thread.start()
+        self._thread = PoolThread("state-pool-reader", self._run, on_death)
+
+    @property
+    def failure(self) -> str | None:
+        """Why its thread is gone."""
+        return self._thread.failure
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Ask for a session; the pool bounds how many are asked for at once."""
@@ -61,6 +70,9 @@ class Reader:
             return SessionUnusable(f"the session could not be read ({error}); try again")
         except (sqlite3.DatabaseError, ValueError, OverflowError) as error:
             return Damaged(f"the session's rows in the database are damaged ({error}); delete it to begin anew")
+        except Exception as error:  # out of memory, say: this session's failure, and the thread goes on
+            logger.exception("a session could not be read")
+            return SessionUnusable(f"the session could not be read ({type(error).__name__}: {error}); try again")
 
     def _loaded(self, parts: dict[str, bytes] | None, replay: list[int]) -> LoadResult:
         """Into (pinned) host memory here, since that takes its time."""

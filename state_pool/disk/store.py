@@ -26,6 +26,10 @@ class Deliveries:
     def __call__(self, callback: Callable[[], None]) -> None:
         """From any thread: have the callback run by the next `run`."""
         self._queue.put(callback)
+        self.wake()
+
+    def wake(self) -> None:
+        """From any thread: have the engine's thread look."""
         if self._wake is not None:
             self._wake()
 
@@ -63,6 +67,7 @@ class Store:
                 retain=config.retain_tokens,
                 queue=config.transfer_states,
                 deliver=deliver,
+                on_death=deliver.wake,
             )
         except sqlite3.Error as error:
             self._give_up(connection)
@@ -70,7 +75,7 @@ class Store:
         except BaseException:
             self._give_up(connection)
             raise
-        self._reader = Reader(open_reader(self.path), arena, deliver)
+        self._reader = Reader(open_reader(self.path), arena, deliver, deliver.wake)
         self._next_row = self.writer.next_row
         self.pending = 0
         """Jobs whose outcome has not been delivered."""
@@ -99,6 +104,11 @@ class Store:
         """A row number that was never used."""
         self._next_row += 1
         return self._next_row - 1
+
+    @property
+    def failure(self) -> str | None:
+        """Why one of the threads is gone; what it had to do is never done."""
+        return self.writer.failure or self._reader.failure
 
     @property
     def takes_state(self) -> bool:

@@ -19,6 +19,8 @@ from state_pool.codec import (
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
 
+_SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
+
 
 class Damaged(SessionUnusable):
     """Stored rows contradict their checksums or each other: to be quarantined."""
@@ -27,10 +29,13 @@ class Damaged(SessionUnusable):
 class Loader:
     """Reads sessions for one model, or, without a fingerprint, only to see whether they are whole."""
 
-    def __init__(self, connection: sqlite3.Connection, layout: Layout, fingerprint: str | None) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, layout: Layout, fingerprint: str | None, vocab: int | None = None
+    ) -> None:
         self._connection = connection
         self._layout = layout
         self._fingerprint = fingerprint
+        self._vocab = vocab
 
     def read(self, row: int) -> tuple[dict[str, bytes] | None, list[int]]:
         """A session's state by parts, or None for the zero state, and the token ids that follow it.
@@ -40,20 +45,31 @@ class Loader:
         Raises SessionUnusable (another model's state without the whole history) or Damaged.
         """
         replay: list[int] = []
+        parts, fingerprint = None, None
         wanted: int | None = row
         while wanted is not None:
-            found = self._connection.execute("SELECT parent, turn FROM sessions WHERE id = ?", (wanted,)).fetchone()
+            found = self._connection.execute(_SESSION, (wanted,)).fetchone()
             if found is None:
                 raise Damaged(
                     "a dialogue that this session continues is missing from the database; delete it to begin anew"
                 )
-            parent, turn = found
+            parent, turn, fingerprint = found
             parts, base, why_not = self._state(wanted)
             replay = self._log(wanted, base, int(turn), why_not) + replay
             if parts is not None:
-                return parts, replay
+                break
             wanted = parent
-        return None, replay
+        self._check_vocabulary(replay, str(fingerprint))
+        return parts, replay
+
+    def _check_vocabulary(self, replay: list[int], fingerprint: str) -> None:
+        """A token id that the model has no row for would end the step of every session beside it."""
+        if self._vocab is None or max(replay, default=0) < self._vocab:
+            return
+        what = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"
+        if fingerprint != self._fingerprint:
+            raise SessionUnusable(f"the session belongs to another model ({what}); start that one, or delete it")
+        raise Damaged(f"{what}; delete the session to begin anew")
 
     def _state(self, session: int) -> tuple[dict[str, bytes] | None, int, SessionUnusable | None]:
         """(parts, the turn they follow, None), or (None, 0, why the stored state cannot be used)."""

@@ -6,6 +6,8 @@ import sqlite3
 import threading
 from collections.abc import Callable
 
+from state_pool.disk.thread import PoolThread
+
 
 class WalMover:
     """Moves on request what has been committed so far; `on_done` is called on its thread.
@@ -14,7 +16,9 @@ class WalMover:
     would grow for ever: so the writer, when told, moves that small rest itself, between two commits.
     """
 
-    def __init__(self, connection: sqlite3.Connection, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, on_done: Callable[[], None], on_death: Callable[[], None]
+    ) -> None:
         self.busy = False
         self.error: str | None = None
         """Why the last move failed."""
@@ -22,8 +26,12 @@ class WalMover:
         self._on_done = on_done
         self._wanted = threading.Semaphore(0)
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="state-pool-wal", daemon=True)
-        self._thread.start()
+        self._thread = PoolThread("state-pool-wal", self._run, on_death)
+
+    @property
+    def failure(self) -> str | None:
+        """Why its thread is gone."""
+        return self._thread.failure
 
     def start(self) -> None:
         """Begin to move; from the writer's thread, while not `busy`."""

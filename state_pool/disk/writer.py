@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections import deque
@@ -12,8 +13,11 @@ from state_pool.codec import Layout, chunks_of, layout_text
 from state_pool.crash_points import reach
 from state_pool.disk import statements
 from state_pool.disk.operations import Append, Checkpoint, Delete, Done, Quarantined
+from state_pool.disk.thread import PoolThread
 from state_pool.disk.wal import WalMover, move
 from state_pool.errors import SessionNotFound, TurnNotStored
+
+logger = logging.getLogger(__name__)
 
 GROUP_LIMIT = 256
 """Most small jobs in one transaction."""
@@ -70,6 +74,7 @@ class Writer:
         retain: int,
         queue: int,
         deliver: Deliver,
+        on_death: Callable[[], None],
     ) -> None:
         self.stats = WriterStats()
         self._connection = connection
@@ -90,11 +95,15 @@ class Writer:
         self._measure()
         self._rest_to_move = False
         self._rounds = 0
-        self._mover = WalMover(mover, self._moved)
-        self._thread = threading.Thread(target=self._run, name="state-pool-writer", daemon=True)
-        self._thread.start()
+        self._mover = WalMover(mover, self._moved, on_death)
+        self._thread = PoolThread("state-pool-writer", self._run, on_death)
 
     # -- engine thread ---------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        """Why one of the threads that write is gone."""
+        return self._thread.failure or self._mover.failure
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -187,7 +196,7 @@ class Writer:
         for job, done in group:
             self._report(done, self._failure(error, job))
 
-    def _transaction(self, jobs: list[Small]) -> sqlite3.Error | None:
+    def _transaction(self, jobs: list[Small]) -> Exception | None:
         garbage: list[int] = []
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -196,7 +205,7 @@ class Writer:
             reach("before_commit")
             self._connection.execute("COMMIT")
             reach("after_commit")
-        except sqlite3.Error as error:
+        except Exception as error:  # a number that SQLite cannot hold, say: the job's failure, not the thread's
             self._roll_back(error)
             return error
         self._garbage.extend(garbage)
@@ -218,13 +227,12 @@ class Writer:
 
     def _write_state(self, staging: _Staging) -> None:
         """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
-        if staging.number == 0:
-            reach("before_checkpoint")
-            parts = staging.job.host.parts()
-            staging.chunks.extend(chunks_of(parts, list(self._layout)))
-            staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
         written = 0
         try:
+            if staging.number == 0:
+                reach("before_checkpoint")
+                staging.chunks.extend(chunks_of(staging.job.host.parts(), list(self._layout)))
+                staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
             self._connection.execute("BEGIN IMMEDIATE")
             while staging.chunks and (written == 0 or not self._small):
                 statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
@@ -233,7 +241,7 @@ class Writer:
                 reach("within_checkpoint")
             old = self._point_to(staging) if not staging.chunks else None
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
             self._roll_back(error)
             self._state_failed(staging, error)
             return
@@ -273,7 +281,7 @@ class Writer:
                 self._garbage.append(old)
         self._report(staging.done, None)
 
-    def _state_failed(self, staging: _Staging, error: sqlite3.Error) -> None:
+    def _state_failed(self, staging: _Staging, error: Exception) -> None:
         with self._changed:
             if self._staging is not staging:
                 return
@@ -290,7 +298,7 @@ class Writer:
             if empty and len(self._garbage) == 1:
                 self._garbage.extend(statements.sweep_hidden(self._connection))
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
             self._roll_back(error)
             self._garbage.popleft()  # the next start finds it again
             return
@@ -324,7 +332,10 @@ class Writer:
         self.stats.commits += 1
         self.stats.degraded = None
         self._wal_bytes += num_bytes
-        self._measure()
+        try:
+            self._measure()
+        except sqlite3.Error as error:  # what was written stays so
+            self.stats.degraded = _words(error)
 
     def _measure(self) -> None:
         """Counts pages in use; reads only the file's first page, which is in memory."""
@@ -332,16 +343,19 @@ class Writer:
         pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
         self.stats.used_bytes = pages * int(execute("PRAGMA page_size").fetchone()[0])
 
-    def _roll_back(self, error: sqlite3.Error) -> None:
+    def _roll_back(self, error: Exception) -> None:
         self.stats.failures += 1
-        self.stats.degraded = _words(error)
+        if isinstance(error, sqlite3.Error):
+            self.stats.degraded = _words(error)
+        else:
+            logger.error("a write of the state pool failed", exc_info=error)
         if self._connection.in_transaction:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error as second:
                 self.stats.degraded = _words(second)
 
-    def _failure(self, error: sqlite3.Error | None, job: Small | Checkpoint) -> Exception | None:
+    def _failure(self, error: Exception | None, job: Small | Checkpoint) -> Exception | None:
         if error is None:
             return None
         what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
@@ -352,12 +366,16 @@ class Writer:
         self._deliver(lambda: done(error))
 
 
-def _is_outside(error: sqlite3.Error) -> bool:
+def _is_outside(error: Exception) -> bool:
     """Whether the fault lies outside the job: trying again at once would only wait again."""
-    return any(word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O"))
+    return isinstance(error, sqlite3.Error) and any(
+        word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O")
+    )
 
 
-def _words(error: sqlite3.Error) -> str:
+def _words(error: Exception) -> str:
+    if not isinstance(error, sqlite3.Error):
+        return f"{type(error).__name__}: {error}"
     text = str(error)
     if "full" in text:
         return f"no space is left for the session database ({text}); make room on its disk"

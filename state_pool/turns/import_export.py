@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.cache.tiers import Tiers, mark_stored, row_of
@@ -12,7 +13,7 @@ from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import SessionFile
-from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey
+from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
 
 AT_ONCE = 2
 """Exports and imports under way; each holds a state in host memory."""
@@ -51,12 +52,15 @@ class ImportExport:
             raise SessionNotFound(f"there is no session {session_id!r}" + ("" if dialogue is None else f":{dialogue}"))
         if session.unusable is not None:
             raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
-        self._begin()
+        with self._place():
+            self._copy_out(session, on_exported)
+
+    def _copy_out(self, session: Session, on_exported: OnExported) -> None:
+        """Begin to copy the session from the tier it is on."""
         num_tokens, replay = session.num_tokens, list(session.replay)
 
         def arrived(host: HostState) -> None:
-            parts = {name: bytes(data) for name, data in host.parts().items()}
-            self._exported(on_exported, num_tokens, replay, parts)
+            self._exported(on_exported, num_tokens, replay, host.parts())
 
         if session.host is not None:
             host = session.host
@@ -70,13 +74,14 @@ class ImportExport:
 
     def _read(self, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
         if isinstance(result, Loaded):
-            parts = {} if result.host is None else {name: bytes(data) for name, data in result.host.parts().items()}
-            self._exported(on_exported, num_tokens, result.replay, parts)
+            self._exported(on_exported, num_tokens, result.replay, {} if result.host is None else result.host.parts())
         else:
             self._under_way -= 1
             on_exported(result)
 
-    def _exported(self, on_exported: OnExported, num_tokens: int, replay: list[int], parts: dict[str, bytes]) -> None:
+    def _exported(
+        self, on_exported: OnExported, num_tokens: int, replay: list[int], parts: Mapping[str, memoryview]
+    ) -> None:
         self._under_way -= 1
         arena = self._tiers.arena
         layout = {name: arena.layout[name] for name in parts}
@@ -84,8 +89,9 @@ class ImportExport:
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
         """See `StatePool.import_session`."""
-        file.check(self._tiers.arena.fingerprint, self._tiers.arena.layout)
-        key = SessionKey(session_id)
+        arena = self._tiers.arena
+        file.check(arena.fingerprint, arena.layout, arena.vocab)
+        key = checked_key(session_id)
         if self._index.get(key) is not None:
             raise SessionBusy(f"there is a session {session_id!r} already; delete it first, or choose another id")
         if not self._tiers.host_has_room() or (self._store is not None and not self._store.takes_state):
@@ -94,12 +100,12 @@ class ImportExport:
             host = self._tiers.arena.host_state(file.parts) if file.parts else None
         except ValueError as error:
             raise SessionUnusable(f"the state does not fit this model: {error}") from None
-        self._begin()
-        now = time.time()
-        session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
-        session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
-        self._index.add(session)
-        self._write(session, host, file, lambda error: self._imported(session, host, file, error, on_durable))
+        with self._place():
+            now = time.time()
+            session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
+            session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
+            self._index.add(session)
+            self._write(session, host, file, lambda error: self._imported(session, host, file, error, on_durable))
 
     def _write(self, session: Session, host: HostState | None, file: SessionFile, done: OnDurable) -> None:
         """First the state, then what follows it as a turn in the log."""
@@ -149,7 +155,14 @@ class ImportExport:
         self._index.touch(session, time.time())
         self._tiers.receive(session, Loaded(host, file.replay, 0))
 
-    def _begin(self) -> None:
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places, until the outcome is told; it comes back at once if nothing can be begun."""
         if self._under_way >= AT_ONCE:
             raise PoolFull(f"{AT_ONCE} sessions are being exported or imported; try again in a moment")
         self._under_way += 1
+        try:
+            yield
+        except BaseException:
+            self._under_way -= 1
+            raise

@@ -12,7 +12,17 @@ from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete
 from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
-from state_pool.sessions import ROOT, Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, SessionKey
+from state_pool.sessions import (
+    ROOT,
+    Lease,
+    LeaseState,
+    OnDurable,
+    PendingTurn,
+    Session,
+    SessionIndex,
+    SessionKey,
+    checked_key,
+)
 from state_pool.turns.lease_queue import LeaseQueue
 
 
@@ -52,7 +62,7 @@ class Turns:
 
     def checkout(self, session_id: str, wait: bool) -> Lease:
         """A turn that continues the plain session; see `StatePool.checkout`."""
-        key = _checked(session_id)
+        key = checked_key(session_id)
         session = self._index.get(key)
         if session is None:
             self._refuse_when_full()
@@ -70,7 +80,7 @@ class Turns:
 
     def checkout_branch(self, session_id: str, parent: int) -> Lease:
         """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`."""
-        _checked(session_id)
+        checked_key(session_id)
         source = None
         if parent != ROOT:
             source = self._index.get(SessionKey(session_id, parent)) if parent > ROOT else None
@@ -296,14 +306,6 @@ class Turns:
         undeleted, self._undeleted = self._undeleted, []
         for rows in undeleted:
             self._delete_rows(rows, None)
-
-
-def _checked(session_id: str) -> SessionKey:
-    try:
-        session_id.encode()
-    except UnicodeEncodeError:
-        raise SessionNotFound(f"session id {session_id!r} is not valid Unicode text") from None
-    return SessionKey(session_id)
 
 
 def _append_of(session: Session, turn: PendingTurn) -> Append:

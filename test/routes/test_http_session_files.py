@@ -12,7 +12,8 @@ import pytest
 from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
-from state_pool.session_file import decode
+from state_pool.session_file import SessionFile, decode
+from test.hostile_files import hostile
 from test.serving import Service
 
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -68,6 +69,38 @@ def test_a_state_of_no_numbers_is_refused(service: Service) -> None:
     assert (refused.status_code, refused.json()["field"]) == (422, "body")
     assert name in refused.json()["error"] and "NaN" in refused.json()["error"]
     assert bring(service, "unsound", replace(file).encode()).status_code == 200, "nothing is left of the refused one"
+
+
+def test_whatever_a_file_holds_is_a_4xx_that_says_so(service: Service) -> None:
+    """More of them than places for imports: each place comes back, and turns are stored as before."""
+    say(service, "sound", "User: one")
+    content = export(service, "sound").content
+    for what, file in hostile(content):
+        refused = bring(service, "hostile", file)
+        assert (refused.status_code, refused.json().get("field")) == (422, "body"), what
+        assert len(refused.content) < 4000, what
+    poisoned = SessionFile(decode(content).fingerprint, 2, [1, 65536], {}, {}).encode()
+    refused = bring(service, "hostile", poisoned)
+    assert refused.status_code == 422 and "outside the model's vocabulary of 65536" in refused.json()["error"]
+    assert bring(service, "sound again", content).status_code == 200
+    say(service, "sound again", "User: two")
+
+
+@pytest.mark.timeout(300)
+def test_a_dead_writer_ends_the_engine_and_a_new_one_serves(tmp_path: Path, tiny_model: Path) -> None:
+    flags: list[Any] = ["--model-path", str(tiny_model), "--http-workers", "1"]
+    running = Service(tmp_path, *flags, RWKV_CRASH_AT="before_append:1:thread")
+    try:
+        running.wait_ready()
+        engine = running.pids()["engine"]
+        body = {**TURN, "session_id": "s", "contents": ["User: one"]}
+        answer = running.post("/state/chat/completions", body)
+        assert "the thread state-pool-writer has died" in answer.json()["error"]
+        running.wait(lambda: running.get("/readyz").status_code == 503, 30)
+        running.wait_ready()
+        assert running.pids()["engine"] != engine
+    finally:
+        running.close()
 
 
 def test_limits_and_password(tmp_path: Path, tiny_model: Path) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from state_pool.errors import PoolError, SessionBusy, SessionNotFound
+from state_pool.errors import PoolError, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import NotASession, SessionFile, decode
+from state_pool.turns.import_export import AT_ONCE
+from test.hostile_files import as_format_1, hostile, join, split, with_about
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
 
@@ -140,6 +144,150 @@ def test_a_turn_waits_for_a_session_that_is_being_brought(tmp_path: Path) -> Non
     driver.settle()
     assert driver.pool.list_sessions().total == 2
     driver.pool.close()
+
+
+def sound_file() -> bytes:
+    """A file with a state and tokens to replay."""
+    layout = {"a.wkv": ("float32", (2, 3)), "a.shift": ("int32", (4,))}
+    return SessionFile("model-a", 9, [1, 2], layout, {"a.wkv": bytes(24), "a.shift": bytes(16)}).encode()
+
+
+HOSTILE = list(hostile(sound_file()))
+
+
+@pytest.mark.parametrize(("what", "data"), HOSTILE, ids=[what[:40] for what, _ in HOSTILE])
+def test_whatever_a_file_holds_it_is_refused_shortly(what: str, data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotASession) as refused:
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 16 * len(data) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+    assert len(str(refused.value)) < 800
+
+
+def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1, 2])
+    file = decode(export(driver, "s"))
+    import_session(driver, "t", as_format_1(file))
+    assert np.array_equal(driver.state("t"), state_of([1, 2]))
+    driver.pool.close()
+
+
+def test_everything_that_decides_is_under_the_checksum() -> None:
+    data = sound_file()
+    header, body = split(data)
+    assert decode(join(header, body)) == decode(data)
+    wider = {**header, "a.wkv": {**header["a.wkv"], "shape": [3, 2]}}
+    changed = [
+        with_about(data, num_tokens="10"),
+        with_about(data, fingerprint="model-b"),
+        with_about(data, replay="[1,3]"),
+        join(wider, body),
+    ]
+    for damaged in changed:
+        with pytest.raises(NotASession, match="checksum"):
+            decode(damaged)
+
+
+def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
+    file = SessionFile("model-a", 3, [1, 1000, 999], {}, {})
+    with pytest.raises(NotASession, match=r"token id 1000 at position 1 .* vocabulary of 1000"):
+        driver.pool.import_session("t", decode(file.encode()), Outcome())
+    import_session(driver, "t", SessionFile("model-a", 2, [1, 999], {}, {}).encode())
+    assert driver.pool.list_sessions().total == 1
+    driver.pool.close()
+
+
+def test_a_poisoned_session_on_disk_is_quarantined(tmp_path: Path) -> None:
+    """As an earlier version let it in: the replay is in the log, its checksums are right."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    import_session(driver, "bad", SessionFile("model-a", 2, [1, 40_000], {}, {}).encode())
+    driver.turn("good", [1])
+    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+    driver.pool.close()
+    driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match=r"token id 40000.*vocabulary ends before 1000"):
+        driver.state("bad")
+    assert np.array_equal(driver.state("good"), state_of([1]))
+    driver.settle()
+    assert [entry["session_id"] for entry in driver.pool.stats()["quarantined"]] == ["bad"]
+    driver.pool.close()
+
+
+def test_an_import_that_cannot_begin_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    file = decode(export(driver, "s"))
+
+    def fails(job: object, done: object) -> None:
+        raise RuntimeError("no memory for that")
+
+    for i in range(AT_ONCE + 1):
+        with monkeypatch.context() as patched:
+            patched.setattr(driver.pool._store, "submit_state", fails)
+            with pytest.raises(RuntimeError):
+                driver.pool.import_session(f"t{i}", file, Outcome())
+    import_session(driver, "u", file.encode())
+    driver.pool.close()
+
+
+_ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from([10**30, 2**63, -1]),
+    lambda value: st.lists(value, max_size=4) | st.dictionaries(st.text(max_size=4), value, max_size=4),
+    max_leaves=8,
+)
+_DTYPES = st.sampled_from(["F32", "F16", "U8", "I64"])
+_PART = st.fixed_dictionaries(
+    {
+        "dtype": _DTYPES | _ANYTHING,
+        "shape": st.lists(st.integers(0, 4), max_size=3) | _ANYTHING,
+        "data_offsets": st.lists(st.integers(0, 32), min_size=2, max_size=2) | _ANYTHING,
+    }
+)
+_ABOUT = st.fixed_dictionaries(
+    {
+        "format": st.sampled_from(["rwkv-session-1", "rwkv-session-2"]) | _ANYTHING,
+        "fingerprint": st.text(max_size=4) | _ANYTHING,
+        "layout_version": st.just("1") | _ANYTHING,
+        "num_tokens": st.integers().map(str) | _ANYTHING,
+        "replay": st.lists(st.integers(0, 9), max_size=3).map(json.dumps) | _ANYTHING.map(json.dumps) | _ANYTHING,
+        "checksum": st.text(max_size=4) | _ANYTHING,
+    }
+)
+_HEADER = st.builds(
+    lambda about, parts: {"__metadata__": about, **parts},
+    _ABOUT | _ANYTHING,
+    st.dictionaries(st.text(max_size=4), _PART | _ANYTHING, max_size=3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_HEADER | _ANYTHING, st.binary(max_size=48))
+def test_no_header_raises_anything_else(header: object, body: bytes) -> None:
+    with contextlib.suppress(NotASession):
+        decode(join(header, body))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_change_to_a_file_raises_anything_else(data: st.DataObject) -> None:
+    content = bytearray(sound_file())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=6))
+        if not content:
+            break
+    with contextlib.suppress(NotASession):
+        decode(bytes(content))
 
 
 @given(st.binary(max_size=200), st.dictionaries(st.text(max_size=8), st.integers() | st.text() | st.none(), max_size=4))

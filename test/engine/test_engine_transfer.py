@@ -1,0 +1,80 @@
+"""Sessions as files through the engine: every call is answered, whatever happens on the way."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rwkv_batch.core.session_transfer import SessionTransfer
+from rwkv_batch.errors import ErrorKind, ServiceError
+from state_pool.config import PoolConfig
+from state_pool.pool import StatePool
+from state_pool.session_file import SessionFile
+from state_pool.turns.import_export import AT_ONCE
+from test.harness import WAIT_S, call, run, started_engine, submit, tiny_model, turn
+
+
+def refusal() -> ServiceError:
+    return ServiceError(ErrorKind.DRAINING, "no more")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_fault_of_ours_is_told_and_the_place_comes_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started_engine(model) as engine:
+        run(engine, turn("s", "User: one"))
+        content = call(engine, "session_export", session_id="s")
+
+        def fails(*arguments: object) -> Any:
+            raise RuntimeError("no memory for that")
+
+        for target in ("rwkv_batch.core.session_transfer.decode", "state_pool.pool.StatePool.import_session"):
+            for _ in range(2 * AT_ONCE):
+                with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory") as told:
+                    patched.setattr(target, fails)
+                    call(engine, "session_import", session_id="t", content=content)
+                assert told.value.info.kind is ErrorKind.INTERNAL
+        for target in (SessionFile, "encode"), (StatePool, "export"):
+            for _ in range(2 * AT_ONCE):
+                with monkeypatch.context() as patched, pytest.raises(ServiceError, match="no memory"):
+                    patched.setattr(*target, fails)
+                    call(engine, "session_export", session_id="s")
+        assert call(engine, "session_import", session_id="t", content=content) > 0
+
+
+def test_what_is_asked_at_the_end_is_refused_and_not_forgotten() -> None:
+    busy, begun = threading.Event(), threading.Event()
+    answers: list[object] = []
+    transfer = SessionTransfer(lambda command: True, refusal)
+    transfer._thread.submit(lambda: (begun.set(), busy.wait(WAIT_S)))
+    assert begun.wait(WAIT_S)
+    transfer.import_session(None, answers.append, "waits", b"")  # type: ignore[arg-type]
+    transfer.close()
+    transfer.import_session(None, answers.append, "comes later", b"")  # type: ignore[arg-type]
+    busy.set()
+    assert [type(answer) for answer in answers] == [ServiceError] * 2
+
+
+def test_the_engine_ends_when_a_thread_of_its_pool_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*arguments: object) -> None:
+        raise SystemExit("a fault of the program")
+
+    with started_engine(model, PoolConfig(state_db=str(tmp_path / "s.db"))) as engine:
+        store = engine.machine.pool._store
+        assert store is not None
+        monkeypatch.setattr(store.writer, "_commit_group", dies)
+        job = submit(engine, turn("s", "User: one")).wait()
+        assert job.events[-1].error is not None
+        assert job.events[-1].error.kind is ErrorKind.ENGINE_LOST
+        engine._thread.join(WAIT_S)
+        assert not engine.is_alive
+        with pytest.raises(ServiceError, match="state-pool-writer has died"):
+            call(engine, "session_status", limit=1, offset=0)

@@ -1,0 +1,117 @@
+"""What a job raises is its own failure; a thread that dies is noticed, and nobody waits for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.disk.operations import Append, SessionRow
+from state_pool.disk.store import Store
+from state_pool.errors import PoolLost, SessionUnusable, TurnNotStored
+from state_pool.sessions import SessionKey
+from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, state_of
+
+
+def dies(*arguments: object) -> None:
+    """What no job expects."""
+    raise SystemExit("a fault of the program")
+
+
+def store_of(driver: Driver) -> Store:
+    """The pool's third tier."""
+    assert driver.pool._store is not None
+    return driver.pool._store
+
+
+def lost(driver: Driver, what: str) -> None:
+    """The pool says that this thread is gone, at each look, and can still be closed."""
+    with pytest.raises(PoolLost, match=f"{what} has died .*a fault of the program"):
+        driver.until(lambda: False)
+    assert what in (driver.pool.failure or "")
+    driver.pool.close()
+
+
+def test_a_number_that_sqlite_cannot_hold_is_its_jobs_failure(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    outcomes = [Outcome() for _ in range(3)]
+    with store_of(driver).writer._changed:  # all three in one group
+        for number, (tokens, outcome) in enumerate(zip((1, 10**30, 2), outcomes, strict=True)):
+            row = SessionRow(100 + number, SessionKey(f"s{number}"), None, 1, tokens, 0.0, 0.0)
+            store_of(driver).submit(Append(row, [1]), outcome)
+    driver.until(lambda: all(outcome.known for outcome in outcomes))
+    assert [outcome.ok for outcome in outcomes] == [True, False, True]
+    assert isinstance(outcomes[1].calls[0], TurnNotStored)
+    assert "OverflowError" in str(outcomes[1].calls[0])
+    driver.turn("s", [1])
+    assert (driver.pool.failure, driver.pool.stats()["degraded"]) == (None, None)
+    driver.pool.close()
+
+
+def test_a_state_that_cannot_be_written_is_its_jobs_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path, durability="turn"))
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeHost, "parts", lambda host: 1 // 0)
+        with pytest.raises(TurnNotStored, match="ZeroDivisionError"):
+            driver.turn("s", [1])
+    driver.turn("s", [2])
+    assert np.array_equal(driver.state("s"), state_of([2]))
+    driver.pool.close()
+
+
+def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    for name in "ab":
+        driver.turn(name, [ord(name)])
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+
+    def no_memory(parts: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver.arena, "host_state", no_memory)
+        with pytest.raises(SessionUnusable, match=r"out of memory\); try again"):
+            driver.state("a")
+    assert all(np.array_equal(driver.state(name), state_of([ord(name)])) for name in "ab")
+    assert driver.pool.stats()["quarantined_count"] == 0
+    driver.pool.close()
+
+
+def test_the_writers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    monkeypatch.setattr(store_of(driver).writer, "_commit_group", dies)
+    with pytest.raises(PoolLost):
+        driver.turn("s", [1])
+    lost(driver, "state-pool-writer")
+
+
+def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    monkeypatch.setattr(store_of(driver)._reader, "_try", dies)
+    with pytest.raises(PoolLost):
+        driver.state("s")
+    lost(driver, "state-pool-reader")
+
+
+def test_the_movers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("state_pool.disk.wal.move", dies)
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    lost(driver, "state-pool-wal")
+
+
+def test_a_death_wakes_whoever_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    woken: list[str | None] = []
+    thread = store_of(driver).writer._thread
+    monkeypatch.setattr(thread, "_on_death", lambda: woken.append(thread.failure))
+    monkeypatch.setattr(store_of(driver).writer, "_commit_group", dies)
+    store_of(driver).submit(Append(SessionRow(1, SessionKey("s"), None, 1, 1, 0.0, 0.0), [1]), Outcome())
+    thread.join()
+    assert woken == [driver.pool.failure]
+    driver.pool.close()
