@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routes import big_batch, fim, multi_state, session_files, state, system, translate, v1, v2
+from routes import big_batch, fim, multi_state, session_files, state, system, translate, v1, v2, web_page
 from routes.docs import pages
 from routes.openai import chat, completions
 from routes.route import Route
@@ -20,4 +20,5 @@ ROUTES: tuple[Route, ...] = (
     *completions.ROUTES,
     *system.ROUTES,
     *pages.ROUTES,
+    *web_page.ROUTES,
 )

@@ -1,7 +1,8 @@
 """An engine without a model, for what a real one cannot show: floods, refusals at will, failures on demand.
 
-A row's text is its prompt's bytes over and over. Prompts that begin with a command word do more:
-"flood" sends 64 kB per step, "break" fails the job in its second step, "die" kills the engine's thread.
+A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
+a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "die" kills the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -12,22 +13,28 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rwkv_batch.calls import EngineCall, Reply
+from rwkv_batch.calls import CountJobs, EngineCall, ListSessions, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
 from rwkv_batch.tokenizer import Tokenizer
+from state_pool.session_page import SessionPage
 
 STEP_S = 0.01
 FLOOD = b"0123456789abcdef" * 4096
 BROKEN = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken on demand")
 
 
+def _said(prompt: bytes) -> bytes:
+    """The prompt, or of a chat's the last words of the user."""
+    return prompt.rpartition(b"User: ")[2].partition(b"\n\nAssistant:")[0]
+
+
 class _Running:
     def __init__(self, job: Job, sink: Sink, tokenizer: Tokenizer) -> None:
         self.job, self.sink = job, sink
-        self.texts = [tokenizer.decode_bytes(row.prompt) for row in job.rows]
+        self.texts = [_said(tokenizer.decode_bytes(row.prompt)) for row in job.rows]
         self.steps = 0
         self.cancelled = False
 
@@ -79,8 +86,13 @@ class FakeEngine:
 
     def call(self, call: EngineCall[Any], reply: Reply[Any]) -> None:
         running = list(self._jobs.values())
-        jobs = dict(Counter(one.job.label for one in running))
-        reply({"jobs": jobs, "running_rows": sum(len(one.texts) for one in running), "waiting_rows": 0})
+        jobs = Counter(one.job.label for one in running)
+        if isinstance(call, ListSessions):
+            reply(SessionPage(total=0, in_slots=0, in_host_memory=0, on_disk=0, sessions=[]))
+        elif isinstance(call, CountJobs):
+            reply(jobs[call.label])
+        else:
+            reply({"jobs": dict(jobs), "running_rows": sum(len(one.texts) for one in running), "waiting_rows": 0})
 
     def _run(self) -> None:
         while not self._stopping:

@@ -20,6 +20,7 @@ from rwkv_batch.errors import ErrorKind
 _ERRORS = {
     ErrorKind.NOT_JSON: "The body is not JSON, or not whole.",
     ErrorKind.UNAUTHORIZED: "Wrong or missing password.",
+    ErrorKind.NOT_FOUND: "No such path.",
     ErrorKind.MODEL_NOT_FOUND: "No model of that name is served.",
     ErrorKind.SESSION_NOT_FOUND: "No such session or dialogue, or it was deleted meanwhile.",
     ErrorKind.SESSION_BUSY: "Another turn of the session runs and `wait` is false.",

@@ -171,6 +171,15 @@ def _upload(context: Context, route: Route, request: Request, query: object) -> 
     return Upload(fields, _body_bytes(request, context.config.max_state_bytes, "--max-state-mb"))
 
 
+def _unless_known(request: Request, answer: Answer) -> Answer:
+    """The answer, or 304 without a body if the client holds it already, by its ETag."""
+    etag = answer.headers.get("ETag")
+    known = request.headers.get("if-none-match") or ""
+    if etag is None or etag not in {one.strip().removeprefix("W/") for one in known.split(",")}:
+        return answer
+    return Answer(b"", 304, answer.content_type, answer.headers)
+
+
 async def _run(context: Context, route: Route, request: Request) -> Reply:
     data = await _data(context, route, request)
     if route.query is not None:
@@ -199,6 +208,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
             logger.exception("%s %s failed", route.method, route.path)
             reply = error_answer(_INTERNAL, route.error_body)
         if isinstance(reply, Answer):
+            reply = _unless_known(request, reply)
             exchange.wrote()
             exchange.end(reply.status)
         return _to_robyn(context, reply, exchange)

@@ -15,7 +15,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from routes import system, translate
+from routes import system, translate, web_page
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.docs.openapi import openapi_document
@@ -46,6 +46,7 @@ def run_http_worker(config: HttpConfig, address: str, style: LogStyle, name: str
     context = Context(client, config, Gate(config.max_streams, config.max_streams_per_client))
     context.shared[system.OPENAPI] = openapi_document(ROUTES)
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
+    context.shared[web_page.FILES] = web_page.read_files()
     client.start()
     threading.Thread(target=_follow_supervisor, args=(context, supervisor), name="supervisor", daemon=True).start()
     _serve(context, ROUTES, cpus)

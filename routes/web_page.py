@@ -1,0 +1,112 @@
+"""`GET /` and `GET /web/…`: the page in web/, static files that are read once at start. Public: they hold no data."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from routes.context import Context
+from routes.request.bodies import Fields, shown
+from routes.response.reply import Answer, Reply
+from routes.route import Route, Upload
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+FILES = "web_files"
+"""Key of the page's files in `Context.shared`."""
+FOLDER = Path(__file__).resolve().parents[1] / "web"
+INDEX = "index.html"
+HTML = "text/html; charset=utf-8"
+_CONTENT_TYPES = {
+    ".html": HTML,
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types dompurify",
+    )
+)
+"""Content-Security-Policy: nothing from elsewhere, no inline script, no HTML that DOMPurify has not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebFile:
+    """A file of the page, as it is sent."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
+    """Every file of the page by its path below `folder`."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in _CONTENT_TYPES:
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[path.relative_to(folder).as_posix()] = WebFile(content, _CONTENT_TYPES[path.suffix], etag)
+    return found
+
+
+def _answer(file: WebFile) -> Answer:
+    headers = {
+        "Cache-Control": "no-cache",  # ask again each time: an ETag that still holds is answered by 304 and no body
+        "ETag": file.etag,
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+    }
+    return Answer(file.content, content_type=file.content_type, headers=headers)
+
+
+class FileQuery(Fields):
+    """Which file is wanted."""
+
+    file: str = Field(min_length=1, description="A file of the page.")
+
+
+async def index(context: Context, query: dict[str, str]) -> Reply:
+    """The web page: chat, batch, translation, dashboard. It asks for the password itself."""
+    return _answer(context.shared[FILES][INDEX])
+
+
+async def web_file(context: Context, upload: Upload) -> Reply:
+    """A script or a style of the web page."""
+    files: dict[str, WebFile] = context.shared[FILES]
+    name = upload.query.file
+    if name not in files:
+        raise ServiceError(ErrorKind.NOT_FOUND, f"file: the page has no file {shown(name)!r}; it begins at /")
+    return _answer(files[name])
+
+
+ROUTES = (
+    Route("GET", "/", index, None, "The web page.", is_public=True, content_type="text/html"),
+    Route(
+        "GET",
+        "/web/{file}",
+        web_file,
+        None,
+        "The web page's files.",
+        query=FileQuery,
+        is_public=True,
+        content_type="*/*",
+        errors=(ErrorKind.NOT_FOUND,),
+        example={"file": "app.js"},
+    ),
+)

@@ -1,0 +1,108 @@
+"""A real Chromium for the tests of the page, and services for it to talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.serving import Service
+
+pytest.importorskip("playwright")
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = Path(os.environ.get("RWKV_TEST_CHROMIUM", "/usr/bin/chromium"))
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --js-flags=--expose-gc"
+).split()
+WAIT_MS = 30_000
+PASSWORD = "open sesame"
+Opener = Callable[..., Page]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium. Skipped without it, but not in CI."""
+    if not CHROMIUM.exists():
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI needs a Chromium at {CHROMIUM}: apt-get install chromium")
+        pytest.skip(f"no Chromium at {CHROMIUM}")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+def _watch(page: Page, troubles: list[str], service: Service) -> None:
+    """Note what must not happen in a page: errors, broken policies, requests to anywhere else."""
+    page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+    page.on("request", lambda one: one.url.startswith((service.url, "data:", "blob:")) or troubles.append(one.url))
+
+    def said(message: Any) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            troubles.append(message.text)
+
+    page.on("console", said)
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Opener]:
+    """Opens the page of a service in a new profile; afterwards nothing may have gone wrong in it."""
+    troubles: list[str] = []
+    with contextlib.ExitStack() as opened:
+
+        def opener(service: Service, panel: str = "chat", **options: Any) -> Page:
+            options = {"locale": "en-US", "viewport": {"width": 1280, "height": 800}, **options}
+            context = browser.new_context(**options)
+            opened.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(WAIT_MS)
+            _watch(page, troubles, service)
+            page.goto(f"{service.url}/#{panel}")
+            return page
+
+        yield opener
+    assert troubles == []
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service as a newcomer starts it, with the demo model."""
+    running = Service(tmp_path_factory.mktemp("demo"))
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose engine says what it is told, over and over."""
+    running = Service(tmp_path_factory.mktemp("fake"), program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: RWKV_SCREENSHOTS, else a folder that is forgotten."""
+    folder = Path(os.environ.get("RWKV_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def own_demo(tmp_path: Path) -> Iterator[Service]:
+    """A service with the demo model that a test may harm."""
+    running = Service(tmp_path)
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()

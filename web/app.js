@@ -1,0 +1,124 @@
+// The page: header, notices, the password's dialog, and one panel at a time. Panels stay alive while hidden.
+
+import { password, passwordWanted } from "./api.js";
+import { Batch } from "./batch/batch.js";
+import { Chat } from "./chat/chat.js";
+import { Dashboard } from "./dashboard/dashboard.js";
+import { keepSamples } from "./dashboard/series.js";
+import { language, t, useLanguage } from "./i18n.js";
+import { follow, service } from "./monitor.js";
+import { Translate } from "./translate/translate.js";
+import { createStore, html, render, settings, useEffect, useRef, useState, useStore } from "./ui.js";
+
+const PANELS = { chat: Chat, batch: Batch, translate: Translate, dashboard: Dashboard };
+const THEMES = ["auto", "light", "dark"];
+
+const shown = createStore(panelOfUrl());
+const theme = createStore(THEMES.includes(settings.get("theme")) ? settings.get("theme") : "auto");
+
+function panelOfUrl() {
+  const name = location.hash.slice(1);
+  return name in PANELS ? name : "chat";
+}
+
+function applyTheme(name) {
+  document.documentElement.dataset.theme = name;
+  settings.set("theme", name);
+}
+
+function Header() {
+  const panel = useStore(shown);
+  const { status } = useStore(service);
+  const [signedIn, setSignedIn] = useState(Boolean(password.get()));
+  useEffect(() => passwordWanted.subscribe(() => setSignedIn(Boolean(password.get()))), []);
+  const now = useStore(theme);
+  const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
+  const signOut = () => {
+    password.forget();
+    location.reload();
+  };
+  return html`<header>
+    <div class="brand"><b>rwkv-batch</b> <span class="quiet" id="model">${status?.model ?? ""}</span></div>
+    <nav aria-label=${t("nav")}>
+      ${Object.keys(PANELS).map(
+        (name) => html`<a href="#${name}" aria-current=${panel === name ? "page" : null}>${t(`panel.${name}`)}</a>`,
+      )}
+    </nav>
+    <div class="switches">
+      <button class="plain" onClick=${() => language.set(language.get() === "zh" ? "en" : "zh")} lang=${language.get() === "zh" ? "en" : "zh-CN"}>
+        ${t("switch.language")}
+      </button>
+      <button class="plain" onClick=${() => theme.set(next)} title=${t("switch.theme")}>${t(`theme.${now}`)}</button>
+      ${signedIn && html`<button class="plain" onClick=${signOut}>${t("password.forget")}</button>`}
+    </div>
+  </header>`;
+}
+
+/** Says when the engine is away and when it is back. */
+function Notice() {
+  const { state, reason, restarts } = useStore(service);
+  const [back, setBack] = useState(false);
+  useEffect(() => {
+    if (!restarts) return undefined;
+    setBack(true);
+    const timer = setTimeout(() => setBack(false), 20_000);
+    return () => clearTimeout(timer);
+  }, [restarts]);
+  let text = "";
+  if (state === "away") text = reason ? t("notice.away", { reason }) : t("notice.offline");
+  else if (back) text = t("notice.back");
+  return html`<div role="status" id="notice" class=${text ? (state === "away" ? "notice bad" : "notice") : ""}>${text}</div>`;
+}
+
+function PasswordDialog() {
+  const wanted = useStore(passwordWanted);
+  const dialog = useRef();
+  const input = useRef();
+  useEffect(() => {
+    if (wanted && !dialog.current.open) dialog.current.showModal();
+    if (!wanted && dialog.current.open) dialog.current.close();
+    if (wanted) input.current.focus();
+  }, [wanted]);
+  const submit = (event) => {
+    event.preventDefault();
+    wanted.resolve(input.current.value);
+    input.current.value = "";
+  };
+  return html`<dialog ref=${dialog} aria-labelledby="password-title" onCancel=${(event) => event.preventDefault()}>
+    <form onSubmit=${submit}>
+      <h2 id="password-title">${t("password.title")}</h2>
+      <p id="password-why">${wanted?.message || t("password.why")}</p>
+      <input type="text" autocomplete="username" value="rwkv-batch" hidden />
+      <label>${t("password.label")}
+        <input ref=${input} id="password" type="password" autocomplete="current-password" required aria-describedby="password-why" />
+      </label>
+      <p><button class="main">${t("password.send")}</button></p>
+    </form>
+  </dialog>`;
+}
+
+function App() {
+  useLanguage();
+  const panel = useStore(shown);
+  return html`
+    <${Header} />
+    <${Notice} />
+    <main>
+      ${Object.entries(PANELS).map(
+        ([name, Panel]) => html`<section key=${name} id="panel-${name}" aria-label=${t(`panel.${name}`)} hidden=${panel !== name}>
+          <${Panel} visible=${panel === name} />
+        </section>`,
+      )}
+    </main>
+    <footer><a href="docs">${t("footer.api")}</a></footer>
+    <${PasswordDialog} />`;
+}
+
+addEventListener("hashchange", () => shown.set(panelOfUrl()));
+theme.subscribe(applyTheme);
+applyTheme(theme.get());
+const place = document.getElementById("app");
+place.textContent = "";
+render(html`<${App} />`, place);
+keepSamples();
+follow();

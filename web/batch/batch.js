@@ -1,0 +1,2 @@
+import { html } from "../ui.js";
+export const Batch = () => html`<p></p>`;

@@ -1,0 +1,117 @@
+// The chat panel: list of sessions, the shown conversation, its tree.
+
+import { DecodeParameters } from "../decode.js";
+import { t, useLanguage } from "../i18n.js";
+import { html, settings, useEffect, useLayoutEffect, useRef, useState, useStore } from "../ui.js";
+import * as control from "./controller.js";
+import { pathTo } from "./conversation.js";
+import { THINK_MODES } from "./prompt.js";
+import { Sessions } from "./sessions.js";
+import { Tree } from "./tree.js";
+import { Turn } from "./turn.js";
+
+const REFRESH_MS = 10_000;
+const AT_END_PX = 80;
+
+function Composer({ conversation, busy }) {
+  const [text, setText] = useState("");
+  const [think, setThink] = useState(THINK_MODES.includes(settings.get("think")) ? settings.get("think") : "off");
+  const submit = (event) => {
+    event?.preventDefault();
+    if (!text.trim() || busy) return;
+    setText("");
+    control.send(text, think);
+  };
+  const key = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    }
+  };
+  const choose = (event) => {
+    setThink(event.currentTarget.value);
+    settings.set("think", event.currentTarget.value);
+  };
+  const running = busy && conversation.turns.find((turn) => control.isRunning(conversation, turn));
+  return html`<form class="composer" onSubmit=${submit}>
+    <textarea id="question" aria-label=${t("chat.question")} placeholder=${t("chat.placeholder")} rows="3" value=${text}
+      onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${key}></textarea>
+    <div class="row">
+      <label>${t("think.label")} <select id="think" value=${think} onChange=${choose}>${THINK_MODES.map((mode) => html`<option value=${mode} selected=${mode === think}>${t(`think.${mode}`)}</option>`)}</select></label>
+      <span class="space"></span>
+      ${running
+        ? html`<button type="button" id="stop" onClick=${() => control.stop(conversation, running)}>${t("chat.stop")}</button>`
+        : html`<button class="main" id="send" disabled=${!text.trim()}>${t("chat.send")}</button>`}
+    </div>
+  </form>`;
+}
+
+function Exports({ conversation, path }) {
+  const last = path.at(-1);
+  if (!last) return null;
+  const kept = last.dialogue !== null;
+  return html`<details class="menu"><summary>${t("export.title")}</summary>
+    <button onClick=${() => control.exportState(conversation)} disabled=${!kept}>${t("export.state")}</button>
+    <button onClick=${() => control.exportText(conversation)}>${t("export.text")}</button>
+    <button onClick=${() => control.exportMarkdown(conversation)}>${t("export.markdown")}</button>
+  </details>`;
+}
+
+/** The turns of the shown branch; follows the end of a growing answer unless the reader has scrolled away. */
+function Transcript({ conversation, path }) {
+  const box = useRef();
+  const follows = useRef(true);
+  const scrolled = () => {
+    const { scrollTop, scrollHeight, clientHeight } = box.current;
+    follows.current = scrollHeight - scrollTop - clientHeight < AT_END_PX;
+  };
+  useLayoutEffect(() => {
+    if (follows.current) box.current.scrollTop = box.current.scrollHeight;
+  });
+  useLayoutEffect(() => {
+    follows.current = true;
+  }, [conversation.id, path.length]);
+  return html`<div class="transcript" ref=${box} onScroll=${scrolled} tabindex="0" role="log" aria-label=${t("chat.transcript")} aria-live="off">
+    ${path.length === 0 && html`<div class="welcome"><h1>${t("chat.welcome")}</h1><p>${t("chat.about")}</p></div>`}
+    ${path.map((turn) => html`<${Turn} key=${`${conversation.id}/${turn.id}`} conversation=${conversation} turn=${turn} />`)}
+  </div>`;
+}
+
+/** Says to a screen reader that an answer is there. */
+function Spoken({ busy }) {
+  const was = useRef(false);
+  const [text, setText] = useState("");
+  useEffect(() => {
+    if (busy !== was.current) setText(t(busy ? "chat.answering" : "chat.answered"));
+    was.current = busy;
+  }, [busy]);
+  return html`<div class="unseen" role="status">${text}</div>`;
+}
+
+export function Chat({ visible }) {
+  useLanguage();
+  const { open: conversation, problem } = useStore(control.chat);
+  useEffect(() => {
+    control.begin();
+  }, []);
+  useEffect(() => {
+    if (!visible) return undefined;
+    const timer = setInterval(control.refresh, REFRESH_MS);
+    return () => clearInterval(timer);
+  }, [visible]);
+  const path = pathTo(conversation, conversation.current);
+  const busy = conversation.turns.some((turn) => control.isRunning(conversation, turn));
+  return html`<div class="chat">
+    <details class="side left" open=${innerWidth > 900}><summary>${t("sessions.title")}</summary><${Sessions} /></details>
+    <div class="middle">
+      <div class="row head"><details class="system"><summary>${t("chat.system")}</summary>
+        <textarea id="system" rows="2" aria-label=${t("chat.system")} disabled=${conversation.turns.length > 0} value=${conversation.system} onInput=${(event) => control.setSystem(event.currentTarget.value)}></textarea>
+      </details><${DecodeParameters} prefix="chat" /><${Exports} conversation=${conversation} path=${path} /></div>
+      <${Transcript} conversation=${conversation} path=${path} />
+      ${problem && html`<p class="bad" role="alert">${problem === "offline" ? t("notice.offline") : problem}</p>`}
+      <${Composer} conversation=${conversation} busy=${busy} />
+      <${Spoken} busy=${busy} />
+    </div>
+    <details class="side right" open=${innerWidth > 900}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
+  </div>`;
+}

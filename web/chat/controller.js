@@ -1,0 +1,221 @@
+// What can be done with conversations: send, stop, branch, resume, delete, export, import.
+
+import { ApiError, post, request, stream } from "../api.js";
+import { chosenModel, decodeFields } from "../decode.js";
+import { createStore, download, oncePerFrame } from "../ui.js";
+import {
+  ROOT, addTurn, adoptDialogues, asJson, asMarkdown, grow, newConversation, newestBelow, parsedName, pathTo, revived,
+  turnOf,
+} from "./conversation.js";
+import { parted, promptOf, roundOf, stopsOf } from "./prompt.js";
+import * as storage from "./storage.js";
+
+const LISTED = 200;
+
+/**
+ * `conversations`: those with text in this browser, by id; `sessions`: those of the service, by id, with their tier;
+ * `open`: the shown conversation; `problem`: the last failure in words.
+ */
+export const chat = createStore({
+  conversations: new Map(),
+  sessions: new Map(),
+  counts: null,
+  listed: LISTED,
+  open: newConversation(),
+  problem: "",
+});
+const redraw = oncePerFrame(() => chat.set((known) => ({ ...known })));
+const running = new Map();
+const runKey = (conversation, turn) => `${conversation.id}/${turn.id}`;
+
+export const isRunning = (conversation, turn) => running.has(runKey(conversation, turn));
+
+const say = (problem) => chat.set((known) => ({ ...known, problem }));
+const told = (error) => error.message || "offline";
+
+async function keep(conversation) {
+  chat.get().conversations.set(conversation.id, conversation);
+  redraw();
+  // Without storage (a private window) a conversation lives as long as the page.
+  await storage.save(conversation).catch(() => {});
+}
+
+/** Read this browser's conversations and the service's list. */
+export async function begin() {
+  const kept = await storage.load().catch(() => []);
+  for (const conversation of kept) chat.get().conversations.set(conversation.id, conversation);
+  redraw();
+  await refresh();
+}
+
+/** Ask the service which sessions it keeps, and in which tier. */
+export async function refresh() {
+  try {
+    const found = await post("/state/status", { limit: chat.get().listed });
+    const sessions = new Map();
+    for (const one of found.sessions) {
+      const { session, dialogue } = parsedName(one.session_id);
+      const entry = sessions.get(session) ?? { id: session, dialogues: [], linear: false, tier: one.cache_level, updated: one.timestamp };
+      if (dialogue === null) entry.linear = true;
+      else entry.dialogues.push(dialogue);
+      sessions.set(session, entry);
+    }
+    chat.set((known) => ({ ...known, sessions, counts: found }));
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error; // the notice tells of a service that is away
+  }
+}
+
+export function listMore() {
+  chat.set((known) => ({ ...known, listed: known.listed + LISTED }));
+  return refresh();
+}
+
+export const startNew = () => chat.set((known) => ({ ...known, open: newConversation(), problem: "" }));
+
+/** Show a conversation, or a session of the service that this browser has no text of. */
+export function open(id) {
+  const { conversations, sessions } = chat.get();
+  const session = sessions.get(id);
+  const conversation = conversations.get(id) ?? newConversation({ id, linear: session?.linear, title: id });
+  if (session && !conversation.linear) adoptDialogues(conversation, [...session.dialogues].sort((one, other) => one - other));
+  if (session?.linear && !conversation.turns.length) {
+    Object.assign(addTurn(conversation, ROOT, "", "off"), { reason: "stop", dialogue: 0, foreign: true });
+  }
+  chat.set((known) => ({ ...known, open: conversation, problem: "" }));
+}
+
+/** Show the branch that ends below a turn. */
+export function show(id) {
+  const { open: conversation } = chat.get();
+  conversation.current = newestBelow(conversation, id);
+  redraw();
+}
+
+/** Show a turn and what is before it; the next one branches off there. */
+export function branchAt(id) {
+  chat.get().open.current = id;
+  redraw();
+}
+
+export function setSystem(text) {
+  chat.get().open.system = text;
+  redraw();
+}
+
+/** Ask after the shown turn. */
+export const send = (user, think) => ask(chat.get().open, chat.get().open.current, user, think);
+/** Ask the same again: a branch beside the turn. */
+export const regenerate = (turn) => ask(chat.get().open, turn.parent, turn.user, turn.think);
+/** Ask something else in the turn's place: a branch beside it. */
+export const edit = (turn, user) => ask(chat.get().open, turn.parent, user, turn.think);
+
+/** End an answer. The service does not keep a turn that was stopped: the next one reads it again. */
+export const stop = (conversation, turn) => running.get(runKey(conversation, turn))?.abort();
+
+async function ask(conversation, parent, user, think) {
+  const turn = addTurn(conversation, parent, user, think);
+  const control = new AbortController();
+  running.set(runKey(conversation, turn), control);
+  say("");
+  await keep(conversation);
+  try {
+    await answerTo(conversation, turn, control.signal);
+  } catch (error) {
+    if (error.name === "AbortError") turn.reason = "stopped";
+    else Object.assign(turn, { reason: "error", error: told(error) });
+  }
+  running.delete(runKey(conversation, turn));
+  conversation.updated = Date.now();
+  await keep(conversation);
+  await refresh();
+}
+
+/** Stream a turn's answer; a turn of before that the service has lost is read again. */
+async function answerTo(conversation, turn, signal) {
+  for (;;) {
+    const { prompt, from } = unread(conversation, turn);
+    try {
+      return await streamTurn(conversation, turn, prompt, from, signal);
+    } catch (error) {
+      if (error.status !== 404 || !from) throw error;
+      turnOf(conversation, from.id).dialogue = null;
+    }
+  }
+}
+
+/** What the service has not read: the prompt, and the turn whose dialogue it goes on from (undefined: the root). */
+function unread(conversation, turn) {
+  const path = pathTo(conversation, turn.id).slice(0, -1);
+  const at = path.findLastIndex((one) => one.dialogue !== null);
+  const missing = path.slice(at + 1);
+  const texts = missing.map((one, index) => roundOf(one, at < 0 && index === 0 ? conversation.system : ""));
+  texts.push(promptOf(turn, at < 0 && !missing.length ? conversation.system : ""));
+  return { prompt: texts.join("\n\n"), from: path[at] };
+}
+
+async function streamTurn(conversation, turn, prompt, from, signal) {
+  const stops = stopsOf(turn.think);
+  const body = { ...decodeFields(), ...chosenModel(), contents: [prompt], session_id: conversation.id };
+  if (stops) body.stop_tokens = stops;
+  if (!conversation.linear) body.dialogue_idx = from?.dialogue ?? ROOT;
+  const path = conversation.linear ? "/state/chat/completions" : "/multi_state/chat/completions";
+  for await (const event of stream(path, body, signal)) {
+    if (event.error) throw new ApiError(event.error, 200, event);
+    if (event.dialogue_idx !== undefined) turn.dialogue = event.dialogue_idx;
+    for (const choice of event.choices ?? []) {
+      grow(turn, choice.delta.content ?? "");
+      if (choice.finish_reason) turn.reason = choice.finish_reason;
+    }
+    redraw();
+  }
+  if (conversation.linear) turn.dialogue = turn.id;
+}
+
+/** Delete a conversation here and at the service. */
+export async function remove(id) {
+  try {
+    if (chat.get().sessions.has(id)) await post("/state/delete", { session_id: id });
+  } catch (error) {
+    if (error.status !== 404) return say(told(error));
+  }
+  await storage.remove(id).catch(() => {});
+  chat.get().conversations.delete(id);
+  if (chat.get().open.id === id) startNew();
+  return refresh();
+}
+
+/** Offer the state of the shown turn as a file, as `/state/export` writes it. */
+export async function exportState(conversation) {
+  const turn = turnOf(conversation, conversation.current);
+  const query = new URLSearchParams({ session_id: conversation.id });
+  if (!conversation.linear) query.set("dialogue_idx", turn?.dialogue ?? "");
+  try {
+    const file = await (await request(`/state/export?${query}`)).blob();
+    download(`${conversation.id}${conversation.linear ? "" : `-${turn.dialogue}`}.safetensors`, file);
+  } catch (error) {
+    say(told(error));
+  }
+}
+
+export const exportText = (conversation) => download(`${conversation.id}.json`, asJson(conversation), "application/json");
+export const exportMarkdown = (conversation) => download(`${conversation.id}.md`, asMarkdown(conversation, parted), "text/markdown");
+
+/** Take a session's state (.safetensors) or a conversation's text (.json) in. */
+export async function importFile(file) {
+  try {
+    if (file.name.endsWith(".json")) {
+      const conversation = revived(await file.text());
+      await keep(conversation);
+      return open(conversation.id);
+    }
+    const { id } = newConversation();
+    const query = new URLSearchParams({ session_id: id });
+    await request(`/state/import?${query}`, { method: "POST", body: file, type: "application/octet-stream" });
+    await refresh();
+    return open(id);
+  } catch (error) {
+    return say(`${file.name}: ${told(error)}`);
+  }
+}
+

@@ -1,0 +1,105 @@
+// A conversation as this browser knows it: a tree of turns, each of which the service keeps as a dialogue of a session.
+// Plain data and pure functions.
+
+export const ROOT = 0;
+/** Characters of an answer that are kept; of one that runs on and on, the beginning is let go. */
+const ANSWER_LIMIT = 200_000;
+
+/**
+ * A conversation. `linear`: the session has no branches (it was brought from a file or begun elsewhere).
+ * `turns`: {id, parent, user, think, answer, dropped, dialogue, reason, error}; `dialogue` is the turn's number at
+ * the service, null if that has not kept it. `current`: the turn that is shown last.
+ */
+export function newConversation({ id = newId(), linear = false, title = "" } = {}) {
+  return { id, linear, title, system: "", turns: [], current: ROOT, updated: Date.now() };
+}
+
+const newId = () => `chat-${Array.from(crypto.getRandomValues(new Uint8Array(6)), (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+
+export const turnOf = (conversation, id) => conversation.turns.find((turn) => turn.id === id);
+export const childrenOf = (conversation, id) => conversation.turns.filter((turn) => turn.parent === id);
+
+/** The turns from the root to `id`. */
+export function pathTo(conversation, id) {
+  const path = [];
+  for (let turn = turnOf(conversation, id); turn; turn = turnOf(conversation, turn.parent)) path.unshift(turn);
+  return path;
+}
+
+/** The last turn below `id`, always by the newest branch. */
+export function newestBelow(conversation, id) {
+  for (;;) {
+    const child = childrenOf(conversation, id).at(-1);
+    if (!child) return id;
+    id = child.id;
+  }
+}
+
+/** Add a turn after `parent` and show it; returns it. */
+export function addTurn(conversation, parent, user, think) {
+  const id = Math.max(0, ...conversation.turns.map((turn) => turn.id)) + 1;
+  const turn = { id, parent, user, think, answer: "", dropped: 0, dialogue: null, reason: null, error: null };
+  conversation.turns.push(turn);
+  conversation.current = id;
+  conversation.updated = Date.now();
+  if (!conversation.title) conversation.title = user.trim().split("\n")[0].slice(0, 80);
+  return turn;
+}
+
+/** Append new text to a turn's answer. */
+export function grow(turn, text) {
+  turn.answer += text;
+  const over = turn.answer.length - ANSWER_LIMIT;
+  if (over > ANSWER_LIMIT) {
+    turn.answer = turn.answer.slice(over);
+    turn.dropped += over;
+  }
+}
+
+/** A name for lists: "chat-1:2" -> {session: "chat-1", dialogue: 2}; a plain session has dialogue null. */
+export function parsedName(shown) {
+  const match = /^(.+):(\d+)$/.exec(shown);
+  return match ? { session: match[1], dialogue: Number(match[2]) } : { session: shown, dialogue: null };
+}
+
+/** Turns for dialogues of the service that this browser has no text of, so that they can be gone on from. */
+export function adoptDialogues(conversation, dialogues) {
+  const known = new Set(conversation.turns.map((turn) => turn.dialogue));
+  for (const dialogue of dialogues) {
+    if (known.has(dialogue)) continue;
+    const turn = addTurn(conversation, ROOT, "", "off");
+    Object.assign(turn, { dialogue, reason: "stop", foreign: true });
+  }
+}
+
+/** The conversation as Markdown text along the shown path. */
+export function asMarkdown(conversation, parted) {
+  const rounds = pathTo(conversation, conversation.current).map((turn) => {
+    const { answer } = parted(turn);
+    return `## User\n\n${turn.user}\n\n## Assistant\n\n${answer.trim()}\n`;
+  });
+  return `# ${conversation.title || conversation.id}\n\n${conversation.system ? `> ${conversation.system}\n\n` : ""}${rounds.join("\n")}`;
+}
+
+/** What a text export holds; `revived` reads it back. */
+export const asJson = (conversation) => JSON.stringify({ format: "rwkv-batch conversation", version: 1, ...conversation }, null, 1);
+
+/** A conversation from an exported file's text; the service has none of its turns yet. Throws Error. */
+export function revived(text) {
+  const data = JSON.parse(text);
+  if (data.format !== "rwkv-batch conversation" || !Array.isArray(data.turns)) throw new Error("not a conversation");
+  const turns = data.turns.map((turn) => ({
+    id: Number(turn.id),
+    parent: Number(turn.parent),
+    user: String(turn.user ?? ""),
+    think: ["off", "on", "short", "long"].includes(turn.think) ? turn.think : "off",
+    answer: String(turn.answer ?? ""),
+    dropped: 0,
+    dialogue: null,
+    reason: turn.reason ? String(turn.reason) : null,
+    error: null,
+  }));
+  if (turns.some((turn) => !(turn.id > turn.parent && turn.parent >= ROOT))) throw new Error("its turns make no tree");
+  const current = turns.some((turn) => turn.id === data.current) ? data.current : (turns.at(-1)?.id ?? ROOT);
+  return { ...newConversation({ title: String(data.title ?? "") }), system: String(data.system ?? ""), turns, current };
+}

@@ -1,0 +1,38 @@
+// The tree of a conversation's branches. Each turn is a state that the service keeps, so going back costs nothing.
+
+import { t } from "../i18n.js";
+import { html } from "../ui.js";
+import * as control from "./controller.js";
+import { ROOT, childrenOf, pathTo } from "./conversation.js";
+
+function Node({ turn, shown, current }) {
+  const label = turn.foreign ? t("chat.dialogue", { dialogue: turn.dialogue }) : turn.user.trim().slice(0, 48);
+  return html`<button class=${shown ? "node shown" : "node"} aria-current=${current ? "step" : null} onClick=${() => control.branchAt(turn.id)}
+    title=${turn.dialogue === null ? t("tree.unkept") : t("chat.dialogue", { dialogue: turn.dialogue })}>
+    <span class=${turn.dialogue === null ? "dot hollow" : "dot"} aria-hidden="true"></span>${label}</button>`;
+}
+
+/** The turns below `from`: one line while there is one way on, a list in the list where it branches. */
+function Branch({ conversation, from, path }) {
+  const line = [];
+  let children = childrenOf(conversation, from);
+  while (children.length === 1) {
+    line.push(children[0]);
+    children = childrenOf(conversation, children[0].id);
+  }
+  const node = (turn) => html`<${Node} turn=${turn} shown=${path.has(turn.id)} current=${turn.id === conversation.current} />`;
+  return html`
+    ${line.map((turn) => html`<li key=${turn.id}>${node(turn)}</li>`)}
+    ${children.map((turn) => html`<li key=${turn.id} class="fork">${node(turn)}<ul><${Branch} conversation=${conversation} from=${turn.id} path=${path} /></ul></li>`)}`;
+}
+
+/** The whole tree; choosing a turn shows it, and the next question branches off there. */
+export function Tree({ conversation }) {
+  const path = new Set(pathTo(conversation, conversation.current).map((turn) => turn.id));
+  return html`<div class="tree">
+    <h2>${t("tree.title")}</h2>
+    ${conversation.turns.length === 0 && html`<p class="quiet">${t("tree.empty")}</p>`}
+    <ul><li><button class=${conversation.current === ROOT ? "node shown" : "node"} onClick=${() => control.branchAt(ROOT)}><span class="dot" aria-hidden="true"></span>${t("tree.root")}</button></li>
+      <${Branch} conversation=${conversation} from=${ROOT} path=${path} /></ul>
+  </div>`;
+}

@@ -1,0 +1,2 @@
+import { html } from "../ui.js";
+export const Dashboard = () => html`<p></p>`;

@@ -1,0 +1,2 @@
+import { html } from "../ui.js";
+export const Translate = () => html`<p></p>`;

@@ -1,0 +1,72 @@
+// Preact and htm under one name, and stores that components subscribe to.
+
+import { h, render } from "./vendor/preact.js";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
+import htm from "./vendor/htm.js";
+
+export const html = htm.bind(h);
+export { render, useEffect, useLayoutEffect, useMemo, useRef, useState };
+
+/** A value that components follow: `get`, `set(value | change)`, `subscribe(listener) -> unsubscribe`. */
+export function createStore(value) {
+  const listeners = new Set();
+  return {
+    get: () => value,
+    set(next) {
+      value = typeof next === "function" ? next(value) : next;
+      for (const listener of [...listeners]) listener(value);
+    },
+    subscribe(listener) {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+  };
+}
+
+/** The store's value; the component is drawn again when it changes. */
+export function useStore(store) {
+  const [, redraw] = useState(0);
+  useLayoutEffect(() => store.subscribe(() => redraw((count) => count + 1)), [store]);
+  return store.get();
+}
+
+/** `act`, at most once a frame, however often it is asked for. */
+export function oncePerFrame(act) {
+  let waiting = false;
+  return () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      act();
+    });
+  };
+}
+
+/** Offer `content` (text or Blob) to the user as a file. */
+export function download(name, content, type = "text/plain;charset=utf-8") {
+  const blob = content instanceof Blob ? content : new Blob([content], { type });
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+/** A setting kept in this browser; null where storage is refused. */
+export const settings = {
+  get(name) {
+    try {
+      return localStorage.getItem(`rwkv.${name}`);
+    } catch {
+      return null;
+    }
+  },
+  set(name, value) {
+    try {
+      localStorage.setItem(`rwkv.${name}`, value);
+    } catch {
+      // a browser without storage forgets it with the page
+    }
+  },
+};
