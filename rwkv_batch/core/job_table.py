@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from rwkv_batch.core.output import RowOutput, StopRules
+from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.state_manager import StateManager
+from rwkv_batch.core.stops import StopRulesCache
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
@@ -32,6 +33,7 @@ class JobTable:
         self._scheduler = scheduler
         self._keeper = keeper
         self._byte_table = tokenizer.byte_table
+        self._stop_rules = StopRulesCache(tokenizer.byte_table)
         self._vocab = vocab
         self._jobs: dict[str, RunningJob] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -136,7 +138,7 @@ class JobTable:
     def _sequence(
         self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], draws: bool
     ) -> Sequence:
-        output = RowOutput(row, request, StopRules(request, self._byte_table), self._byte_table)
+        output = RowOutput(row, request, self._stop_rules.of(request), self._byte_table)
         return Sequence(job, row, request, token_ids, output, draws=draws, prompt_tokens=len(request.prompt))
 
     # A step's outcome ----------------------------------------------------------------------------------------

@@ -4,39 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
-from rwkv_batch.tokenizer import END_OF_TEXT
-
-
-class StopRules:
-    """What ends a row's text: token ids, and byte strings wherever they begin or end inside tokens."""
-
-    def __init__(self, request: GenerateRequest, byte_table: list[bytes]) -> None:
-        ids = set(request.stop_ids)
-        if request.ignore_eos:
-            ids.discard(END_OF_TEXT)
-        else:
-            ids.add(END_OF_TEXT)
-        self.ids = frozenset(ids)
-        # A blank line hides in merged tokens ("。\n" + "\n"), so a stop id of newlines alone is also matched as text.
-        blank = {byte_table[i] for i in ids if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\n")}
-        self.strings = tuple(sorted(blank | set(request.stop_strings)))
-
-    def find(self, text: bytes | bytearray) -> int:
-        """Where the earliest stop string begins in `text`, -1 if there is none."""
-        found = [at for stop in self.strings if (at := text.find(stop)) >= 0]
-        return min(found, default=-1)
-
-    def held(self, text: bytes | bytearray) -> int:
-        """How many bytes at the end of `text` may be the beginning of a stop string."""
-        longest = 0
-        for stop in self.strings:
-            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while at >= 0 and len(text) - at > longest:
-                if stop.startswith(bytes(text[at:])):
-                    longest = len(text) - at
-                at = text.find(stop[0], at + 1)
-        return longest
 
 
 class RowOutput:
@@ -48,6 +17,7 @@ class RowOutput:
         """all tokens drawn, a stop token among them"""
         self._request = request
         self._stops = stops
+        self._node = stops.automaton.root
         self._table = byte_table
         self._ends: list[int] = []
         """end of each shown token in the row's whole text, in bytes"""
@@ -72,19 +42,20 @@ class RowOutput:
         text = self._table[token]
         if logprob is not None:
             self._logprobs.append((self._length, logprob))
+        self._node, found = self._stops.automaton.advance(self._node, text)
+        self._tail += text
+        if found is not None:
+            self._cut = self._length + found
         self._length += len(text)
         self._ends.append(self._length)
-        self._tail += text
-        found = self._stops.find(self._tail)
-        if found >= 0:
-            self._cut = self._length - len(self._tail) + found
-            self._tail = self._tail[:found]
-            self._release(found)
+        if self._cut is not None:
+            del self._tail[len(self._tail) - (self._length - self._cut) :]
+            self._release(len(self._tail))
             return FinishReason.STOP
         if len(self.tokens) >= self._request.max_tokens:
             self._release(len(self._tail))
             return FinishReason.LENGTH
-        self._release(len(self._tail) - self._stops.held(self._tail))
+        self._release(len(self._tail) - self._node.depth)
         return None
 
     def _release(self, num_bytes: int) -> None:

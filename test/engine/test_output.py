@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from rwkv_batch.core.output import RowOutput, StopRules
+from rwkv_batch.core.output import RowOutput
+from rwkv_batch.core.stops import StopAutomaton, StopRules, StopRulesCache
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams
@@ -126,6 +127,89 @@ def _plain_search(tokens: list[int], stops: list[str]) -> str:
         if found:
             return text[: min(found)]
     return text
+
+
+def test_a_stop_string_beside_a_blank_line_stop_id() -> None:
+    both: dict[str, object] = {"stop_ids": [261], "stop_strings": [b"STOP"]}
+    assert run(spell("one STOP two"), **both)[:2] == (b"one ", FinishReason.STOP)
+    assert run(spell("one\n\ntwo"), **both)[:2] == (b"one", FinishReason.STOP)
+
+
+def test_a_newline_stop_id_does_not_cut_merged_tokens() -> None:
+    """Only blank lines are matched as text: `。\n` is a token of its own, and the model did not draw the newline's."""
+    text, reason, _, _ = run([10000, 28329, 10000, 11], stop_ids=[11])
+    assert (text, reason) == (TABLE[10000] + TABLE[28329] + TABLE[10000], FinishReason.STOP)
+
+
+def test_a_stop_that_the_last_allowed_token_completes_is_a_stop() -> None:
+    assert run(spell("one STOP"), stop_strings=[b"STOP"], max_tokens=8)[:2] == (b"one ", FinishReason.STOP)
+    assert run([*spell("ab"), 24281], stop_ids=[24281], max_tokens=3)[:2] == (b"ab", FinishReason.STOP)
+
+
+def _held(text: bytes, stops: set[bytes]) -> int:
+    """The definition: the longest end of the text that is the beginning of a stop."""
+    return max((n for n in range(len(text) + 1) if any(s.startswith(text[len(text) - n :]) for s in stops)), default=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_automaton_against_plain_search(seed: int) -> None:
+    rng = random.Random(seed)
+    letters = rng.choice(["a", "ab", "abc\n"])
+    stops = {
+        "".join(rng.choice(letters) for _ in range(rng.randint(1, rng.choice([3, 8, 30])))).encode()
+        for _ in range(rng.randint(1, 64))
+    }
+    automaton = StopAutomaton(stops)
+    for _ in range(40):
+        node, text = automaton.root, b""
+        while len(text) < 60:
+            piece = "".join(rng.choice(letters + "x") for _ in range(rng.randint(1, 5))).encode()
+            node, found = automaton.advance(node, piece)
+            before, text = len(text), text + piece
+            ends = ((at, stop) for stop in stops for at in range(len(text)) if text.startswith(stop, at))
+            begins = [at for at, stop in ends if at + len(stop) > before]
+            assert (None if found is None else before + found) == min(begins, default=None)
+            assert node.depth == _held(text, stops)
+
+
+def test_the_cost_of_a_byte_does_not_grow_with_the_number_of_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in moves of the automaton: at most two a byte over a whole text, whatever the stops."""
+    rng = random.Random(3)
+    text = bytes(rng.choice(b"ab") for _ in range(5000))
+    moves = 0
+
+    class Children(dict[int, object]):
+        def __contains__(self, byte: object) -> bool:
+            nonlocal moves
+            moves += 1
+            return super().__contains__(byte)
+
+    stops = {bytes(rng.choice(b"ab") for _ in range(200)) + b"x" for _ in range(64)}
+    stops |= {b"a" * n + b"y" for n in range(64)}
+    automaton, node_of = StopAutomaton(stops), StopAutomaton._node
+
+    def counted(self: StopAutomaton, depth: int, inside: range) -> object:
+        node = node_of(self, depth, inside)
+        node.children = Children(node.children)  # type: ignore[assignment]
+        return node
+
+    monkeypatch.setattr(StopAutomaton, "_node", counted)
+    for _ in range(2):  # what a text needs has grown by the second time
+        moves, node = 0, automaton.root
+        for at in range(0, len(text), 5):
+            node, found = automaton.advance(node, text[at : at + 5])
+            assert found is None
+    assert 0 < moves <= 2 * len(text)
+
+
+def test_rows_with_the_same_stops_share_one_automaton() -> None:
+    cache = StopRulesCache(TABLE)
+    asked = request(stop_strings=[b"STOP", b"END"], stop_ids=[261])
+    first = cache.of(asked)
+    assert cache.of(request(stop_strings=[b"END", b"STOP"], stop_ids=[261], max_tokens=3)) is first
+    assert cache.of(request(stop_strings=[b"END"], stop_ids=[261])) is not first
+    del first
+    assert not cache._rules, "kept only while rows use it"
 
 
 def test_log_probabilities_are_of_shown_tokens_only() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from rwkv_batch.core.limits import Limits
-from rwkv_batch.core.output import RowOutput, StopRules
+from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
+from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.params import SamplingParams
 

@@ -1,0 +1,112 @@
+"""What ends a row's text, and an automaton that finds any of many strings at a cost per byte that does not grow with
+their number (Aho and Corasick, 1975). One automaton serves all rows with the same stops.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from rwkv_batch.request import GenerateRequest
+from rwkv_batch.tokenizer import END_OF_TEXT
+
+
+class Node:
+    """A place in the automaton: the longest end of the text so far that is the beginning of a stop."""
+
+    __slots__ = ("children", "depth", "fallback", "longest")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        """bytes of that beginning"""
+        self.fallback: Node = self
+        """the longest proper end of it that is the beginning of a stop too"""
+        self.longest = 0
+        """bytes of the longest stop that ends here; 0: none"""
+        self.children: dict[int, Node | range] = {}
+        """by the next byte; a range of the sorted stops until the node is needed"""
+
+
+class StopAutomaton:
+    """Finds the strings of one set in streams of bytes. Grows with the texts it meets, never beyond its strings.
+
+    Engine thread only. Rows keep their own `Node`.
+    """
+
+    def __init__(self, strings: Iterable[bytes]) -> None:
+        self._strings = sorted({string for string in strings if string})
+        self.root = self._node(0, range(len(self._strings)))
+        self._firsts = bytes(self.root.children)
+
+    def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
+        """Read a piece of text. Returns where it leads, and where the earliest stop that ends in it begins.
+
+        That is counted in bytes from the beginning of `piece`, negative if it began before; None: no stop ends here.
+        """
+        if node is self.root and len(piece.translate(None, self._firsts)) == len(piece):
+            return node, None
+        found: int | None = None
+        for end, byte in enumerate(piece, 1):
+            node = self._step(node, byte)
+            if node.longest and (found is None or end - node.longest < found):
+                found = end - node.longest
+        return node, found
+
+    def _step(self, node: Node, byte: int) -> Node:
+        while byte not in node.children:
+            if node is self.root:
+                return node
+            node = node.fallback
+        child = node.children[byte]
+        return self._grow(node, byte, child) if isinstance(child, range) else child
+
+    def _grow(self, parent: Node, byte: int, stops: range) -> Node:
+        """The child that these stops have in common. Its parents are all there, so this nests once a stop at most."""
+        child = parent.children[byte] = self._node(parent.depth + 1, stops)
+        child.fallback = self.root if parent is self.root else self._step(parent.fallback, byte)
+        child.longest = child.longest or child.fallback.longest
+        return child
+
+    def _node(self, depth: int, stops: range) -> Node:
+        node = Node(depth)
+        start = stops.start
+        for index in stops:
+            string = self._strings[index]
+            if len(string) == depth:
+                node.longest = depth
+                start = index + 1
+            elif index + 1 == stops.stop or self._strings[index + 1][depth] != string[depth]:
+                node.children[string[depth]] = range(start, index + 1)
+                start = index + 1
+        return node
+
+
+class StopRules:
+    """What ends a row's text: token ids, and byte strings wherever they begin or end inside tokens."""
+
+    def __init__(self, request: GenerateRequest, byte_table: list[bytes]) -> None:
+        ids = set(request.stop_ids)
+        if request.ignore_eos:
+            ids.discard(END_OF_TEXT)
+        else:
+            ids.add(END_OF_TEXT)
+        self.ids = frozenset(ids)
+        # A blank line hides in merged tokens ("。\n" + "\n"), so a stop id of newlines alone is also matched as text.
+        blank = {byte_table[i] for i in ids if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\n")}
+        self.automaton = StopAutomaton(blank | set(request.stop_strings))
+
+
+class StopRulesCache:
+    """The rules that running rows have in common."""
+
+    def __init__(self, byte_table: list[bytes]) -> None:
+        self._byte_table = byte_table
+        self._rules: weakref.WeakValueDictionary[object, StopRules] = weakref.WeakValueDictionary()
+
+    def of(self, request: GenerateRequest) -> StopRules:
+        """The rules of a request; made when no running row has the same."""
+        key = (request.ignore_eos, frozenset(request.stop_ids), frozenset(request.stop_strings))
+        rules = self._rules.get(key)
+        if rules is None:
+            rules = self._rules[key] = StopRules(request, self._byte_table)
+        return rules
