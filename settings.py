@@ -23,6 +23,9 @@ from state_pool.config import PoolConfig
 Section = type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
 
 
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4")
+
+
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What concerns the supervisor alone."""
 
@@ -178,7 +181,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
     EngineConfig: (
         Flag("model_path", str, "weights, .pth or .safetensors; without it the demo model is served"),
         Flag("model_name", str, "name under which the model is listed"),
-        Flag("dtype", _one_of("auto", "fp32", "bf16", "fp16"), "arithmetic; auto: fp16 on CUDA, fp32 on a CPU"),
+        Flag("dtype", _one_of(*DTYPES), "weights; auto: fp16 on CUDA, fp32 on a CPU; fp8, int8, int4: small ones"),
         Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
         Flag(
             "micro_batches",

@@ -1,10 +1,13 @@
 """Decode and prefill speed of a whole forward on one GPU, with random weights of a released shape.
 
     python -m bench.gpu --size 7.2b --wkv-state fp16
+    python -m bench.gpu --dtype fp16 fp8 --seconds 5     # side by side; small weights are checked first
 
 A decode step is the service's own CUDA graph: embedding, layers, head, sampling with mixed parameters and penalties,
 the token fed back on the device. One JSON line per measurement; the last line holds them all. What binds: the bytes of
 weights and states below some 200 rows, the products above, and there the power limit of the card (`watts`, `sm_mhz`).
+Of small weights (fp8, int8, int4) every kernel is checked before anything is timed, and the model's logits are held
+against fp16's; a failure is told and its dtype left out.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from typing import Any
 
 import torch
 
+from bench.gpu_check import kernel_errors, limit_of, model_errors
 from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
+from rwkv_batch.model.quant.formats import Format, format_of
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.runner.stage import Stage
@@ -31,6 +36,9 @@ BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 MAX_STEP_TOKENS = 16384
 SECONDS = 0.6
+CHECKED_ROWS = (1, 8, 15, 16, 64, 320)
+BYTES: dict[Format | None, float] = {None: 2, Format.FP8: 1, Format.INT8: 1 + 2 / 128, Format.INT4: 0.5 + 4 / 128}
+"""Of one number of a large matrix."""
 GPU = torch.device("cuda", 0)
 
 
@@ -195,11 +203,12 @@ def floors(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str
     """Shares of the two ceilings: the bytes that must move (weights once, states in and out) and the products."""
     layer = stage.layers[-1]
     width, rows = stage.width, result["B"]
-    low = sum(m.weight.numel() for m in (layer.w1, layer.w2, layer.a1, layer.a2, layer.g1, layer.g2))
-    matrices = len(stage.layers) * (12 * width * width + low + 2 * 96 * width)
+    low = sum(m.weight.numel() for m in (layer.w1, layer.w2, layer.a1, layer.a2, layer.g1, layer.g2)) + 2 * 96 * width
+    large = len(stage.layers) * 12 * width * width
     head = VOCAB * width
-    moved = 2 * (matrices + head) + 2 * rows * stage.slot_bytes
-    flops = 2 * rows * (result["T"] * matrices + head)
+    storage = stage.precision.storage
+    moved = BYTES[storage] * (large + head) + 2 * len(stage.layers) * low + 2 * rows * stage.slot_bytes
+    flops = 2 * rows * (result["T"] * (large + len(stage.layers) * low) + head)
     seconds = result["ms"] / 1e3
     return {
         "of_bandwidth": moved / seconds / (ceilings.copy_tb_s * 1e12),
@@ -217,6 +226,8 @@ def parse_arguments() -> argparse.Namespace:
     """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
+    parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
+    parser.add_argument("--no-check", action="store_true", help="small weights without the checks before")
     parser.add_argument("--wkv-state", choices=("fp32", "fp16"), default="fp16")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
@@ -228,13 +239,47 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure and print."""
-    args = parse_arguments()
-    wkv = torch.float16 if args.wkv_state == "fp16" else torch.float32
-    ceilings = measure_ceilings()
-    stage = random_stage(args.size, GPU, wkv)
+def check(format_: Format, size: str, wkv: torch.dtype) -> dict[str, Any]:
+    """Errors of a format's kernels and of the whole model beside fp16's; `failed`: those beyond their limits."""
+    errors = kernel_errors(format_)
+    failed = {name: error for name, error in errors.items() if not error <= limit_of(name)}
+    worst = sorted(errors, key=lambda name: errors[name] / limit_of(name))[-3:]
+    found = {"dtype": format_, "cases": len(errors), "worst": {name: errors[name] for name in worst}, "failed": failed}
+    if not failed:
+        small, whole = (random_stage(size, GPU, wkv, dtype=dtype) for dtype in (format_, "fp16"))
+        found["model"] = [model_errors(small, whole, rows, VOCAB) for rows in CHECKED_ROWS]
+    return found
+
+
+def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """All measurements of one dtype."""
+    before = torch.cuda.memory_allocated(GPU)
+    stage = random_stage(args.size, GPU, args.wkv, dtype=dtype)
+    weights_gb = (torch.cuda.memory_allocated(GPU) - before) / 1e9
     stage.allocate_slots(12)
+    active = {b: round(share, 4) for b, share in active_share(stage, (1, 8)).items()}
+    yield {"kind": "weights", "dtype": dtype, "weights_gb": round(weights_gb, 3), "active_share": active}
+    works: list[Callable[[], dict[str, Any]]] = [lambda b=b: decode(stage, b, args.seconds) for b in args.batches]  # type: ignore[misc]
+    if not args.no_prefill:
+        works += [lambda b=b, t=t: prefill(stage, b, t, args.seconds) for b, t in PREFILLS]  # type: ignore[misc]
+    for work in works:
+        result = work()
+        result |= floors(stage, result, ceilings) | {"size": args.size, "dtype": dtype, "wkv_state": args.wkv_state}
+        yield {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+        release_memory()
+
+
+def release_memory() -> None:
+    """What the last measurement held goes back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Check, measure and print."""
+    args = parse_arguments()
+    args.wkv = torch.float16 if args.wkv_state == "fp16" else torch.float32
+    ceilings = measure_ceilings()
     head = {
         "machine": torch.cuda.get_device_name(GPU),
         "torch": torch.__version__,
@@ -242,24 +287,28 @@ def main() -> None:
         "seconds": args.seconds,
         "copy_tb_s": round(ceilings.copy_tb_s, 3),
         "gemm_tflops": round(ceilings.gemm_tflops, 1),
-        "active_share": {b: round(share, 4) for b, share in active_share(stage, (1, 8)).items()},
     }
     print(json.dumps(head), flush=True)
-    works: list[Callable[[], dict[str, Any]]] = [lambda b=b: decode(stage, b, args.seconds) for b in args.batches]  # type: ignore[misc]
-    if not args.no_prefill:
-        works += [lambda b=b, t=t: prefill(stage, b, t, args.seconds) for b, t in PREFILLS]  # type: ignore[misc]
-    results = []
-    for work in works:
-        result = work()
-        result |= floors(stage, result, ceilings) | {"size": args.size, "dtype": "fp16", "wkv_state": args.wkv_state}
-        results.append({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()})
-        print(json.dumps(results[-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    last = json.dumps({**head, "results": results})
+    checks: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for dtype in args.dtype:
+        format_ = format_of(dtype)
+        if format_ is not None and not args.no_check:
+            checks.append(check(format_, args.size, args.wkv))
+            print(json.dumps({"kind": "check", **checks[-1]}), flush=True)
+            release_memory()
+            if checks[-1]["failed"]:
+                continue
+        for result in measure(dtype, args, ceilings):
+            results.append(result)
+            print(json.dumps(result), flush=True)
+        release_memory()
+    last = json.dumps({**head, "checks": checks, "results": results})
     if args.out:
         args.out.write_text(last + "\n")
     print(last)
+    if any(found["failed"] for found in checks):
+        raise SystemExit("small weights failed their check; see `failed`")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.runner.stage import Stage
@@ -27,8 +28,13 @@ QUIET = 1.4
 """How far relu's input is pushed below zero; gives 12 % positive ones with these weights."""
 
 
-def random_stage(size: str, device: torch.device, wkv_state: torch.dtype, as_released: bool = True) -> Stage:
-    """All layers on one device in fp16, no slots yet; as_released: numbers that bf16 holds, as released files do."""
+def random_stage(
+    size: str, device: torch.device, wkv_state: torch.dtype, as_released: bool = True, dtype: str = "fp16"
+) -> Stage:
+    """All layers on one device, no slots yet; as_released: numbers that bf16 holds, as released files do.
+
+    The numbers depend on torch's seed alone: two dtypes are of one model.
+    """
     layers, width, ranks = SIZES[size]
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
     if as_released:
@@ -37,7 +43,8 @@ def random_stage(size: str, device: torch.device, wkv_state: torch.dtype, as_rel
         _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
     weights = Weights(Path("random"), tensors, ModelShape(layers, width, VOCAB, 4 * width, *ranks), "")
     ops, _ = choose_ops("cuda", device)
-    return Stage(weights, 0, layers, Precision(device, torch.float16, torch.float16, wkv_state), ops)
+    storage = format_of(dtype)
+    return Stage(weights, 0, layers, Precision(device, torch.float16, torch.float16, wkv_state, storage), ops)
 
 
 def _push_down(key: Tensor, bias: Tensor) -> None:
@@ -54,7 +61,7 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
     counts: list[float] = []
 
     def counting(layer: Layer, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.linear(x, layer.ffn_key.weight)
+        hidden = layer.ffn_key(x)
         counts.append((hidden > 0).any(0).float().mean().item())
         return plain(layer, x)
 

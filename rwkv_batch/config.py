@@ -13,7 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     model_name: str = "rwkv7"
     dtype: str = "auto"
-    """"fp32" | "bf16" | "fp16"; auto: fp16 on CUDA, fp32 on a CPU."""
+    """"fp32" | "bf16" | "fp16" | "fp8" | "int8" | "int4"; auto: fp16 on CUDA, fp32 on a CPU. The last three are storage
+    of the large matrices, the rest is as with auto."""
     devices: tuple[str, ...] = ("auto",)
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
     micro_batches: int = 0

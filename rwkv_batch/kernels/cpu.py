@@ -27,6 +27,7 @@ from rwkv_batch.kernels.cpu_library import (
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Layer, Norm
 from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.quant.formats import Quantised, dequantise
 from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
@@ -99,6 +100,11 @@ class CpuOps(NaiveOps):
     def make_linear(weight: Tensor) -> Linear:
         """Packs a matrix."""
         return CpuLinear(weight)
+
+    @staticmethod
+    def make_quantised(name: str, stored: Quantised) -> Linear:
+        """A matrix of small weights: what the codes stand for, packed."""
+        return CpuLinear(dequantise(stored))
 
     @staticmethod
     def prepare_layer(layer: Layer) -> CpuLayer:

@@ -12,6 +12,18 @@ from native import machine
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, library_problem, pointer, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
+from rwkv_batch.kernels.cuda_quant import (
+    NUMBERS,
+    CudaQuantLinear,
+    CudaQuantValue,
+    QuantMap,
+    make_quantised,
+    multiply_few,
+    multiply_into,
+    quantise_rows,
+    scaled_product,
+    scaled_types,
+)
 from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.layer import Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
@@ -21,6 +33,8 @@ MAX_WIDTH = 4096
 MAX_SPARSE_ROWS = 8
 SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
+SCALE_STEP = 4
+"""Scales of rows begin at 16 bytes in a product."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -40,9 +54,10 @@ class CudaOps:
 
     name = "cuda"
     make_linear = CudaLinear
+    make_quantised = staticmethod(make_quantised)
 
     def __init__(self) -> None:
-        self._workspaces: dict[torch.device, Workspace] = {}
+        self.workspaces: dict[torch.device, Workspace] = {}
         self._processors: dict[torch.device, int] = {}
         self._sides: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
@@ -68,10 +83,10 @@ class CudaOps:
         width, device = layer.att_mix.shape[1], layer.att_mix.device
         if width % HEAD_SIZE or width > MAX_WIDTH:
             raise ValueError(f"the cuda kernels take widths up to {MAX_WIDTH}, not {width}; use --kernels naive")
-        if device not in self._workspaces:
+        if device not in self.workspaces:
             ffn = layer.ffn_key.weight.shape[0]
             splits = -(-ffn // SPARSE_SHARE)
-            self._workspaces[device] = Workspace(
+            self.workspaces[device] = Workspace(
                 torch.empty(splits * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
                 torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
             )
@@ -117,7 +132,7 @@ class CudaOps:
     def project(self, layer: Layer, mixed: Tensor) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
-        if is_grouped(mixed.shape[1], layer.rkv[0]):
+        if _is_grouped_entrance(layer, mixed.shape[1]):
             return _project_grouped(layer, mixed)
         return _project_batched(layer, mixed, self._side_streams(mixed.device))
 
@@ -163,6 +178,9 @@ class CudaOps:
     def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
         """As naive; reads only the rows of ffn.value that matter when the batch is small."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
+        if isinstance(layer.ffn_value, CudaQuantValue):
+            return self._channel_mix_quantised(layer, layer.ffn_value, x)
+        assert layer.value_rows is not None, "a map in fp16 has been transposed"
         rows = len(x)
         ffn = layer.ffn_key.weight.shape[0]
         if is_grouped(rows, layer.ffn_key.weight):
@@ -175,12 +193,38 @@ class CudaOps:
             return self.sparse_value(layer, hidden)
         return multiply_transposed(hidden, layer.value_rows)
 
+    def _channel_mix_quantised(self, layer: CudaLayer, value: CudaQuantValue, x: Tensor) -> Tensor:
+        key = layer.ffn_key
+        assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
+        rows = len(x)
+        hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
+        if key.is_few(rows):
+            multiply_few([QuantMap(key, x, hidden, "relu_square")])
+        else:
+            multiply_into([QuantMap(key, x, hidden)])
+            if value.dense is not None:
+                y = torch.empty(rows, value.dense.packed.rows, dtype=x.dtype, device=x.device)
+                return scaled_product(value.dense, *quantise_rows(hidden, relu_square=True), y)
+            library().call("rwkv_relu_square", pointer(hidden), hidden.numel())
+        return self.sparse_value_quantised(value, hidden) if rows <= MAX_SPARSE_ROWS else value(hidden)
+
+    def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor:
+        """As sparse_value, of small codes."""
+        rows, packed, work = len(hidden), value.packed, self.workspaces[hidden.device]
+        y = hidden.new_empty(rows, packed.columns)
+        places = packed.codes.data_ptr(), packed.scales.data_ptr(), pointer(y)
+        partial, counters = pointer(work.partial, torch.float32), pointer(work.counters, torch.int32)
+        sizes = NUMBERS[packed.format], rows, packed.columns, packed.rows
+        library().call("rwkv_sparse_value_quant", pointer(hidden), *places, partial, counters, *sizes)
+        return y
+
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
         """ffn.value of hidden [B <= 8, 4C], reading only the rows whose input is not zero: -> [B, C]."""
+        assert layer.value_rows is not None, "a map in fp16 has been transposed"
         rows, ffn = hidden.shape
         width = layer.value_rows.shape[1]
         y = hidden.new_empty(rows, width)
-        work = self._workspaces[hidden.device]
+        work = self.workspaces[hidden.device]
         library().call(
             "rwkv_sparse_value",
             pointer(hidden),
@@ -213,8 +257,33 @@ def token_rows(inputs: StepInputs) -> Tensor:
     return inputs.token_rows
 
 
+def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
+    """Whether kernels of our own take all maps of the entrance, few launches in all."""
+    if layer.rkv is not None:
+        return is_grouped(tokens, layer.rkv[0])
+    assert isinstance(layer.receptance, CudaQuantLinear), "maps without a stack are in small codes"
+    return layer.receptance.is_few(tokens) and is_grouped(tokens, layer.low_in[0])
+
+
+def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
+    """r, k, v of mixed [3, T, C] -> rkv [3, T, C], of matrices in small codes."""
+    _, tokens, width = rkv.shape
+    linears = [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
+    if linears[0].is_few(tokens) or not (linears[0].packed.codes.dtype.is_floating_point and scaled_types(rkv.device)):
+        multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
+        return
+    if tokens % SCALE_STEP:
+        for i, linear in enumerate(linears):
+            scaled_product(linear, *quantise_rows(mixed[i]), rkv[i])
+        return
+    codes, scales = quantise_rows(mixed.view(-1, width))
+    for i, linear in enumerate(linears):
+        rows = slice(i * tokens, (i + 1) * tokens)
+        scaled_product(linear, codes[rows], scales[rows], rkv[i])
+
+
 def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
-    """Every map of the entrance in one launch, the low ranks' exits in a second."""
+    """Every map of the entrance in one launch (those in small codes in one before), the low ranks' exits in another."""
     _, tokens, width = mixed.shape
     groups, rank, _ = layer.low_in.shape
     rkv = mixed.new_empty(3, tokens, width)
@@ -222,7 +291,11 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
     gate = mixed.new_empty(tokens, len(layer.gate_in))
     out = mixed.new_empty(groups + 1, tokens, width)
     first = 5 - groups
-    maps = [Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
+    maps = []
+    if layer.rkv is not None:
+        maps += [Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
+    else:
+        _rkv_in_codes(layer, mixed[:3], rkv)
     maps += [
         Map(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none") for i in range(groups)
     ]
@@ -260,7 +333,10 @@ def _project_batched(
         torch.mm(mixed[5], layer.gate_in.T, out=gate)
         library().call("rwkv_low_rank_act", None, 0, pointer(gate), gate.numel())
         torch.mm(gate, layer.gate_out.T, out=g)
-    torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
+    if layer.rkv is not None:
+        torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
+    else:
+        _rkv_in_codes(layer, mixed[:3], rkv)
     for side in sides:
         main.wait_stream(side)
     v_gate = out[0] if groups == 3 else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.mmap_release import release
@@ -20,10 +21,13 @@ MIX_ORDER = (0, 2, 3, 1, 4, 5)
 
 @dataclass(slots=True)
 class CudaLayer(Layer):
-    """A layer whose maps are views of a few stacked tensors. D: the ranks of v, w, a padded to a common one."""
+    """A layer whose maps are views of a few stacked tensors. D: the ranks of v, w, a padded to a common one.
 
-    rkv: Tensor
-    """[3, C, C]"""
+    Matrices in small codes stay in their Linears.
+    """
+
+    rkv: Tensor | None
+    """[3, C, C]; None: in small codes"""
     low_in: Tensor
     """[3, D, C] of v, w, a; [2, D, C] of w, a in layer 0"""
     low_out: Tensor
@@ -32,8 +36,8 @@ class CudaLayer(Layer):
     """[Dg, C]"""
     gate_out: Tensor
     """[C, Dg]"""
-    value_rows: Tensor
-    """[4C, C]: ffn.value transposed, so that rows whose input is zero need not be read"""
+    value_rows: Tensor | None
+    """[4C, C]: ffn.value transposed, so that rows whose input is zero need not be read; None: in small codes"""
 
 
 def prepare_layer(layer: Layer) -> CudaLayer:
@@ -41,29 +45,33 @@ def prepare_layer(layer: Layer) -> CudaLayer:
 
     Its Linears become views of these, so no weight is held twice.
     """
-    if layer.receptance.weight.dtype != torch.float16:
-        raise ValueError(
-            f"the cuda kernels want fp16 weights, not {layer.receptance.weight.dtype}; use --kernels naive"
-        )
     width, device = layer.att_mix.shape[1], layer.att_mix.device
+    small = isinstance(layer.receptance, CudaQuantLinear)
+    given = layer.w1.weight.dtype if small else layer.receptance.weight.dtype
+    if given != torch.float16:
+        raise ValueError(f"the cuda kernels want fp16 weights, not {given}; use --kernels naive")
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]
     if layer.v_residual is not None:
         low.insert(0, (layer.v_residual.v1, layer.v_residual.v2))
     rank = _round_up(max(entrance.weight.shape[0] for entrance, _ in low))
     gate_rank = _round_up(layer.g1.weight.shape[0])
-    _stack([layer.output], width, width, device)
-    _stack([layer.ffn_key], len(layer.ffn_key.weight), width, device)
+    rkv = value_rows = None
+    if not small:
+        _stack([layer.output], width, width, device)
+        _stack([layer.ffn_key], len(layer.ffn_key.weight), width, device)
+        rkv = _stack([layer.receptance, layer.key, layer.value], width, width, device)
+        value_rows = _transpose(layer.ffn_value, device)
     values = {field.name: getattr(layer, field.name) for field in fields(layer)}
     values["att_mix"] = layer.att_mix[list(MIX_ORDER)].half().contiguous()
     values["ffn_mix"] = layer.ffn_mix.half().contiguous()
     return CudaLayer(
         **values,
-        rkv=_stack([layer.receptance, layer.key, layer.value], width, width, device),
+        rkv=rkv,
         low_in=_stack([entrance for entrance, _ in low], rank, width, device),
         low_out=_stack([exit_ for _, exit_ in low], width, rank, device),
         gate_in=_stack([layer.g1], gate_rank, width, device)[0],
         gate_out=_stack([layer.g2], width, gate_rank, device)[0],
-        value_rows=_turn(layer.ffn_value, device),
+        value_rows=value_rows,
     )
 
 
@@ -78,7 +86,7 @@ def _stack(linears: list[Linear], outputs: int, inputs: int, device: torch.devic
     return stack
 
 
-def _turn(linear: Linear, device: torch.device) -> Tensor:
+def _transpose(linear: Linear, device: torch.device) -> Tensor:
     """[inputs, outputs] of a map's weight, which becomes a view of it."""
     weight = linear.weight
     transposed = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.float16, device=device)

@@ -14,7 +14,7 @@ from native import build
 from native.binding import bind
 
 SOURCES = Path(__file__).parent / "csrc"
-NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "sparse_value")
+NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "skinny_quant", "sparse_value", "quantise")
 MAX_MAPS = 8
 
 
@@ -61,6 +61,21 @@ class SkinnyArgs(Structure):
     _fields_ = [("maps", SkinnyMap * MAX_MAPS), ("count", c_int), ("rows", c_int)]
 
 
+class QuantMapArgs(Structure):
+    """Mirrors struct QuantMap in skinny_quant.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("codes", "scales", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block")],
+    ]
+
+
+class QuantArgs(Structure):
+    """Mirrors the struct in skinny_quant.cu."""
+
+    _fields_ = [("maps", QuantMapArgs * MAX_MAPS), ("count", c_int), ("rows", c_int), ("format", c_int)]
+
+
 class WideMap(Structure):
     """Mirrors the struct in wide.cu."""
 
@@ -89,7 +104,11 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
+    "rwkv_skinny_quant": [POINTER(QuantArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
+    "rwkv_sparse_value_quant": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
+    "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
+    "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {"rwkv_wide": [POINTER(WideArgs), c_void_p]}
 

@@ -1,6 +1,6 @@
 """Linear maps on the GPU: our own kernels up to 256 rows on Hopper, up to 16 elsewhere; else cuBLAS.
 
-Other precisions would live here.
+Maps of smaller weights: cuda_quant.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_WIDE_DEPTH = 4096
 """Inputs from which on Hopper's kernel multiplies few rows too. Measured: faster at 4096 with 1 to 16 rows; at 2048
 slower with 1 to 8, and equal with 12 and 16 (docs/performance.md)."""
 Activation = Literal["none", "tanh", "sigmoid", "relu_square"]
-_ACTIVATIONS: dict[Activation, int] = {"none": 0, "tanh": 1, "sigmoid": 2, "relu_square": 3}
+ACTIVATIONS: dict[Activation, int] = {"none": 0, "tanh": 1, "sigmoid": 2, "relu_square": 3}
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ def multiply(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
     rows, weight = maps[0].x.shape[0], maps[0].weight
     if is_wide(rows, weight):
-        launch_wide([(m.weight, m.x, m.y, _ACTIVATIONS[m.activation]) for m in maps], transposed=False)
+        launch_wide([(m.weight, m.x, m.y, ACTIVATIONS[m.activation]) for m in maps], transposed=False)
     else:
         skinny(maps)
 
@@ -75,7 +75,7 @@ def skinny(maps: Sequence[Map]) -> None:
             )
         slot.weight, slot.x, slot.y = pointer(m.weight), pointer(m.x), pointer(m.y, m.y.dtype)
         slot.n, slot.k, slot.ld_y = n, k, n
-        slot.activation, slot.float_out = _ACTIVATIONS[m.activation], m.y.dtype == torch.float32
+        slot.activation, slot.float_out = ACTIVATIONS[m.activation], m.y.dtype == torch.float32
         slot.warps_k = 8 if k >= 512 else 4 if k >= 256 else 2 if k >= 128 else 1
     library().call("rwkv_skinny", ctypes.byref(args))
 
@@ -85,7 +85,7 @@ def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
     if not is_wide(len(x), transposed, transposed=True):
         return torch.mm(x, transposed)
     y = x.new_empty(len(x), transposed.shape[1])
-    launch_wide([(transposed, x, y, _ACTIVATIONS["none"])], transposed=True)
+    launch_wide([(transposed, x, y, ACTIVATIONS["none"])], transposed=True)
     return y
 
 

@@ -13,6 +13,8 @@ from tqdm import tqdm
 from rwkv_batch.model.layer import Layer, Norm, ValueResidual
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.quant.formats import Format, Quantised, is_quantised, quantise
+from rwkv_batch.model.quant.linear import QuantLinear
 from rwkv_batch.model.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
@@ -31,6 +33,8 @@ class Precision:
     activations: torch.dtype
     """of the residual stream and of what kernels pass on"""
     wkv_state: torch.dtype
+    storage: Format | None = None
+    """of the large matrices, where they are kept in small codes"""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,13 @@ class Head:
 
 
 MakeLinear = Callable[[Tensor], Linear]
+MakeQuantised = Callable[[str, Quantised], Linear]
+"""Name of a tensor and its codes -> the map."""
+
+
+def plain_quantised(name: str, stored: Quantised) -> Linear:
+    """For backends without kernels of their own for small codes."""
+    return QuantLinear(stored)
 
 
 class LayerLoader:
@@ -74,12 +85,18 @@ class LayerLoader:
     """
 
     def __init__(
-        self, weights: Weights, precision: Precision, make_linear: MakeLinear = Linear, moves_matrices: bool = True
+        self,
+        weights: Weights,
+        precision: Precision,
+        make_linear: MakeLinear = Linear,
+        moves_matrices: bool = True,
+        make_quantised: MakeQuantised = plain_quantised,
     ) -> None:
         self._tensors = weights.tensors
         self._precision = precision
         self._make_linear = make_linear
         self._moves_matrices = moves_matrices
+        self._make_quantised = make_quantised
 
     def embedding(self) -> Embedding:
         """The table stays as it is stored and where (memory-mapped on a CPU)."""
@@ -130,6 +147,8 @@ class LayerLoader:
         return Norm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
 
     def _linear(self, name: str, transpose: bool = False) -> Linear:
+        if self._precision.storage is not None and is_quantised(name):
+            return self._make_quantised(name, self._quantised(name, self._precision.storage))
         stored = self._tensors[name]
         device = self._precision.device if self._moves_matrices else stored.device
         weight = stored.to(device, self._precision.weights)
@@ -138,6 +157,13 @@ class LayerLoader:
         if not (isinstance(kept, Tensor) and kept.data_ptr() == stored.data_ptr()):
             release(stored)
         return linear
+
+    def _quantised(self, name: str, storage: Format) -> Quantised:
+        """The codes of a matrix, made where they will be."""
+        stored = self._tensors[name]
+        codes = quantise(stored.to(self._precision.device), storage)
+        release(stored)
+        return codes
 
     def _low_rank(self, name: str) -> Linear:
         """Stored [in, out] for x @ w; a Linear wants [out, in]."""

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from rwkv_batch.kernels.naive import layer_norm
 from rwkv_batch.model.linear import Linear
-from rwkv_batch.model.loader import LayerLoader, Precision, load_layers
+from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
 from rwkv_batch.model.ops import NormsRows, Ops, PreparesLayers, RunsLayers
+from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
@@ -23,7 +24,8 @@ class Stage:
     def __init__(self, weights: Weights, first: int, last: int, precision: Precision, ops: Ops) -> None:
         shape = weights.shape
         make_linear = getattr(ops, "make_linear", Linear)
-        loader = LayerLoader(weights, precision, make_linear)
+        make_quantised = getattr(ops, "make_quantised", plain_quantised)
+        loader = LayerLoader(weights, precision, make_linear, make_quantised=make_quantised)
         self.precision = precision
         self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
         """Entered around kernel launches: they go to the current device's stream. -1: does nothing."""
@@ -31,7 +33,7 @@ class Stage:
         self.width = shape.width
         if isinstance(ops, PreparesLayers):
             # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
-            apart = LayerLoader(weights, precision, make_linear, moves_matrices=False)
+            apart = LayerLoader(weights, precision, make_linear, moves_matrices=False, make_quantised=make_quantised)
             self.layers = [ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last)]
         else:
             self.layers = list(load_layers(loader, weights, first, last))
@@ -94,12 +96,17 @@ def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
 
 
 def precision_for(device: torch.device, dtype: str, wkv_state: str) -> Precision:
-    """Types of a stage; "auto", of weights and of states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32."""
+    """Types of a stage; "auto", of weights and of states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32.
+
+    "fp8", "int8", "int4": the large matrices in small codes, all else as with "auto".
+    """
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    storage = format_of(dtype)
+    dtype = "auto" if storage is not None else dtype
     on_gpu = device.type == "cuda"
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
     activations = weights if on_gpu else torch.float32
     state = by_name[wkv_state] if wkv_state != "auto" else weights if on_gpu else torch.float32
     if state is torch.bfloat16:
         state = torch.float32  # eight bits of mantissa are too few to add up in
-    return Precision(device, weights, activations, state)
+    return Precision(device, weights, activations, state, storage)

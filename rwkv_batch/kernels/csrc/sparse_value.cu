@@ -6,16 +6,103 @@
 // partial sums of a column block go to `partial` [splits, B, C] fp32 and the block that finishes last adds them up in
 // order: deterministic.
 //
-// Bytes: 2C per active row of Wt, 2BF for h, 8 * splits * B * C for the partial sums (L2).
+// Wt holds halves, or codes of 8 or 4 bits [F, C] with scales (quant.cuh): fp8 [C] fp32, int8 [F / 128][C] fp16, int4
+// [F / 128][C] pairs of fp16; its nibbles are columns.
+//
+// Bytes: 2C (C, C / 2) per active row of Wt, 2BF for h, 8 * splits * B * C for the partial sums (L2).
 // `counters` [C / 256] int32 are zero before the launch and left zero.
 #include <type_traits>
 
-#include "common.cuh"
+#include "quant.cuh"
 
 constexpr int WARPS = 8;
 constexpr int COLUMNS = 256;
-constexpr int FLIGHT = 8;
 constexpr int LEAST_SHARE = 512, MOST_SHARE = 1024;  // rows of Wt of a block
+
+// A lane's eight columns of a row of Wt.
+struct HalfRows {
+    using Raw = uint4;
+    static constexpr int FLIGHT = 8;
+    const uint4* weight;
+
+    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
+        return __ldcs(weight + (row * width + column) / 8);
+    }
+    __device__ __forceinline__ void unpack(const Raw& raw, int64_t, int, int, float (&w)[8]) const { unpack8(raw, w); }
+    __device__ __forceinline__ float last_scale(int) const { return 1.0f; }
+};
+
+__device__ __forceinline__ void spread(uint32_t pair, float& a, float& b) {
+    const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    a = f.x, b = f.y;
+}
+
+struct Fp8Rows {
+    using Raw = uint2;
+    static constexpr int FLIGHT = 16;
+    const uint2* weight;
+    const float* scales;
+
+    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
+        return __ldcs(weight + (row * width + column) / 8);
+    }
+    __device__ __forceinline__ void unpack(const Raw& raw, int64_t, int, int, float (&w)[8]) const {
+        uint32_t odd, even;
+        unpack_bytes<FP8>(raw.x, odd, even);
+        spread(odd, w[1], w[3]), spread(even, w[0], w[2]);
+        unpack_bytes<FP8>(raw.y, odd, even);
+        spread(odd, w[5], w[7]), spread(even, w[4], w[6]);
+    }
+    __device__ __forceinline__ float last_scale(int column) const { return CODE_SCALE<FP8> * __ldg(scales + column); }
+};
+
+struct Int8Rows {
+    using Raw = uint2;
+    static constexpr int FLIGHT = 16;
+    const uint2* weight;
+    const __half* scales;
+
+    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
+        return __ldcs(weight + (row * width + column) / 8);
+    }
+    __device__ __forceinline__ void unpack(const Raw& raw, int64_t row, int width, int column, float (&w)[8]) const {
+        uint32_t pairs[4];
+        float scale[8];
+        unpack_bytes<INT8>(raw.x, pairs[0], pairs[1]);
+        unpack_bytes<INT8>(raw.y, pairs[2], pairs[3]);
+        unpack8(__ldg(reinterpret_cast<const uint4*>(scales + row / GROUP_INPUTS * width + column)), scale);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) spread(pairs[i], w[2 * i], w[2 * i + 1]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) w[i] *= scale[i];
+    }
+    __device__ __forceinline__ float last_scale(int) const { return CODE_SCALE<INT8>; }
+};
+
+struct Int4Rows {
+    using Raw = uint32_t;
+    static constexpr int FLIGHT = 16;
+    const uint32_t* weight;
+    const uint32_t* scales;  // pairs of scale and 1024 + zero
+
+    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
+        return __ldcs(weight + (row * width + column) / 8);
+    }
+    __device__ __forceinline__ void unpack(const Raw& raw, int64_t row, int width, int column, float (&w)[8]) const {
+        const uint4* at = reinterpret_cast<const uint4*>(scales + row / GROUP_INPUTS * width + column);
+        const uint4 low = __ldg(at), high = __ldg(at + 1);
+        const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) spread(((raw >> (4 * i)) & 0x000f000fu) | 0x64006400u, w[2 * i], w[2 * i + 1]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float scale, zero;
+            spread(pairs[i], scale, zero);
+            w[i] = (w[i] - zero) * scale;
+        }
+    }
+    __device__ __forceinline__ float last_scale(int) const { return CODE_SCALE<INT4>; }
+};
 
 template <int BATCH, int SHARE>
 struct Shared {
@@ -32,9 +119,9 @@ struct Shared {
     bool is_last;
 };
 
-template <int BATCH, int SHARE>
+template <typename Rows, int BATCH, int SHARE>
 __global__ void __launch_bounds__(WARPS * 32) sparse_value_kernel(
-    const __half* h, const __half* weight, __half* y, float* partial, int* counters, int rows, int width, int ffn) {
+    const __half* h, const Rows weight, __half* y, float* partial, int* counters, int rows, int width, int ffn) {
     __shared__ __align__(16) Shared<BATCH, SHARE> sh;
     auto& list = sh.active.list;
     auto& values = sh.active.values;
@@ -87,22 +174,22 @@ __global__ void __launch_bounds__(WARPS * 32) sparse_value_kernel(
     __syncthreads();
 
     const int column = blockIdx.x * COLUMNS + lane * 8;
-    const __half* base = weight + static_cast<int64_t>(first) * width + column;
+    constexpr int FLIGHT = Rows::FLIGHT;
     float acc[BATCH][8] = {};
     for (int begin = warp; begin < count; begin += WARPS * FLIGHT) {
-        uint4 raw[FLIGHT];
+        typename Rows::Raw raw[FLIGHT];
 #pragma unroll
         for (int f = 0; f < FLIGHT; ++f) {
             const int i = begin + f * WARPS;
-            raw[f] = make_uint4(0, 0, 0, 0);
-            if (i < count && column < width) raw[f] = __ldcs(reinterpret_cast<const uint4*>(base + static_cast<int64_t>(list[i]) * width));
+            raw[f] = {};
+            if (i < count && column < width) raw[f] = weight.load(first + list[i], width, column);
         }
 #pragma unroll
         for (int f = 0; f < FLIGHT; ++f) {
             const int i = begin + f * WARPS;
-            if (i >= count) break;
+            if (i >= count || column >= width) break;
             float w[8];
-            unpack8(raw[f], w);
+            weight.unpack(raw[f], first + list[i], width, column, w);
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 const float value = __half2float(values[i][b]);
@@ -155,38 +242,69 @@ __global__ void __launch_bounds__(WARPS * 32) sparse_value_kernel(
 #pragma unroll
             for (int s = 0; s < 8; ++s) sum.x += parts[s].x, sum.y += parts[s].y, sum.z += parts[s].z, sum.w += parts[s].w;
         }
+        sum.x *= weight.last_scale(out), sum.y *= weight.last_scale(out + 1);
+        sum.z *= weight.last_scale(out + 2), sum.w *= weight.last_scale(out + 3);
         const __half2 halves[2] = {__floats2half2_rn(sum.x, sum.y), __floats2half2_rn(sum.z, sum.w)};
         *reinterpret_cast<uint2*>(y + static_cast<int64_t>(b) * width + out) = *reinterpret_cast<const uint2*>(halves);
     }
     if (tid == 0) counters[blockIdx.x] = 0;
 }
 
-// partial: at least ceil(ffn / 512) * rows * width floats; counters: ceil(width / 256) zeros.
-RWKV_API int rwkv_sparse_value(
-    const void* h, const void* weight, void* y, void* partial, void* counters, int rows, int width, int ffn, void* stream) {
-    const int columns = (width + COLUMNS - 1) / COLUMNS;
-    const auto splits = [&](int share) { return (ffn + share - 1) / share; };
+struct SparseArgs {
+    const __half* h;
+    __half* y;
+    float* partial;  // at least ceil(ffn / 512) * rows * width
+    int* counters;   // ceil(width / 256) zeros
+    int rows, width, ffn;
+};
+
+template <typename Rows, int BATCH>
+static void launch_batch(const SparseArgs& a, const Rows& weight, void* stream) {
+    const int columns = (a.width + COLUMNS - 1) / COLUMNS;
+    const auto splits = [&](int share) { return (a.ffn + share - 1) / share; };
     const auto run = [&](auto kernel, int share) {
-        launch_streaming(kernel, dim3(columns, splits(share)), WARPS * 32, stream, static_cast<const __half*>(h),
-                         static_cast<const __half*>(weight), static_cast<__half*>(y), static_cast<float*>(partial),
-                         static_cast<int*>(counters), rows, width, ffn);
+        launch_streaming(kernel, dim3(columns, splits(share)), WARPS * 32, stream, a.h, weight, a.y, a.partial, a.counters,
+                         a.rows, a.width, a.ffn);
     };
-    const auto run_batch = [&](auto batch) {
-        constexpr int BATCH = decltype(batch)::value;
-        if (columns * splits(LEAST_SHARE) <= this_machine().processors) {
-            run(sparse_value_kernel<BATCH, LEAST_SHARE>, LEAST_SHARE);
-        } else {
-            run(sparse_value_kernel<BATCH, MOST_SHARE>, MOST_SHARE);
-        }
-    };
-    if (rows == 1) {
-        run_batch(std::integral_constant<int, 1>());
-    } else if (rows == 2) {
-        run_batch(std::integral_constant<int, 2>());
-    } else if (rows <= 4) {
-        run_batch(std::integral_constant<int, 4>());
+    if (columns * splits(LEAST_SHARE) <= this_machine().processors) {
+        run(sparse_value_kernel<Rows, BATCH, LEAST_SHARE>, LEAST_SHARE);
     } else {
-        run_batch(std::integral_constant<int, 8>());
+        run(sparse_value_kernel<Rows, BATCH, MOST_SHARE>, MOST_SHARE);
+    }
+}
+
+template <typename Rows>
+static int launch_rows(const SparseArgs& a, const Rows& weight, void* stream) {
+    if (a.rows == 1) {
+        launch_batch<Rows, 1>(a, weight, stream);
+    } else if (a.rows == 2) {
+        launch_batch<Rows, 2>(a, weight, stream);
+    } else if (a.rows <= 4) {
+        launch_batch<Rows, 4>(a, weight, stream);
+    } else {
+        launch_batch<Rows, 8>(a, weight, stream);
     }
     return launch_result();
+}
+
+static SparseArgs sparse_args(const void* h, void* y, void* partial, void* counters, int rows, int width, int ffn) {
+    return {static_cast<const __half*>(h), static_cast<__half*>(y), static_cast<float*>(partial),
+            static_cast<int*>(counters), rows, width, ffn};
+}
+
+RWKV_API int rwkv_sparse_value(
+    const void* h, const void* weight, void* y, void* partial, void* counters, int rows, int width, int ffn, void* stream) {
+    return launch_rows(sparse_args(h, y, partial, counters, rows, width, ffn), HalfRows{static_cast<const uint4*>(weight)}, stream);
+}
+
+RWKV_API int rwkv_sparse_value_quant(
+    const void* h, const void* codes, const void* scales, void* y, void* partial, void* counters, int format, int rows,
+    int width, int ffn, void* stream) {
+    const SparseArgs args = sparse_args(h, y, partial, counters, rows, width, ffn);
+    switch (format) {
+        case FP8: return launch_rows(args, Fp8Rows{static_cast<const uint2*>(codes), static_cast<const float*>(scales)}, stream);
+        case INT8: return launch_rows(args, Int8Rows{static_cast<const uint2*>(codes), static_cast<const __half*>(scales)}, stream);
+        case INT4: return launch_rows(args, Int4Rows{static_cast<const uint32_t*>(codes), static_cast<const uint32_t*>(scales)}, stream);
+    }
+    return static_cast<int>(cudaErrorInvalidValue);
 }

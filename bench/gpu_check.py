@@ -1,0 +1,102 @@
+"""Whether small weights compute what they stand for, before anything is timed: kernels and a whole model against fp32.
+
+Every kernel gets fresh random inputs and poisoned outputs. Errors are ||y - true|| / ||true||.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, QuantMap, multiply_few
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.stage import Stage
+
+GPU = torch.device("cuda", 0)
+ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 320)
+SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
+EXACT = 2e-3
+"""fp16 inputs and outputs, fp32 sums."""
+ROUNDED = 4e-2
+"""The same with inputs of 8 bits."""
+
+
+def kernel_errors(format_: Format) -> dict[str, float]:
+    """Name of a case -> relative error against the codes' meaning in fp32; NaN where an output was not written."""
+    return dict(_linear_errors(format_)) | dict(_value_errors(format_))
+
+
+def limit_of(name: str) -> float:
+    """The largest error that a case may have."""
+    return ROUNDED if name.startswith("fp8") and int(name.rsplit(maxsplit=1)[-1].removeprefix("B")) > 15 else EXACT
+
+
+def model_errors(small: Stage, whole: Stage, rows: int, vocab: int) -> dict[str, float]:
+    """One decode step of two stages of one model from equal random states: relative error and KL of the logits."""
+    logits = [_step(stage, rows, vocab) for stage in (small, whole)]
+    log_p, log_q = (torch.log_softmax(values, -1) for values in reversed(logits))
+    return {
+        "rows": rows,
+        "relative_error": _error(logits[0], logits[1]),
+        "kl": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
+        "same_token": (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean().item(),
+    }
+
+
+def _linear_errors(format_: Format) -> Iterator[tuple[str, float]]:
+    for n, k in SHAPES:
+        stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
+        linear, meaning = CudaQuantLinear(stored), dequantise(stored)
+        yield f"{format_} dequantise {n}x{k} B1", _error(linear.packed.dequantised().float(), meaning)
+        for rows in ROWS:
+            x = torch.randn(rows, k, device=GPU, dtype=torch.float16)
+            true = x.float() @ meaning.T
+            yield f"{format_} {n}x{k} B{rows}", _error(linear(x).float(), true)
+            out = torch.full_like(true, torch.nan)
+            yield f"{format_} to_fp32 {n}x{k} B{rows}", _error(linear.to_fp32(x, out), true)
+    stored = [quantise(torch.randn(n, 1024, device=GPU) / 32, format_) for n in (1024, 96, 544)]
+    linears, x = [CudaQuantLinear(s) for s in stored], torch.randn(3, 5, 1024, device=GPU, dtype=torch.float16)
+    ys = [torch.full((5, s.out_features), torch.nan, device=GPU, dtype=torch.float16) for s in stored]
+    multiply_few([QuantMap(linear, x[i], ys[i], "relu_square") for i, linear in enumerate(linears)])
+    for i, s in enumerate(stored):
+        yield f"{format_} grouped {i} B5", _error(ys[i].float(), torch.relu(x[i].float() @ dequantise(s).T).square())
+
+
+def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
+    for n, k in ((4096, 16384), (768, 3072), (2560, 10240)):
+        stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
+        value, meaning, ops = CudaQuantValue(stored), dequantise(stored), CudaOps()
+        partial = torch.full((-(-k // 512) * 8 * n,), torch.nan, device=GPU)
+        ops.workspaces[GPU] = Workspace(partial, torch.zeros(-(-n // 256), dtype=torch.int32, device=GPU))
+        for rows in range(1, 9):
+            hidden = torch.randn(rows, k, device=GPU, dtype=torch.float16).abs()
+            hidden *= torch.rand(rows, k, device=GPU) < 0.12
+            true = hidden.float() @ meaning.T
+            yield f"{format_} sparse {n}x{k} B{rows}", _error(ops.sparse_value_quantised(value, hidden).float(), true)
+        hidden = torch.relu(torch.randn(33, k, device=GPU, dtype=torch.float16))
+        yield f"{format_} value {n}x{k} B33", _error(value(hidden).float(), hidden.float() @ meaning.T)
+
+
+@torch.inference_mode()
+def _step(stage: Stage, rows: int, vocab: int) -> Tensor:
+    """Logits [rows, V] of one token after 16 of a prompt each."""
+    generator = torch.Generator(GPU).manual_seed(rows)
+    stage.allocate_slots(rows + 2)
+    slots, length = torch.arange(2, rows + 2, device=GPU), 16
+    prompts = torch.randint(vocab, (rows * length,), device=GPU, generator=generator)
+    ends = torch.arange(rows + 1, device=GPU) * length
+    inputs = StepInputs(prompts, ends, torch.zeros_like(slots), slots, ends[1:] - 1, length)
+    stage.forward(stage.embed(prompts), None, inputs)
+    tokens = torch.randint(vocab, (rows,), device=GPU, generator=generator)
+    ones = torch.arange(rows + 1, device=GPU)
+    inputs = StepInputs(tokens, ones, slots, slots, ones[:-1], 1)
+    x, _ = stage.forward(stage.embed(tokens), None, inputs)
+    return stage.logits(x, inputs)
+
+
+def _error(y: Tensor, true: Tensor) -> float:
+    return ((y - true).norm() / true.norm()).item()

@@ -1,0 +1,241 @@
+"""Linear maps of 8- and 4-bit weights on the GPU.
+
+Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu).
+More: fp8 weights times fp8 activations (a scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, library, pointer
+from rwkv_batch.kernels.cuda_linear import ACTIVATIONS, Activation
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
+
+logger = logging.getLogger(__name__)
+
+NUMBERS = {Format.FP8: 0, Format.INT8: 1, Format.INT4: 2}
+FEW_ROWS = {Format.FP8: 15, Format.INT8: 16, Format.INT4: 8}
+"""Most rows that the streaming kernel takes, and for fp8 is asked for."""
+INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
+OUTPUT_STEP = 32
+MAX_INPUTS = 32768
+ZERO_OFFSET = 1024
+"""Added to a zero: what a half with a 4-bit code in its lowest bits amounts to."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """Codes and scales as the kernels read them (csrc/quant.cuh); [n, k] as stored, [k, n] if transposed."""
+
+    format: Format
+    codes: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
+    transposed: bool
+
+    def dequantised(self) -> Tensor:
+        """[rows, columns] fp16."""
+        out = torch.empty(self.rows, self.columns, dtype=torch.float16, device=self.codes.device)
+        library().call(
+            "rwkv_dequantise", self.codes.data_ptr(), self.scales.data_ptr(), pointer(out), NUMBERS[self.format],
+            self.transposed, self.rows, self.columns,
+        )  # fmt: skip
+        return out
+
+
+@dataclass(slots=True)
+class QuantMap:
+    """One map of a grouped launch: y = activation(x @ W.T)."""
+
+    linear: CudaQuantLinear
+    x: Tensor
+    y: Tensor
+    activation: Activation = "none"
+
+
+class CudaQuantLinear(Linear):
+    """Codes [out, in] on a GPU, fp32 sums."""
+
+    def __init__(self, stored: Quantised) -> None:
+        """Raises ValueError for sizes that the kernels do not take."""
+        check_shape(stored)
+        self.packed = pack(stored)
+        self.weight = self.packed.codes
+        self.in_features = stored.in_features
+
+    @property
+    def format(self) -> Format:
+        """How it is stored."""
+        return self.packed.format
+
+    def is_few(self, rows: int) -> bool:
+        """Whether so many rows are the streaming kernel's."""
+        return rows <= FEW_ROWS[self.format]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp16."""
+        y = torch.empty(x.shape[0], self.packed.rows, dtype=x.dtype, device=x.device)
+        multiply_into([QuantMap(self, x, y)])
+        return y
+
+    def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp32; into `out` if that is given."""
+        shape = x.shape[0], self.packed.rows
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        elif out.shape != shape:
+            raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
+        if x.shape[0]:
+            multiply_into([QuantMap(self, x, out)])
+        return out
+
+
+class CudaQuantValue(Linear):
+    """ffn.value: transposed, so that rows whose input is zero need not be read; fp8 has it as stored as well."""
+
+    def __init__(self, stored: Quantised) -> None:
+        """Raises ValueError for sizes that the kernels do not take."""
+        check_shape(stored)
+        self.dense = (
+            CudaQuantLinear(stored) if stored.format is Format.FP8 and scaled_types(stored.codes.device) else None
+        )
+        self.packed = pack(stored, transposed=True)
+        self.weight = self.packed.codes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
+        if self.dense is not None:
+            return self.dense(x)
+        return torch.mm(x, self.packed.dequantised())
+
+
+def make_quantised(name: str, stored: Quantised) -> Linear:
+    """The map of the weight file's tensor of that name."""
+    return CudaQuantValue(stored) if name.endswith("ffn.value.weight") else CudaQuantLinear(stored)
+
+
+def check_shape(stored: Quantised) -> None:
+    """ValueError with the sizes that the kernels want, where a matrix has others."""
+    n, k, step = stored.out_features, stored.in_features, INPUT_STEP[stored.format]
+    if n % OUTPUT_STEP or k % step or k > MAX_INPUTS:
+        raise ValueError(
+            f"the cuda kernels take {stored.format} matrices of a multiple of {OUTPUT_STEP} outputs and {step} inputs, "
+            f"up to {MAX_INPUTS}, not {n} x {k}; use --dtype fp16"
+        )
+
+
+def pack(stored: Quantised, transposed: bool = False) -> Packed:
+    """Codes and scales in the kernels' order."""
+    n, k = stored.out_features, stored.in_features
+    if stored.format is Format.FP8:
+        codes, scales = stored.codes, stored.scales
+    elif stored.format is Format.INT8:
+        codes, scales = stored.codes, stored.scales.T.contiguous()
+    else:
+        assert stored.zeros is not None, "4-bit codes have zeros"
+        codes = codes_int4(stored)
+        scales = torch.stack([stored.scales.T, stored.zeros.T.half() + ZERO_OFFSET], dim=-1).contiguous()
+    if transposed:
+        codes = codes.T
+    codes = pack_nibbles(codes) if stored.format is Format.INT4 else codes.contiguous()
+    rows, columns = (k, n) if transposed else (n, k)
+    return Packed(stored.format, codes, scales, rows, columns, transposed)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[rows, columns] 4-bit codes, one a byte -> [rows, columns / 2]: of eight, 0 2 4 6 and then 1 3 5 7."""
+    c = codes.reshape(len(codes), -1, 4, 2).transpose(2, 3).reshape(len(codes), -1, 2)
+    return (c[..., 0] | c[..., 1] << 4).contiguous()
+
+
+def multiply_into(maps: Sequence[QuantMap]) -> None:
+    """Up to 8 maps of one format over the same number of rows each."""
+    rows, first = maps[0].x.shape[0], maps[0].linear
+    if first.is_few(rows):
+        multiply_few(maps)
+        return
+    scaled = first.format is Format.FP8 and bool(scaled_types(maps[0].x.device))
+    for m in maps:
+        if scaled:
+            scaled_product(m.linear, *quantise_rows(m.x), m.y)
+        else:
+            torch.mm(m.x, m.linear.packed.dequantised().T, out_dtype=m.y.dtype, out=m.y)
+        if m.activation != "none":
+            raise ValueError("products of many rows have no activation")
+
+
+def multiply_few(maps: Sequence[QuantMap]) -> None:
+    """Up to 8 maps of one format over the same few rows in one launch."""
+    rows, format_ = maps[0].x.shape[0], maps[0].linear.format
+    if len(maps) > MAX_MAPS or rows > FEW_ROWS[format_]:
+        raise ValueError(f"a launch takes {MAX_MAPS} maps of {FEW_ROWS[format_]} rows, not {len(maps)} of {rows}")
+    args = QuantArgs(count=len(maps), rows=rows, format=NUMBERS[format_])
+    for slot, m in zip(args.maps, maps, strict=False):
+        packed = m.linear.packed
+        n, k = packed.rows, packed.columns
+        if packed.format is not format_ or m.x.shape != (rows, k) or m.y.shape != (rows, n):
+            raise ValueError(
+                f"{packed.format} [{n}, {k}], {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other"
+            )
+        slot.codes, slot.scales = packed.codes.data_ptr(), packed.scales.data_ptr()
+        slot.x, slot.y = pointer(m.x), pointer(m.y, m.y.dtype)
+        slot.n, slot.k, slot.ld_y = n, k, n
+        slot.activation, slot.float_out = ACTIVATIONS[m.activation], m.y.dtype == torch.float32
+        chunks = k // INPUT_STEP[format_]
+        slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
+    library().call("rwkv_skinny_quant", ctypes.byref(args))
+
+
+def quantise_rows(x: Tensor, relu_square: bool = False) -> tuple[Tensor, Tensor]:
+    """x [T, K] fp16, or max(x, 0)^2 -> e4m3 codes [T, K] and scales [T] fp32, a row's largest being 448."""
+    rows, k = x.shape
+    codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    library().call(
+        "rwkv_quantise_rows", pointer(x), codes.data_ptr(), pointer(scales, torch.float32), rows, k, relu_square
+    )
+    return codes, scales
+
+
+def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """fp8 rows [T, K] with scales [T] times an fp8 matrix -> out [T, N]."""
+    weight, types = linear.packed, scaled_types(out.device)
+    dtype = out.dtype if out.dtype in types else types[0]
+    place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
+    torch._scaled_mm(
+        codes,
+        weight.codes.T,
+        scale_a=scales.unsqueeze(1),
+        scale_b=weight.scales.unsqueeze(0),
+        out_dtype=dtype,
+        use_fast_accum=True,
+        out=place,
+    )
+    return out if place is out else out.copy_(place)
+
+
+@functools.cache
+def scaled_types(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The result types of fp8 products with a scale per row; none: this GPU or torch has no such product."""
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return ()
+    found = []
+    ones = torch.ones(32, dtype=torch.float32, device=device)
+    codes = torch.ones(32, 32, device=device).to(torch.float8_e4m3fn)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        try:
+            torch._scaled_mm(codes, codes.T, ones.unsqueeze(1), ones.unsqueeze(0), out_dtype=dtype, use_fast_accum=True)
+            found.append(dtype)
+        except (RuntimeError, ValueError) as error:
+            logger.info("no fp8 products with results in %s on %s: %s", dtype, device, str(error).splitlines()[0])
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""The formats of small weights: what a matrix becomes, and what it then stands for. Plain torch, any device.
+
+    fp8   e4m3 codes, one fp32 scale per output
+    int8  codes -127 .. 127, one fp16 scale per output and group of 128 inputs
+    int4  codes 0 .. 15, one fp16 scale and one whole zero likewise: (code - zero) * scale
+
+fp16 scales count in units of 2^-6, so that those of small weights keep all their bits. A group at the end of a row may
+be shorter.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+"""Inputs that share a scale."""
+FP8_LARGEST = 448.0
+SCALE_UNIT = 2.0**-6
+"""What an fp16 scale of 1 amounts to."""
+ROWS_AT_ONCE = 2048
+"""Outputs that are worked on in fp32 at a time."""
+CLIPPINGS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
+"""Shares of a group's range that 4-bit codes may cover; the one with the smallest squared error is taken."""
+QUANTISED = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn\.(key|value))\.weight$")
+"""The matrices that take these formats; vectors, low ranks and the embedding do not."""
+
+
+class Format(enum.StrEnum):
+    """How a matrix is stored."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(slots=True)
+class Quantised:
+    """A matrix [out, in] in small codes. G = ceil(in / 128)."""
+
+    format: Format
+    codes: Tensor
+    """[out, in] float8_e4m3fn or int8; int4: [out, ceil(in / 2)] uint8, the even input in the low half"""
+    scales: Tensor
+    """fp8: [out] fp32; else [out, G] fp16 in units of 2^-6"""
+    zeros: Tensor | None
+    """int4: [out, G] uint8"""
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        """Outputs."""
+        return len(self.codes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zeros."""
+        tensors = (self.codes, self.scales, *([] if self.zeros is None else [self.zeros]))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def to(self, device: torch.device) -> Quantised:
+        """The same on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return Quantised(self.format, self.codes.to(device), self.scales.to(device), zeros, self.in_features)
+
+
+def format_of(dtype: str) -> Format | None:
+    """The format that --dtype names; None: it names a type of numbers."""
+    return Format(dtype) if dtype in [format_.value for format_ in Format] else None
+
+
+def is_quantised(name: str) -> bool:
+    """Whether the tensor of this name takes a small format."""
+    return QUANTISED.search(name) is not None
+
+
+def quantise(weight: Tensor, format: Format) -> Quantised:  # noqa: A002
+    """weight [out, in] of any float type -> its codes, on the weight's device."""
+    make = {Format.FP8: _fp8, Format.INT8: _int8, Format.INT4: _int4}[format]
+    parts = [make(weight[at : at + ROWS_AT_ONCE].float()) for at in range(0, len(weight), ROWS_AT_ONCE)]
+    codes, scales, zeros = zip(*parts, strict=True)
+    whole = torch.cat(zeros) if format is Format.INT4 else None
+    return Quantised(format, torch.cat(codes), torch.cat(scales), whole, weight.shape[1])
+
+
+def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the codes stand for: [out, in], computed in fp32."""
+    out = torch.empty(stored.out_features, stored.in_features, dtype=dtype, device=stored.codes.device)
+    for at in range(0, len(out), ROWS_AT_ONCE):
+        rows = slice(at, at + ROWS_AT_ONCE)
+        out[rows] = _meaning(stored, rows)
+    return out
+
+
+def codes_int4(stored: Quantised) -> Tensor:
+    """The 4-bit codes one by one: [out, in] uint8."""
+    pairs = torch.stack([stored.codes & 15, stored.codes >> 4], dim=-1)
+    return pairs.reshape(stored.out_features, -1)[:, : stored.in_features]
+
+
+def _meaning(stored: Quantised, rows: slice) -> Tensor:
+    scales = stored.scales[rows].float()
+    if stored.format is Format.FP8:
+        return stored.codes[rows].float() * scales.unsqueeze(1)
+    spread = _spread(scales * SCALE_UNIT, stored.in_features)
+    if stored.format is Format.INT8:
+        return stored.codes[rows].float() * spread
+    assert stored.zeros is not None, "4-bit codes have zeros"
+    part = Quantised(stored.format, stored.codes[rows], stored.scales[rows], stored.zeros[rows], stored.in_features)
+    return (codes_int4(part).float() - _spread(stored.zeros[rows].float(), stored.in_features)) * spread
+
+
+def _spread(per_group: Tensor, inputs: int) -> Tensor:
+    """[out, G] -> [out, in]."""
+    return per_group.repeat_interleave(GROUP, dim=1)[:, :inputs]
+
+
+def _grouped(weight: Tensor) -> Tensor:
+    """[out, in] -> [out, G, 128]; what is missing from the last group repeats its last input."""
+    missing = -weight.shape[1] % GROUP
+    if missing:
+        weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
+    return weight.reshape(len(weight), -1, GROUP)
+
+
+def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest = weight.abs().amax(dim=1)
+    if not bool(largest.isfinite().all()):
+        raise ValueError("weights that are not finite have no small format; use --dtype fp16")
+    scales = torch.where(largest > 0, largest / FP8_LARGEST, torch.ones_like(largest))
+    codes = (weight / scales.unsqueeze(1)).clamp(-FP8_LARGEST, FP8_LARGEST)
+    return codes.to(torch.float8_e4m3fn), scales, scales
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest = _grouped(weight).abs().amax(dim=2)
+    scales = _fp16_scale(largest / 127)
+    codes = (weight / _spread(scales.float() * SCALE_UNIT, weight.shape[1])).round().clamp(-127, 127)
+    return codes.to(torch.int8), scales, scales
+
+
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    groups = _grouped(weight)
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+    best = torch.full_like(low, torch.inf)
+    scales, zeros = low.half(), torch.zeros_like(low)
+    for share in CLIPPINGS:
+        scale = _fp16_scale((high - low) * share / 15)
+        step = scale.float() * SCALE_UNIT
+        zero = (-low * share / step).round().clamp(0, 15)
+        spread_scale, spread_zero = step.unsqueeze(2), zero.unsqueeze(2)
+        codes = (groups / spread_scale + spread_zero).round().clamp(0, 15)
+        error = ((codes - spread_zero) * spread_scale - groups).square().sum(dim=2)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
+    inputs = weight.shape[1]
+    steps = _spread(scales.float() * SCALE_UNIT, inputs)
+    codes = (weight / steps + _spread(zeros, inputs)).round().clamp(0, 15).to(torch.uint8)
+    if inputs % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales, zeros.to(torch.uint8)
+
+
+def _fp16_scale(scale: Tensor) -> Tensor:
+    """As fp16, in its units; never zero, so that a group of zeros divides by something. ValueError beyond fp16."""
+    if not bool((scale <= 65504.0 * SCALE_UNIT).all()):
+        raise ValueError(f"weights that want a scale of {scale.max().item():g} have no small format; use --dtype fp16")
+    return (scale / SCALE_UNIT).clamp(min=2.0**-14).half()
