@@ -22,9 +22,10 @@ ROOMS = {
     # The engine. Files beside the rooms are its vocabulary: requests, calls, errors, settings, the tokenizer.
     "rwkv_batch": "",
     "rwkv_batch.core": "rwkv_batch",
-    "rwkv_batch.model": "rwkv_batch",
-    "rwkv_batch.kernels": "rwkv_batch rwkv_batch.model",
-    "rwkv_batch.runner": "rwkv_batch rwkv_batch.core rwkv_batch.model rwkv_batch.kernels",
+    "rwkv_batch.model.quant": "rwkv_batch",
+    "rwkv_batch.model": "rwkv_batch rwkv_batch.model.quant",
+    "rwkv_batch.kernels": "rwkv_batch rwkv_batch.model rwkv_batch.model.quant",
+    "rwkv_batch.runner": "rwkv_batch rwkv_batch.core rwkv_batch.model rwkv_batch.model.quant rwkv_batch.kernels",
     "rwkv_batch.engine": "rwkv_batch rwkv_batch.core rwkv_batch.runner",
     "rwkv_batch.ipc": "rwkv_batch",
     # The pool. Files beside the rooms are what its tiers share.

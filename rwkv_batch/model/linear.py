@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.quant.formats import Quantised, dequantise
+
 
 class Linear:
     """y = x @ weight.T for x [T, in]; weight [out, in] in any float type, y in the type of x.
@@ -31,3 +33,15 @@ class Linear:
         """
         y = self(x).float()
         return y if out is None else out.copy_(y)
+
+
+class QuantLinear(Linear):
+    """y = x @ W.T for W [out, in] in small codes: W is made anew for every product, in the type of x."""
+
+    def __init__(self, stored: Quantised) -> None:
+        self.stored = stored
+        self.weight = stored.codes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return torch.nn.functional.linear(x, dequantise(self.stored, x.dtype))

@@ -11,10 +11,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rwkv_batch.model.layer import Layer, Norm, ValueResidual
-from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.linear import Linear, QuantLinear
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.quant.formats import Format, Quantised, is_quantised, quantise
-from rwkv_batch.model.quant.linear import QuantLinear
 from rwkv_batch.model.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")

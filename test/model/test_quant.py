@@ -10,8 +10,8 @@ from torch import Tensor
 
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, pack, pack_nibbles
+from rwkv_batch.model.linear import QuantLinear
 from rwkv_batch.model.quant.formats import Format, codes_int4, dequantise, is_quantised, quantise
-from rwkv_batch.model.quant.linear import QuantLinear
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline

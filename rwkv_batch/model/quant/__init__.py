@@ -1,1 +1,1 @@
-"""Weights of 8 and 4 bits: the formats' definition, the plain Linear of them, and their files beside the model."""
+"""Weights of 8 and 4 bits: the formats' definition, and their files beside the model."""
