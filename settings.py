@@ -31,6 +31,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     http_workers: int = 0
     """0: by the number of CPUs."""
+    front: str = "auto"
+    """"nginx" | "none" | "auto": nginx where it is installed and the host is not loopback."""
+    max_connections_per_client: int = 0
+    """0: as many as the HTTP workers write answers to one client."""
     log_format: str = "text"
     log_level: str = "info"
 
@@ -108,6 +112,13 @@ def _devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{name}" if name.isdecimal() else name for name in names)
 
 
+def _database(text: str) -> str:
+    """A file's path: SQLite would make its lock beside a directory of that name, and then fail."""
+    if text and Path(text).is_dir():
+        raise SettingsError(f"must be a file, but {text} is a directory; give a file in it, like {text}/sessions.db")
+    return text
+
+
 def _networks(text: str) -> tuple[str, ...]:
     """`10.0.0.0/8, ::1`: addresses and networks of proxies."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -151,6 +162,17 @@ _SECONDS = _number(0, 1e9)
 FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
     ServiceConfig: (
         Flag("http_workers", _whole(0, 128), "HTTP worker processes; 0: 2, from 8 CPUs on 4, from 32 on 8"),
+        Flag(
+            "front",
+            _one_of("auto", "nginx", "none"),
+            "what clients talk to: nginx, which the service starts, or the HTTP workers themselves (none); "
+            "auto: nginx where it is installed and the host is not loopback",
+        ),
+        Flag(
+            "max_connections_per_client",
+            _COUNT,
+            "requests of one address that nginx passes on at a time; 0: as many as HTTP workers answer",
+        ),
         Flag("log_format", _one_of("text", "json"), "text, or one JSON object per line"),
         Flag("log_level", _one_of("debug", "info", "warning", "error"), "least severity that is logged"),
     ),
@@ -175,6 +197,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             "the same for one client, by address (IPv6: /64 network); 0: seven eighths of --max-streams",
         ),
         Flag("trusted_proxies", _networks, "addresses or networks whose X-Forwarded-For is believed, like 10.0.0.0/8"),
+        Flag("engine_wait_s", _number(0, 3600), "seconds that work waits for an engine that loads or is restarted"),
         Flag("stall_timeout_s", _number(0.1, 1e6), "seconds after which a client that reads nothing is cut off"),
         Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),
@@ -212,7 +235,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
     PoolConfig: (
         Flag("l1_sessions", _COUNT, "parked sessions kept in slots on the device"),
         Flag("l2_sessions", _COUNT, "parked sessions kept in host memory"),
-        Flag("state_db", str, "SQLite file of the sessions; empty: memory only"),
+        Flag("state_db", _database, "SQLite file of the sessions; empty: memory only"),
         Flag("durability", _one_of("log", "turn", "lazy"), "what a turn commits before it is acknowledged"),
         Flag("synchronous", _one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous"),
         Flag("session_ttl", _SECONDS, "seconds after which an unused session is deleted; 0: never"),
@@ -278,7 +301,7 @@ def _section_values(flags: Sequence[Flag], given: Mapping[str, Any], source: Map
     values = {}
     for flag in flags:
         text = source.get(flag.variable)
-        if text is None or (text == "" and flag.parse is not str):
+        if text is None or (text == "" and flag.parse not in (str, _database)):
             continue
         try:
             values[flag.field] = flag.parse(text)

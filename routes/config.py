@@ -31,6 +31,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses or networks whose X-Forwarded-For is believed."""
     front_key: str = ""
     """What our own nginx proves itself with; "" = there is none."""
+    engine_wait_s: float = 10.0
+    """How long work waits for an engine that is loading or being restarted."""
     stall_timeout_s: float = 30.0
     """A client that reads nothing for so long is cut off."""
     translate_cache: int = 4096

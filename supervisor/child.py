@@ -1,0 +1,113 @@
+"""One supervised process: its pipe, its end, the time of its next start."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_BACK_OFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEADY_S = 30.0
+"""A process that has lived so long starts its back-off anew."""
+
+
+def back_off_s(failures: int) -> float:
+    """Seconds to wait after so many failed starts in a row."""
+    return _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
+
+
+@dataclass(eq=False)
+class Child:
+    """A process, through all its restarts."""
+
+    name: str
+    context: SpawnContext | ForkServerContext
+    target: Callable[..., None]
+    arguments: tuple[Any, ...]
+    """What `target` gets before the process's name and its end of the pipe."""
+    process: BaseProcess | None = None
+    pipe: Connection | None = None
+    started: float = 0.0
+    failures: int = 0
+    restart_at: float = field(default=0.0)
+
+    def start(self) -> None:
+        """Start the process with a fresh pipe."""
+        self.pipe, theirs = self.context.Pipe()
+        self.process = self.context.Process(
+            target=self.target, args=(*self.arguments, self.name, theirs), name=self.name
+        )
+        self.process.start()
+        theirs.close()
+        self.started = time.monotonic()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.is_alive()
+
+    @property
+    def waitables(self) -> list[Any]:
+        """What becomes readable when the process speaks or ends."""
+        if self.process is None or self.pipe is None:
+            return []
+        return [self.process.sentinel] if self.pipe.closed else [self.process.sentinel, self.pipe]
+
+    def tell(self, command: object) -> None:
+        """Send a command; a process that is gone does not hear it."""
+        if self.pipe is not None:
+            with contextlib.suppress(OSError):
+                self.pipe.send(command)
+
+    def heard(self) -> Iterator[tuple[str, Any]]:
+        """What the process has said: (subject, value)."""
+        if self.pipe is None or self.pipe.closed:
+            return
+        try:
+            while self.pipe.poll():
+                yield self.pipe.recv()
+        except (EOFError, OSError):
+            self.pipe.close()  # its end of the pipe is gone, so will be the process
+
+    def reap(self) -> str:
+        """Why the process has ended. It must have."""
+        assert self.process is not None
+        self.process.join()
+        code = self.process.exitcode
+        self.close()
+        self.process = None
+        return _cause(code)
+
+    def plan_restart(self) -> float:
+        """Set the time of the next start; returns the wait in seconds."""
+        if time.monotonic() - self.started > _STEADY_S:
+            self.failures = 0
+        delay = back_off_s(self.failures)
+        self.failures += 1
+        self.restart_at = time.monotonic() + delay
+        return delay
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.is_alive and self.process is not None:
+            self.process.kill()
+            self.process.join()
+        self.close()
+
+    def close(self) -> None:
+        """Close the pipe; a process that still lives ends of it."""
+        if self.pipe is not None:
+            self.pipe.close()
+
+
+def _cause(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name}; too little memory?" if name == "SIGKILL" else name

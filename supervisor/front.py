@@ -1,0 +1,83 @@
+"""The process that runs nginx: it starts it on a socket that listens already, and ends with it.
+
+It is a process of its own so that nginx is looked after like the others, and so that nothing of it is left when the
+supervisor is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rwkv_batch.ipc.process import LogStyle, become_child
+from supervisor.nginx_config import NginxConfig
+
+logger = logging.getLogger("nginx")
+_PR_SET_PDEATHSIG = 1
+
+
+def front_process(
+    config: NginxConfig, listener: socket.socket, style: LogStyle, name: str, supervisor: Connection
+) -> None:
+    """Main function of the process. "quit" lets nginx finish its answers; the supervisor's end ends it at once."""
+    become_child(name, style)
+    folder = tempfile.mkdtemp(prefix="rwkv-nginx-")
+    os.chmod(folder, 0o711)  # noqa: S103  # nginx that root starts works as another user, who must reach its own folders
+    try:
+        code = _run(config, listener, folder, supervisor)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(code)
+
+
+def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: Connection) -> int:
+    path = Path(folder, "nginx.conf")
+    path.touch(mode=0o600)
+    path.write_text(config.render(folder), encoding="utf-8")
+    libc = ctypes.CDLL(None)
+
+    def end_with_parent() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if sys.platform == "linux":
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    nginx = subprocess.Popen(
+        [config.program, "-p", folder, "-c", str(path), "-e", "stderr"],
+        pass_fds=[listener.fileno()],
+        # nginx's own way to hand listening sockets to a new binary: it takes those whose addresses it is told to use.
+        env={"NGINX": f"{listener.fileno()};", "PATH": os.environ.get("PATH", "")},
+        start_new_session=True,
+        preexec_fn=end_with_parent,  # noqa: PLW1509  # no other thread runs yet
+    )
+    threading.Thread(target=_follow_supervisor, args=(nginx, supervisor), daemon=True).start()
+    code = nginx.wait()
+    _kill_group(nginx.pid)  # a master that was killed leaves its workers
+    return 1 if code else 0
+
+
+def _follow_supervisor(nginx: subprocess.Popen[bytes], supervisor: Connection) -> None:
+    try:
+        while supervisor.recv() != "quit":
+            pass
+        nginx.send_signal(signal.SIGQUIT)
+        supervisor.recv()
+    except (EOFError, OSError):
+        _kill_group(nginx.pid)
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

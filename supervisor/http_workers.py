@@ -1,0 +1,165 @@
+"""The HTTP worker processes: one to each listening socket, and spares that take over from one that ends.
+
+Every worker is forked from a process that has imported all it needs, says that it stands by, and is then given a
+socket to serve or kept as a spare. Robyn aborts its whole process on some malformed requests, so a worker that has
+served is replaced at once, however often that happens; one that cannot start is tried again after growing waits, and
+when none serves and none can start, the service ends with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from rwkv_batch.errors import StartupError
+from supervisor.child import Child, back_off_s
+
+logger = logging.getLogger("supervisor")
+
+SPARES = 2
+_MOST_FAILED_STARTS = 5
+"""So many in a row, and none serves: give up."""
+PRELOADED = "routes.serving.preload"
+
+
+def fork_context() -> ForkServerContext:
+    """Where HTTP workers are forked: a process that has imported what they need and has started no thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", PRELOADED])
+    return context
+
+
+def http_process(*arguments: Any) -> None:
+    """Main function of an HTTP worker."""
+    from routes.serving.worker import run_http_worker
+
+    run_http_worker(*arguments)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One HTTP worker process, which is started once."""
+
+    child: Child
+    stands_by: bool = False
+    socket: int | None = None
+    """Number of the listening socket it was given."""
+    serves: bool = False
+    has_engine: bool = False
+    complaint: str = ""
+
+
+@dataclass(eq=False)
+class HttpWorkers:
+    """Keeps every listening socket served."""
+
+    context: ForkServerContext
+    arguments: tuple[Any, ...]
+    num_sockets: int
+    target: Any = http_process
+    workers: list[Worker] = field(default_factory=list)
+    failures: int = 0
+    next_start: float = 0.0
+    is_ready: bool = False
+
+    def look_after(self) -> None:
+        """Listen to the workers, replace those that have ended. Raises StartupError when none can start."""
+        for worker in list(self.workers):
+            self._listen(worker)
+            if not worker.child.is_alive:
+                self._listen(worker)
+                self._reap(worker)
+        self._seat()
+        while len(self.workers) < self.num_sockets + SPARES and time.monotonic() >= self.next_start:
+            self._start()
+        self._tell_readiness()
+
+    def wait_s(self) -> float | None:
+        """Seconds to the next start that is planned; None if none is."""
+        missing = len(self.workers) < self.num_sockets + SPARES
+        return max(0.0, self.next_start - time.monotonic()) if missing else None
+
+    def drain(self) -> None:
+        """Take no new work; those that have none end at once."""
+        for worker in self.workers:
+            worker.child.tell("drain" if worker.socket is not None else "finish")
+
+    def finish(self) -> None:
+        """End when the last answer is out."""
+        for worker in self.workers:
+            worker.child.tell("finish")
+
+    @property
+    def waitables(self) -> list[Any]:
+        """What becomes readable when a worker speaks or ends."""
+        return [one for worker in self.workers for one in worker.child.waitables]
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether any worker runs."""
+        return any(worker.child.is_alive for worker in self.workers)
+
+    def kill(self) -> None:
+        """End all at once."""
+        for worker in self.workers:
+            worker.child.kill()
+
+    def _start(self) -> None:
+        worker = Worker(Child("http-spare", self.context, self.target, self.arguments))
+        try:
+            worker.child.start()
+        except (EOFError, OSError) as error:
+            self._failed_start(f"it could not be forked: {error!r}")
+        else:
+            self.workers.append(worker)
+
+    def _listen(self, worker: Worker) -> None:
+        for subject, value in worker.child.heard():
+            match subject:
+                case "standby":
+                    worker.stands_by = True
+                case "serving":
+                    worker.serves = True
+                    self.failures = 0
+                case "engine":
+                    worker.has_engine = value
+                case "failed":
+                    worker.complaint = value
+
+    def _seat(self) -> None:
+        """Give every socket without a worker to one that stands by."""
+        taken = {worker.socket for worker in self.workers}
+        free = [number for number in range(self.num_sockets) if number not in taken]
+        spares = [worker for worker in self.workers if worker.stands_by and worker.socket is None]
+        for number, worker in zip(free, spares, strict=False):
+            worker.socket = number
+            worker.child.name = f"http-{number}"
+            worker.child.tell(("serve", number))
+
+    def _reap(self, worker: Worker) -> None:
+        self.workers.remove(worker)
+        cause = worker.child.reap()
+        if worker.serves:
+            logger.error("process %s ended (%s); a spare takes its place", worker.child.name, cause)
+        else:
+            self._failed_start(worker.complaint or cause)
+
+    def _failed_start(self, cause: str) -> None:
+        self.failures += 1
+        if self.failures >= _MOST_FAILED_STARTS and not any(worker.serves for worker in self.workers):
+            raise StartupError(f"no HTTP worker can start: {cause}")
+        delay = back_off_s(self.failures)
+        self.next_start = time.monotonic() + delay
+        logger.error("an HTTP worker did not start (%s); the next is tried in %.1f s", cause, delay)
+
+    def _tell_readiness(self) -> None:
+        """Tell every worker when all sockets have begun or ceased to be served by workers that have the engine."""
+        is_ready = sum(worker.serves and worker.has_engine for worker in self.workers) == self.num_sockets
+        if is_ready != self.is_ready:
+            self.is_ready = is_ready
+            for worker in self.workers:
+                worker.child.tell(("all", is_ready))

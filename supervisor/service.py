@@ -1,0 +1,201 @@
+"""The supervisor: one engine process and several HTTP worker processes, perhaps nginx in front, all looked after here.
+
+A process that dies is started again; a signal drains the service; children notice the supervisor's end by their pipe
+and end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import msgspec
+
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.process import LogStyle
+from settings import Settings
+from supervisor.child import Child
+from supervisor.front import front_process
+from supervisor.http_workers import HttpWorkers, fork_context, http_process
+from supervisor.listeners import Listeners, open_listeners
+from supervisor.nginx_config import NginxConfig, chosen_front
+
+logger = logging.getLogger("supervisor")
+
+_LAST_WORDS_S = 5.0
+"""What processes get beyond --drain-timeout-s before they are killed."""
+ENGINE_FACTORY = "rwkv_batch.engine:Engine"
+
+
+def engine_process(*arguments: Any) -> None:
+    """Main function of the engine process."""
+    # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from tqdm import tqdm
+
+    from rwkv_batch.ipc.server import run_engine
+
+    # tqdm's own lock holds a semaphore of the system, which an engine that is killed leaves behind, with a warning.
+    tqdm.set_lock(threading.RLock())
+    run_engine(*arguments)
+
+
+class Supervisor:
+    """Runs the service until a signal ends it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine_factory: str = ENGINE_FACTORY,
+        http_target: Callable[..., None] = http_process,
+        listeners: Listeners | None = None,
+    ) -> None:
+        """Raises StartupError if the address cannot be listened on."""
+        self._listeners = listeners or listen(settings)
+        if self._listeners.front is not None:
+            settings = _with_front_key(settings)
+        self._settings = settings
+        self._folder = tempfile.mkdtemp(prefix="rwkv-")
+        self._address = os.path.join(self._folder, "engine")
+        style = LogStyle(settings.service.log_format, settings.service.log_level)
+        spawn = multiprocessing.get_context("spawn")
+        engine = (settings.engine, self._address, engine_factory, style)
+        self._engine = Child("engine", spawn, engine_process, engine)
+        sockets = self._listeners.workers
+        http = (settings.http, self._address, style, sockets)
+        self._workers = HttpWorkers(fork_context(), http, len(sockets), http_target)
+        self._front: Child | None = None
+        if self._listeners.front is not None:
+            config = NginxConfig.of(settings, sockets)
+            self._front = Child("nginx", spawn, front_process, (config, self._listeners.front, style))
+        self._wake_read, self._wake_write = os.pipe()
+        self._was_ready = False
+        self._is_drained = False
+        self._signals = 0
+
+    def run(self) -> int:
+        """Serve; returns the exit code. Raises StartupError if it cannot."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            while not self._signals:
+                self._look_after()
+            self._drain()
+            return 0
+        finally:
+            self._end_all()
+
+    def _singles(self) -> list[Child]:
+        """Processes of which there is one each."""
+        return [self._engine] if self._front is None else [self._engine, self._front]
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+        os.write(self._wake_write, b"!")
+
+    def _look_after(self) -> None:
+        for child in self._singles():
+            self._listen_to(child)
+            if child.process is not None and not child.is_alive:
+                self._reap(child)
+            if child.process is None and time.monotonic() >= child.restart_at:
+                self._clear_address(child)
+                child.start()
+        self._workers.look_after()
+        waitables = [self._wake_read, *self._workers.waitables]
+        waitables += [one for child in self._singles() for one in child.waitables]
+        wait(waitables, timeout=self._next_start_s())
+
+    def _next_start_s(self) -> float | None:
+        now = time.monotonic()
+        waits = [max(0.0, child.restart_at - now) for child in self._singles() if child.process is None]
+        workers = self._workers.wait_s()
+        return min([*waits, *([] if workers is None else [workers])], default=None)
+
+    def _listen_to(self, child: Child) -> None:
+        for subject, value in child.heard():
+            match subject:
+                case "ready" if not self._was_ready:
+                    self._was_ready = True
+                    http = self._settings.http
+                    logger.info("serving %s on http://%s:%d", http.model_name, _bracketed(http.host), http.port)
+                case "drained":
+                    self._is_drained = True
+                case "failed" if not self._was_ready:
+                    raise StartupError(value)
+                case "failed":
+                    logger.error("%s did not start again: %s", child.name, value)
+
+    def _reap(self, child: Child) -> None:
+        self._listen_to(child)
+        cause = child.reap()
+        if child is self._engine and not self._was_ready:
+            raise StartupError(f"the engine process ended while starting ({cause})")
+        delay = child.plan_restart()
+        logger.error("process %s ended (%s); it is started again in %.1f s", child.name, cause, delay)
+
+    def _clear_address(self, child: Child) -> None:
+        if child is self._engine:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._address)
+
+    def _drain(self) -> None:
+        """Refuse new work, let the running work end, store the states, end the processes."""
+        timeout_s = self._settings.engine.drain_timeout_s
+        logger.info("shutting down: running requests get %.0f s; a second signal ends them at once", timeout_s)
+        deadline = time.monotonic() + timeout_s + _LAST_WORDS_S
+        self._workers.drain()
+        self._engine.tell("drain")
+        self._await(self._engine_is_drained, deadline)
+        if self._front is not None:
+            self._front.tell("quit")  # it listens no more, and ends when the workers' last answers are out
+        self._workers.finish()
+        self._await(lambda: not self._workers.are_alive, deadline)
+        self._await(lambda: self._front is None or not self._front.is_alive, deadline)
+        self._engine.tell("end")
+        self._await(lambda: not self._engine.is_alive, deadline)
+        logger.info("stopped")
+
+    def _engine_is_drained(self) -> bool:
+        self._listen_to(self._engine)
+        return self._is_drained or not self._engine.is_alive
+
+    def _await(self, condition: Callable[[], bool], deadline: float) -> None:
+        while self._signals < 2 and time.monotonic() < deadline and not condition():
+            time.sleep(0.02)
+
+    def _end_all(self) -> None:
+        self._workers.kill()
+        for child in reversed(self._singles()):
+            child.kill()
+        self._listeners.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def listen(settings: Settings) -> Listeners:
+    """The service's sockets. Raises StartupError if nginx is asked for and missing, or the address cannot be had."""
+    http = settings.http
+    front = chosen_front(settings)
+    return open_listeners(
+        http.host, http.port, settings.service.http_workers, http.stall_timeout_s, front=front is not None
+    )
+
+
+def _with_front_key(settings: Settings) -> Settings:
+    http = msgspec.structs.replace(settings.http, front_key=secrets.token_hex(16))
+    return msgspec.structs.replace(settings, http=http)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
