@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from routes.config import HttpConfig
+from routes.readiness import Readiness
 from routes.wakeups import WakeUps
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
@@ -59,11 +60,15 @@ class Gate:
             if not self._of_client[client]:
                 del self._of_client[client]
 
-    def _check(self, client: str) -> None:
+    def check_draining(self) -> None:
+        """Raises ServiceError (draining) when no new work is taken."""
         if self.draining:
             raise ServiceError(
                 ErrorKind.DRAINING, "the service is shutting down and takes no new requests", retry_after_s=5.0
             )
+
+    def _check(self, client: str) -> None:
+        self.check_draining()
         if self._inside >= self._limit:
             raise ServiceError(
                 ErrorKind.OVERLOADED,
@@ -88,6 +93,7 @@ class Context:
     engine: ServingEngine
     config: HttpConfig
     gate: Gate
+    readiness: Readiness
     wake_ups: WakeUps = field(default_factory=WakeUps)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))

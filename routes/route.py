@@ -41,6 +41,8 @@ class Route:
     """Content type of a body that is a file's bytes."""
     is_work: bool = False
     """Refused while draining and above the limit of answers under way."""
+    waits_for_engine: bool = False
+    """Waits for an engine that is loading or being restarted (--engine-wait-s) although it is no work."""
     answer: type[BaseModel] | None = None
     """A good answer, where it is JSON."""
     events: tuple[type[BaseModel], ...] = ()

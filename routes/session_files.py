@@ -56,6 +56,7 @@ ROUTES = (
         errors=_ERRORS,
         content_type=FILE,
         example={"session_id": "session_one"},
+        waits_for_engine=True,
     ),
     Route(
         "POST",
@@ -68,5 +69,6 @@ ROUTES = (
         answer=Imported,
         errors=_ERRORS,
         example={"session_id": "session_brought_back"},
+        waits_for_engine=True,
     ),
 )

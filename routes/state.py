@@ -132,6 +132,7 @@ ROUTES = (
         answer=SessionList,
         errors=(ErrorKind.ENGINE_LOST,),
         example={"limit": 10},
+        waits_for_engine=True,
     ),
     Route(
         "POST",
@@ -142,5 +143,6 @@ ROUTES = (
         answer=Deleted,
         errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
         example={"session_id": "your_session_id_to_delete"},
+        waits_for_engine=True,
     ),
 )

@@ -36,12 +36,14 @@ async def healthz(context: Context, query: dict[str, str]) -> Reply:
 
 
 async def readyz(context: Context, query: dict[str, str]) -> Reply:
-    """The model is loaded and new work is taken; 503 otherwise."""
+    """The model is loaded and every HTTP worker takes new work; 503 otherwise."""
     why_not = None
     if context.gate.draining:
         why_not = "draining"
     elif not context.engine.is_connected:
         why_not = "the engine is not running (loading the model, or being restarted)"
+    elif not context.readiness.all_serve:
+        why_not = "not every HTTP worker takes work yet (starting, or being replaced)"
     if why_not is not None:
         return json_answer({"status": why_not, "error": why_not}, 503)
     return json_answer({"status": "ready"})
@@ -130,7 +132,9 @@ def model_route(path: str) -> Route:
 AWAY = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Alive.", answer=Health, is_public=True),
-    Route("GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise.", answer=Health, errors=AWAY),
+    Route(
+        "GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise.", answer=Health, is_public=True, errors=AWAY
+    ),
     Route(
         "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=AWAY
     ),

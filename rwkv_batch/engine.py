@@ -208,11 +208,11 @@ class Engine:
                     self._wake.wait(POLL_S if self.machine.pool.pending else IDLE_POLL_S)
                     self._wake.clear()
             self._drain_inbox()
-            self.jobs.fail_all(_draining_error().info)
+            self.jobs.fail_all(_CUT_OFF)
             self._files.close()
             self.machine.pool.close()
             self.jobs.deliver()
-            self.jobs.abandon_all(_draining_error().info)
+            self.jobs.abandon_all(_CUT_OFF)
         except Exception as error:
             logger.critical("the engine's thread died", exc_info=True)
             self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine has died: {error}; it is restarted")
@@ -288,6 +288,13 @@ def _no_memory() -> ErrorInfo:
         message="the device has too little memory for this step; try again in a moment, or send fewer rows at once",
         retry_after_s=5,
     )
+
+
+_CUT_OFF = ErrorInfo(
+    kind=ErrorKind.DRAINING,
+    message="the service was shut down before this answer was complete (--drain-timeout-s); send the request again",
+    retry_after_s=5,
+)
 
 
 def _draining_error() -> ServiceError:

@@ -6,6 +6,7 @@ supervisor is killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -32,7 +33,7 @@ def front_process(
     """Main function of the process. "quit" lets nginx finish its answers; the supervisor's end ends it at once."""
     become_child(name, style)
     folder = tempfile.mkdtemp(prefix="rwkv-nginx-")
-    os.chmod(folder, 0o711)  # noqa: S103  # nginx that root starts works as another user, who must reach its own folders
+    Path(folder).chmod(0o711)  # nginx that root starts works as another user, who must reach its own folders
     try:
         code = _run(config, listener, folder, supervisor)
     finally:
@@ -44,6 +45,10 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
     path = Path(folder, "nginx.conf")
     path.touch(mode=0o600)
     path.write_text(config.render(folder), encoding="utf-8")
+    command = [config.program, "-p", folder, "-c", str(path), "-e", "stderr"]
+    if (reason := _complaint(command)) is not None:
+        supervisor.send(("failed", f"nginx cannot be started: {reason}"))
+        return 1
     libc = ctypes.CDLL(None)
 
     def end_with_parent() -> None:
@@ -53,17 +58,24 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     nginx = subprocess.Popen(
-        [config.program, "-p", folder, "-c", str(path), "-e", "stderr"],
+        command,
         pass_fds=[listener.fileno()],
         # nginx's own way to hand listening sockets to a new binary: it takes those whose addresses it is told to use.
         env={"NGINX": f"{listener.fileno()};", "PATH": os.environ.get("PATH", "")},
         start_new_session=True,
         preexec_fn=end_with_parent,  # noqa: PLW1509  # no other thread runs yet
     )
+    supervisor.send(("started", None))
     threading.Thread(target=_follow_supervisor, args=(nginx, supervisor), daemon=True).start()
     code = nginx.wait()
     _kill_group(nginx.pid)  # a master that was killed leaves its workers
     return 1 if code else 0
+
+
+def _complaint(command: list[str]) -> str | None:
+    """What nginx dislikes of its configuration, in its last line but the verdict; None if it is good."""
+    tested = subprocess.run([*command, "-t", "-q"], capture_output=True, text=True, check=False, timeout=30)
+    return None if tested.returncode == 0 else (tested.stderr.strip() or "no reason given").replace("\n", "; ")
 
 
 def _follow_supervisor(nginx: subprocess.Popen[bytes], supervisor: Connection) -> None:
@@ -77,7 +89,5 @@ def _follow_supervisor(nginx: subprocess.Popen[bytes], supervisor: Connection) -
 
 
 def _kill_group(group: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

@@ -35,6 +35,7 @@ def fork_context() -> ForkServerContext:
 
 def http_process(*arguments: Any) -> None:
     """Main function of an HTTP worker."""
+    import routes.serving.preload  # noqa: F401  # before all else that imports Robyn
     from routes.serving.worker import run_http_worker
 
     run_http_worker(*arguments)
@@ -162,4 +163,5 @@ class HttpWorkers:
         if is_ready != self.is_ready:
             self.is_ready = is_ready
             for worker in self.workers:
-                worker.child.tell(("all", is_ready))
+                if worker.socket is not None:
+                    worker.child.tell(("all", is_ready))

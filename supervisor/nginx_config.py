@@ -120,12 +120,17 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
         openai = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         return _ERROR.format(
             status=status,
-            native=json.dumps({"error": message}),
-            openai=json.dumps(openai),
+            native=_quoted(json.dumps({"error": message})),
+            openai=_quoted(json.dumps(openai)),
             prefix=_OPENAI_PREFIX,
             origin=self.cors_origin,
             retry=f"            add_header Retry-After {retry_s} always;\n" if retry_s else "",
         )
+
+
+def _quoted(text: str) -> str:
+    """As a string of nginx's configuration."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 _MAIN = """\
@@ -191,8 +196,8 @@ _ERROR = """\
         location @own{status} {{
             add_header Access-Control-Allow-Origin "{origin}" always;
 {retry}            if ($request_uri ~ ^{prefix}) {{
-                return {status} '{openai}\\n';
+                return {status} {openai};
             }}
-            return {status} '{native}\\n';
+            return {status} {native};
         }}
 """

@@ -80,7 +80,7 @@ class Supervisor:
             config = NginxConfig.of(settings, sockets)
             self._front = Child("nginx", spawn, front_process, (config, self._listeners.front, style))
         self._wake_read, self._wake_write = os.pipe()
-        self._was_ready = False
+        self._have_started: set[Child] = set()
         self._is_drained = False
         self._signals = 0
 
@@ -126,13 +126,15 @@ class Supervisor:
     def _listen_to(self, child: Child) -> None:
         for subject, value in child.heard():
             match subject:
-                case "ready" if not self._was_ready:
-                    self._was_ready = True
+                case "ready" if child not in self._have_started:
+                    self._have_started.add(child)
                     http = self._settings.http
                     logger.info("serving %s on http://%s:%d", http.model_name, _bracketed(http.host), http.port)
+                case "started":
+                    self._have_started.add(child)
                 case "drained":
                     self._is_drained = True
-                case "failed" if not self._was_ready:
+                case "failed" if child not in self._have_started:
                     raise StartupError(value)
                 case "failed":
                     logger.error("%s did not start again: %s", child.name, value)
@@ -140,8 +142,8 @@ class Supervisor:
     def _reap(self, child: Child) -> None:
         self._listen_to(child)
         cause = child.reap()
-        if child is self._engine and not self._was_ready:
-            raise StartupError(f"the engine process ended while starting ({cause})")
+        if child not in self._have_started:
+            raise StartupError(f"the {child.name} process ended while starting ({cause})")
         delay = child.plan_restart()
         logger.error("process %s ended (%s); it is started again in %.1f s", child.name, cause, delay)
 

@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {"native": 0, "sampling": 1, "state_pool": 1, "rwkv_batch": 2, "routes": 3, "settings": 4, "app": 5}
+FLOORS = {
+    "native": 0,
+    "sampling": 1,
+    "state_pool": 1,
+    "rwkv_batch": 2,
+    "routes": 3,
+    "settings": 4,
+    "supervisor": 5,
+    "app": 6,
+}
 OWN = [*FLOORS, "demo", "bench", "test"]
 
 ROOMS = {
@@ -41,7 +50,8 @@ ROOMS = {
     # HTTP. Files beside the rooms are endpoints, as those in openai are.
     "routes.config": "",
     "routes.wakeups": "",
-    "routes.context": "routes.config routes.wakeups",
+    "routes.readiness": "",
+    "routes.context": "routes.config routes.wakeups routes.readiness",
     "routes.request": "routes.config routes.context",
     "routes.response": "routes.context routes.wakeups routes.request",
     "routes.route": "routes.context routes.request routes.response",
@@ -50,7 +60,7 @@ ROOMS = {
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
-    "routes.serving": "routes routes.config routes.context routes.request routes.response routes.route "
+    "routes.serving": "routes routes.config routes.context routes.readiness routes.request routes.response routes.route "
     "routes.openai routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
@@ -62,6 +72,7 @@ UNKNOWN = {
     "rwkv_batch.ipc": {"torch"},
     "sampling": {"robyn", "sqlite3"},
     "state_pool": {"robyn", "torch"},
+    "supervisor": {"torch", "robyn", "sqlite3"},
     "app": {"sqlite3"},
 }
 """Package or room -> what no file of it imports, not even inside a function."""

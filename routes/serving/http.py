@@ -127,9 +127,16 @@ def _same(given: str, password: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), password.encode("utf-8", "surrogatepass"))
 
 
+def _is_printable(password: str) -> bool:
+    return password.isascii() and password.isprintable()
+
+
 def _bearer_is_right(request: Request, password: str) -> bool:
     scheme, _, token = (request.headers.get("authorization") or "").partition(" ")
-    return scheme.lower() == "bearer" and _same(token.strip(), password)
+    if scheme.lower() != "bearer":
+        return False
+    # Robyn drops header values beyond printable ASCII: such a password comes percent-encoded.
+    return _same(token.strip() if _is_printable(password) else unquote(token.strip()), password)
 
 
 def _query(request: Request) -> dict[str, str]:
@@ -180,14 +187,23 @@ def _unless_known(request: Request, answer: Answer) -> Answer:
     return Answer(b"", 304, answer.content_type, answer.headers)
 
 
-async def _run(context: Context, route: Route, request: Request) -> Reply:
+async def _asked(context: Context, route: Route, request: Request) -> object:
+    """What the handler gets: the validated body, the query and file, or the query as it is. Raises ServiceError."""
     data = await _data(context, route, request)
     if route.query is not None:
-        return await route.handle(context, _upload(context, route, request, data))
+        return _upload(context, route, request, data)
     if route.body is None:
-        return await route.handle(context, data)
-    length = len(request.body)
-    return await route.handle(context, await off_loop(length, validate, route.body, data))
+        return data
+    return await off_loop(len(request.body), validate, route.body, data)
+
+
+async def _run(context: Context, route: Route, request: Request) -> Reply:
+    asked = await _asked(context, route, request)
+    if route.is_work or route.waits_for_engine:
+        await context.readiness.wait_for_engine()
+    if route.is_work:
+        context.gate.check_draining()
+    return await route.handle(context, asked)
 
 
 def wrap(context: Context, route: Route) -> RobynHandler:

@@ -10,20 +10,28 @@ import contextlib
 import gc
 import logging
 import os
+import resource
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
+
+from robyn import Headers, Robyn
 
 from routes import system, translate, web_page
 from routes.config import HttpConfig
 from routes.context import Context, Gate
-from routes.docs.openapi import openapi_document
-from routes.route import Route
+from routes.readiness import Readiness
+from routes.serving import preload
+from routes.serving.http import register
+from routes.serving.listening import serve
 from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -35,31 +43,91 @@ _FLUSH_S = 0.3
 """Time for the last bytes to leave Robyn after the last handler has returned."""
 
 
-def run_http_worker(config: HttpConfig, address: str, style: LogStyle, name: str, supervisor: Connection) -> None:
-    """Main function of the process; it ends when the supervisor says so."""
+class SupervisorLink:
+    """This process's end of the supervisor's pipe. Any thread may tell, one listens."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def tell(self, subject: str, value: object = None) -> None:
+        """Send news; ends the process if the supervisor is gone."""
+        try:
+            with self._lock:
+                self._pipe.send((subject, value))
+        except OSError:
+            os._exit(1)
+
+    def hear(self) -> Any:
+        """The next command; ends the process if the supervisor is gone."""
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def run_http_worker(
+    config: HttpConfig, address: str, style: LogStyle, listeners: list[socket.socket], name: str, pipe: Connection
+) -> None:
+    """Main function of the process: it stands by until it is given a number of `listeners`, then serves that one.
+
+    The supervisor is sent ("standby", None), ("serving", None), ("engine", whether it is there), ("failed", reason).
+    It sends ("serve", number), ("all", whether every worker takes work), "drain" and "finish", which ends the process.
+    """
     become_child(name, style)
+    supervisor = SupervisorLink(pipe)
+    try:
+        _run(config, address, style, listeners, supervisor)
+    except Exception as error:
+        logger.exception("the HTTP worker failed")
+        supervisor.tell("failed", f"{type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def _run(
+    config: HttpConfig, address: str, style: LogStyle, listeners: list[socket.socket], supervisor: SupervisorLink
+) -> None:
+    _leave_no_core()
     _let_others_finish()
+    readiness = Readiness(config.engine_wait_s)
+
+    def engine_changed(is_there: bool) -> None:
+        readiness.engine_changed(is_there)
+        supervisor.tell("engine", is_there)
+
+    client = EngineClient(address, engine_changed)
+    context = _context(client, config, readiness)
     cpus = os.sched_getaffinity(0)
+    app = _application(context, cpus, lambda: supervisor.tell("serving"))
+    # What was made stays: a full collection that walks all of it stops every stream for 10 ms.
+    gc.collect()
+    gc.freeze()
+    supervisor.tell("standby")
+    match supervisor.hear():
+        case ("serve", number):
+            name = f"http-{number}"
+        case _:
+            os._exit(0)
     # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
-    client = EngineClient(address, name)
-    context = Context(client, config, Gate(config.max_streams, config.max_streams_per_client))
-    context.shared[system.OPENAPI] = openapi_document(ROUTES)
+    set_up_logging(name, style)
+    client.start(name)
+    follow = threading.Thread(target=_follow, args=(context, client, supervisor), name="supervisor", daemon=True)
+    follow.start()
+    serve(app, listeners[number])
+
+
+def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> Context:
+    gate = Gate(config.max_streams, config.max_streams_per_client)
+    context = Context(client, config, gate, readiness, tokenizer=preload.TOKENIZER)
+    context.shared[system.OPENAPI] = preload.OPENAPI_DOCUMENT
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
-    context.shared[web_page.FILES] = web_page.read_files()
-    client.start()
-    threading.Thread(target=_follow_supervisor, args=(context, supervisor), name="supervisor", daemon=True).start()
-    _serve(context, ROUTES, cpus)
+    context.shared[web_page.FILES] = preload.WEB_FILES
+    return context
 
 
-def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
-    # Robyn reads sys.argv when it is imported, abbreviations and all.
-    sys.argv = [sys.argv[0], "--log-level", "WARN", "--disable-openapi"]
-    for name in ("ROBYN_HOST", "ROBYN_PORT", "ROBYN_DEV_MODE", "ROBYN_BROWSER_OPEN"):
-        os.environ.pop(name, None)
-    from robyn import Headers, Robyn
-
-    from routes.serving.http import register
+def _application(context: Context, cpus: set[int], serving: Callable[[], None]) -> Robyn:
+    """Robyn with every route; it calls `serving` when it has begun."""
 
     def housekeeping() -> None:
         for turn in range(sys.maxsize):
@@ -72,15 +140,20 @@ def _serve(context: Context, routes: tuple[Route, ...], cpus: set[int]) -> None:
             time.sleep(_HOUSEKEEPING_S)
 
     def started() -> None:
-        # What was loaded stays: a full collection that walks all of it stops every stream for 10 ms.
-        gc.collect()
-        gc.freeze()
         threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
+        serving()
 
     app = Robyn(__file__)
-    register(app, context, routes)
+    register(app, context, ROUTES)
     app.startup_handler(started)
-    app.start(host=context.config.host, port=context.config.port, _check_port=False)
+    return app
+
+
+def _leave_no_core() -> None:
+    """Robyn aborts on malformed requests: a core file for each would fill the disk, and take its time."""
+    with contextlib.suppress(OSError, ValueError):
+        # 1, not 0: Linux then also writes none into a program that collects them.
+        resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _let_others_finish() -> None:
@@ -100,18 +173,19 @@ def _widen(cpus: set[int]) -> None:
             os.sched_setaffinity(int(thread), cpus)
 
 
-def _follow_supervisor(context: Context, supervisor: Connection) -> None:
+def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink) -> None:
     """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
     while True:
-        try:
-            command = supervisor.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-        if command == "drain":
-            context.gate.draining = True
-        elif command == "finish":
-            deadline = time.monotonic() + context.config.drain_timeout_s
-            while context.gate.inside and time.monotonic() < deadline:
-                time.sleep(0.02)
-            time.sleep(_FLUSH_S)
-            os._exit(0)
+        match supervisor.hear():
+            case ("all", all_serve):
+                context.readiness.all_serve = all_serve
+            case "drain":
+                context.gate.draining = True
+                client.is_ending = True
+                context.readiness.wake_all()
+            case "finish":
+                deadline = time.monotonic() + context.config.drain_timeout_s
+                while context.gate.inside and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                time.sleep(_FLUSH_S)
+                os._exit(0)

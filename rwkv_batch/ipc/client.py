@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,6 +53,14 @@ _LOST_TURN = ErrorInfo(
     kind=ErrorKind.ENGINE_LOST,
     message=f"the engine process was lost and is being restarted; {MAY_BE_KEPT}",
 )
+_CUT_OFF = ErrorInfo(
+    kind=ErrorKind.DRAINING,
+    message="the service was shut down before this answer was complete; send the request again in a moment",
+    retry_after_s=5.0,
+)
+_CUT_OFF_TURN = ErrorInfo(
+    kind=ErrorKind.DRAINING, message=f"the service was shut down before this answer was complete; {MAY_BE_KEPT}"
+)
 
 WorkerLink = Link[ToWorker, ToEngine]
 
@@ -60,8 +69,8 @@ class _Listener(NamedTuple):
     """Who hears of a job."""
 
     sink: Sink
-    if_lost: ErrorInfo
-    """What it is told when the engine is lost."""
+    is_turn: bool
+    """Of a session, which may have been kept when the engine is lost."""
 
 
 class _Asked(NamedTuple):
@@ -81,11 +90,17 @@ class _Waiting:
 
 
 class EngineClient:
-    """EngineProtocol over the socket at `address`. Reconnects for as long as the process lives."""
+    """EngineProtocol over the socket at `address`. Reconnects for as long as the process lives.
 
-    def __init__(self, address: str, name: str) -> None:
+    `on_change` is called with True when the engine is there and with False when it is lost, on the client's thread.
+    """
+
+    def __init__(self, address: str, on_change: Callable[[bool], None] = lambda is_there: None) -> None:
         self._address = address
-        self._name = name
+        self._name = ""
+        self._on_change = on_change
+        self.is_ending = False
+        """The service is being shut down: an engine that is lost now is not started again."""
         self._lock = threading.Lock()
         self._link: WorkerLink | None = None
         self._waiting = _Waiting()
@@ -94,8 +109,9 @@ class EngineClient:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
-    def start(self) -> None:
-        """Begin to connect; returns at once."""
+    def start(self, name: str) -> None:
+        """Begin to connect, as the HTTP worker of that name; returns at once."""
+        self._name = name
         self._thread.start()
 
     def stop(self) -> None:
@@ -117,7 +133,7 @@ class EngineClient:
             if link is not None:
                 self._waiting.admissions[job.job_id] = admitted
                 is_turn = any(row.session is not None for row in job.rows)
-                self._waiting.listeners[job.job_id] = _Listener(sink, _LOST_TURN if is_turn else _LOST)
+                self._waiting.listeners[job.job_id] = _Listener(sink, is_turn)
                 link.send(Submit(job))
                 return
         admitted(ServiceError.from_info(self._reason))
@@ -162,6 +178,7 @@ class EngineClient:
         link.send(Hello(self._name, os.getpid()))
         with self._lock:
             self._link = link
+        self._on_change(True)
         try:
             for message in link.receive():
                 self._handle(message)
@@ -192,14 +209,17 @@ class EngineClient:
                     reply(ServiceError.from_info(error))
 
     def _report_engine_lost(self) -> None:
+        lost, lost_turn = (_CUT_OFF, _CUT_OFF_TURN) if self.is_ending else (_LOST, _LOST_TURN)
         with self._lock:
             self._link = None
-            self._reason = _LOST
+            self._reason = lost
             waiting, self._waiting = self._waiting, _Waiting()
+        self._on_change(False)
         for job_id, admitted in waiting.admissions.items():
             listener = waiting.listeners.pop(job_id, None)
-            admitted(ServiceError.from_info(_LOST if listener is None else listener.if_lost))
+            admitted(ServiceError.from_info(lost_turn if listener is not None and listener.is_turn else lost))
         for job_id, listener in waiting.listeners.items():
-            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=listener.if_lost))
+            error = lost_turn if listener.is_turn else lost
+            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))
         for asked in waiting.calls.values():
-            asked.reply(ServiceError.from_info(_LOST))
+            asked.reply(ServiceError.from_info(lost))

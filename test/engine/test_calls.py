@@ -46,8 +46,8 @@ def client(tmp_path: Path) -> Iterator[EngineClient]:
     """Connected to an engine that answers."""
     address = str(tmp_path / "engine.sock")
     EngineServer(Answering(EngineConfig(model_path="")), address)
-    client = EngineClient(address, "test")
-    client.start()
+    client = EngineClient(address)
+    client.start("test")
     deadline = time.monotonic() + WAIT_S
     while not client.is_connected:
         assert time.monotonic() < deadline

@@ -33,14 +33,21 @@ def running_rows(service: Service) -> int:
     return int(service.get("/status").json()["running_rows"])
 
 
-def test_a_client_that_reads_nothing_is_cut_off(fake: Service) -> None:
-    with fake.connect() as connection:
-        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["flood"]}).encode()))
-        wait_for(lambda: running_rows(fake) == 1, 10, "the row runs")
-        wait_for(lambda: running_rows(fake) == 0, 30, "the row is cancelled")
-        # The connection is still open: it was the silence of its reader that ended the row.
-        assert connection.recv(12) == b"HTTP/1.1 200"
-    assert "stopped reading" in fake.log.read_text()
+def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(fake: Service) -> None:
+    body = json.dumps({**ENDLESS, "contents": ["flood"]}).encode()
+    connections = [fake.connect() for _ in range(5)]
+    try:
+        for number, connection in enumerate(connections):
+            connection.sendall(raw_request(CHAT, body, extra=f"X-Forwarded-For: 10.0.1.{number}\r\n"))
+        wait_for(lambda: running_rows(fake) == 5, 10, "the rows run")
+        wait_for(lambda: running_rows(fake) == 0, 30, "the rows are cancelled")
+        asked = {"contents": ["a"], "max_tokens": 1}
+        wait_for(lambda: fake.post(CHAT, asked).status_code == 200, 30, "a place is free")
+        # The clients have not closed: it was their silence that ended it.
+        assert connections[0].recv(12) == b"HTTP/1.1 200"
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(fake: Service) -> None:
