@@ -60,8 +60,8 @@ ROOMS = {
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
-    "routes.serving": "routes routes.config routes.context routes.readiness routes.request routes.response routes.route "
-    "routes.openai routes.docs routes.table",
+    "routes.serving": "routes routes.config routes.context routes.readiness routes.request routes.response "
+    "routes.route routes.openai routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 
