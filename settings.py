@@ -179,7 +179,12 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
     HttpConfig: (
         Flag("host", _host, "address to listen on; 0.0.0.0 for every interface"),
         Flag("port", _whole(1, 65535), "port to listen on"),
-        Flag("password", str, "wanted from every client; visible in the process list, so better --password-file"),
+        Flag(
+            "password",
+            str,
+            "wanted from every client, as a Bearer token percent-encoded if it is not ASCII; visible in the process list, "
+            "so better --password-file",
+        ),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
         Flag("max_body_mb", _number(0.001, 1024), "largest request body in MiB"),
         Flag("max_state_mb", _number(0.001, 1000), "largest session file for /state/import in MiB"),

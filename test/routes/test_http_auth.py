@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
 
-from test.serving import START_S, Service
+from test.serving import Service
 
 CHAT = "/v1/chat/completions"
 SECRET = "pass wörd"
@@ -23,15 +24,19 @@ def locked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     arguments = ("--model-path", str(tiny_model), "--password-file", str(secret), "--http-workers", "1")
     running = Service(folder, *arguments, "--log-format", "json", RWKV_MODEL_NAME="locked")
     try:
-        # Not /readyz: it wants the password in a header, which has no letters beyond ASCII.
-        running.wait(lambda: running.post(CHAT, {**BODY, "password": SECRET}).status_code == 200, START_S)
-        yield running
+        yield running.wait_ready()
     finally:
         running.close()
 
 
 def test_password_in_the_body(locked: Service) -> None:
     assert locked.post(CHAT, {**BODY, "password": SECRET}).status_code == 200
+
+
+def test_a_password_beyond_ascii_is_a_bearer_when_percent_encoded(locked: Service) -> None:
+    for token, status in ((SECRET, 200), (SECRET[:-1], 401)):
+        headers = {"Authorization": f"Bearer {quote(token)}"}
+        assert httpx.get(locked.url + "/status", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("wrong", ["", "pass", SECRET + " ", 7, None, [SECRET]])
@@ -55,7 +60,8 @@ def test_the_password_comes_before_validation(locked: Service) -> None:
 
 def test_public_and_protected_paths(locked: Service) -> None:
     assert locked.get("/healthz").status_code == 200
-    for path in ("/readyz", "/status", "/metrics", "/v1/models", "/openapi.json"):
+    assert locked.get("/readyz").status_code == 200  # a load balancer has no password
+    for path in ("/status", "/metrics", "/v1/models", "/openapi.json"):
         assert locked.get(path).status_code == 401
     assert httpx.options(locked.url + CHAT).status_code == 204
 
