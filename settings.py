@@ -182,8 +182,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "password",
             str,
-            "wanted from every client, as a Bearer token percent-encoded if it is not ASCII; visible in the process list, "
-            "so better --password-file",
+            "wanted from every client, as a Bearer token percent-encoded if it is not ASCII; visible in the "
+            "process list, so better --password-file",
         ),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
         Flag("max_body_mb", _number(0.001, 1024), "largest request body in MiB"),
