@@ -178,6 +178,29 @@ class PendingTurn:
     """None: not known yet; True: durable; an exception: it was not stored."""
 
 
+class DialogueNumbers:
+    """The largest dialogue number that a session has had, where none is left that shows it.
+
+    Bounded: beyond `MOST` sessions the oldest are forgotten, and no session's next number is smaller than theirs.
+    """
+
+    MOST = 100_000
+
+    def __init__(self) -> None:
+        self._largest: OrderedDict[str, int] = OrderedDict()
+        self._floor = ROOT
+
+    def largest(self, session_id: str) -> int:
+        """The session's largest number, or of those forgotten."""
+        return max(self._largest.get(session_id, ROOT), self._floor)
+
+    def retire(self, session_id: str, number: int) -> None:
+        """Remember a number that was given."""
+        self._largest[session_id] = max(self._largest.pop(session_id, ROOT), number)
+        while len(self._largest) > self.MOST:
+            self._floor = max(self._floor, self._largest.popitem(last=False)[1])
+
+
 class SessionIndex:
     """All sessions by name, least recently used first; the tiers' own orders beside it."""
 
@@ -189,6 +212,7 @@ class SessionIndex:
         self.l2: OrderedDict[Session, None] = OrderedDict()
         """Sessions in host memory, least recently used first."""
         self.num_existing = 0
+        self._numbers = DialogueNumbers()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -217,6 +241,7 @@ class SessionIndex:
             self.num_existing -= session.exists
         family = self._dialogues.get(session.key.session_id, {})
         if family.get(session.key.dialogue) is session:
+            self.retire_number(*session.key)
             del family[session.key.dialogue]
             if not family:
                 del self._dialogues[session.key.session_id]
@@ -233,8 +258,16 @@ class SessionIndex:
             self.l2.move_to_end(session)
 
     def next_dialogue(self, session_id: str) -> int:
-        """The number a new dialogue of the session gets: one more than the largest, those being stored counted."""
-        return max(self._dialogues.get(session_id, {ROOT: None}), default=ROOT) + 1
+        """The number a new dialogue of the session gets: larger than any that it ever had, those deleted counted."""
+        return max(self._largest_dialogue(session_id), self._numbers.largest(session_id)) + 1
+
+    def retire_number(self, session_id: str, dialogue: int) -> None:
+        """A dialogue of that number has been, and there may be none any more: it is not given again."""
+        if dialogue >= self._largest_dialogue(session_id):
+            self._numbers.retire(session_id, dialogue)
+
+    def _largest_dialogue(self, session_id: str) -> int:
+        return max(self._dialogues.get(session_id, ()), default=ROOT)
 
     def matching(self, session_id: str, prefix: bool) -> list[Session]:
         """Sessions a delete means: by id with all dialogues, else by shown name, or all that begin so."""

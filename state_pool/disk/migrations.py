@@ -58,6 +58,14 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             _CHUNKS,
         ),
     ),
+    (
+        "the largest dialogue number that a session has ever had, so that none is given twice",
+        (
+            "CREATE TABLE dialogue_numbers(session_id TEXT PRIMARY KEY, largest INTEGER NOT NULL) WITHOUT ROWID",
+            "INSERT INTO dialogue_numbers SELECT session_id, max(dialogue) FROM sessions WHERE dialogue > 0 "
+            "GROUP BY session_id",
+        ),
+    ),
 )
 """(name, statements), in order; the first is version 1. Never change one that was released: add another."""
 

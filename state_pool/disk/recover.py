@@ -24,6 +24,10 @@ from state_pool.errors import DatabaseUnusable, SessionUnusable
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS_OF_SESSIONS = """
+INSERT INTO dialogue_numbers SELECT session_id, max(dialogue) FROM sessions WHERE dialogue > 0 GROUP BY session_id
+ON CONFLICT(session_id) DO UPDATE SET largest = max(largest, excluded.largest)
+"""
 _LARGEST_GAP = 10_000
 """Row numbers tried one by one after unreadable pages, before a table is taken to end."""
 
@@ -43,6 +47,9 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
     with contextlib.closing(source), contextlib.closing(target):
         target.execute("BEGIN IMMEDIATE")
         lost = [f"number {row}" for row in _copy_sessions(source, target)]
+        with contextlib.suppress(sqlite3.DatabaseError):  # as far as it can be read, and an old file has none
+            _copy(source, target, "dialogue_numbers", "TRUE", ())
+        target.execute(_NUMBERS_OF_SESSIONS)
         saved: list[str] = []
         for row, name, dialogue in target.execute(
             "SELECT id, session_id, dialogue FROM sessions ORDER BY id"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
 from state_pool.disk.operations import Append, Delete, SessionRow
+from state_pool.sessions import ROOT
 
 
 def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
@@ -30,6 +31,12 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint
             session.updated,
         ),
     )
+    if session.key.dialogue > ROOT:
+        connection.execute(
+            "INSERT INTO dialogue_numbers(session_id, largest) VALUES (?, ?) "
+            "ON CONFLICT(session_id) DO UPDATE SET largest = max(largest, excluded.largest)",
+            session.key,
+        )
 
 
 def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -> int:

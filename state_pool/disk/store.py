@@ -59,6 +59,7 @@ class Store:
             self._lock = ProcessLock(self.path) if Path(self.path).parent.is_dir() else None
             connection = open_writer(self.path, config.synchronous)
             self._sessions = _stored_sessions(connection)
+            self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
             self.writer = Writer(
                 connection,
                 open_maintainer(self.path),
@@ -98,7 +99,9 @@ class Store:
             by_row[stored.row] = session
         for session in sorted(by_row.values(), key=lambda s: s.updated):
             index.add(session)
-        self._sessions = []
+        for session_id, largest in self._numbers:
+            index.retire_number(session_id, largest)
+        self._sessions, self._numbers = [], []
 
     def next_row(self) -> int:
         """A row number that was never used."""

@@ -55,6 +55,7 @@ class World:
         self.num_slots = num_slots
         self.delay = delay
         self.model: dict[Key, list[int]] = {}
+        self.given: set[Key] = set()
         self.open: list[Open] = []
         self.committing: list[Committing] = []
         self.start()
@@ -127,7 +128,8 @@ class World:
         if turn.parent is not None:
             assert lease.dialogue_idx is not None
             new = (turn.key[0], lease.dialogue_idx)
-            assert new not in self.model
+            assert new not in self.given, "a dialogue's number is given once"
+            self.given.add(new)
         self.model[new] = ([] if turn.parent == 0 else self.history(turn.key)) + tokens
         self.committing.append(Committing(new, outcome))
         self.pool.checkin(lease, slot)
@@ -396,7 +398,7 @@ def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
         world.step()
         if step % 2000 == 1999:
             world.restart(orderly=step > 4000)
-    assert len(world.model) > 300
+    assert len(world.model) > 250
     world.end()
 
 

@@ -1,0 +1,92 @@
+"""A dialogue's number is given once: not again after a delete, a restart, an upgrade of the file, or a salvage."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from state_pool.disk.recover import salvage
+from state_pool.errors import SessionNotFound
+from state_pool.sessions import DialogueNumbers
+from test.pool_fakes import Driver, FakeArena, config_in
+
+
+def reopen(folder: Path, **changes: object) -> Driver:
+    return Driver(FakeArena(), config_in(folder, **changes))
+
+
+def number_of(driver: Driver, session_id: str, parent: int = 0) -> int | None:
+    return driver.turn(session_id, [1], branch_from=parent).dialogue_idx
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy", "memory"])
+def test_a_deleted_dialogues_number_is_not_given_again(tmp_path: Path, durability: str) -> None:
+    driver = reopen(tmp_path, **({"state_db": ""} if durability == "memory" else {"durability": durability}))
+    assert [number_of(driver, "s") for _ in range(3)] == [1, 2, 3]
+    assert driver.delete("s:3") == 1
+    with pytest.raises(SessionNotFound):
+        driver.pool.checkout("s", 3)
+    assert number_of(driver, "s") == 4
+    assert driver.delete("s") == 3
+    assert number_of(driver, "s") == 5
+    assert number_of(driver, "other") == 1, "each session counts for itself"
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_nor_after_a_restart(tmp_path: Path, durability: str) -> None:
+    driver = reopen(tmp_path, durability=durability)
+    for name in ("some are left", "none is left"):
+        for _ in range(3):
+            number_of(driver, name)
+    driver.delete("some are left:3")
+    driver.delete("none is left")
+    driver.settle()
+    driver.pool.close()
+    driver = reopen(tmp_path, durability=durability)
+    assert [number_of(driver, name) for name in ("some are left", "none is left")] == [4, 4]
+    driver.pool.close()
+
+
+def test_nor_after_the_file_was_brought_up_to_date(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    for _ in range(2):
+        number_of(driver, "s")
+    driver.pool.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as connection:
+        connection.execute("DROP TABLE dialogue_numbers")
+        connection.execute("DELETE FROM schema_migrations WHERE version = 2")
+    driver = reopen(tmp_path)
+    driver.delete("s")
+    driver.settle()
+    driver.pool.close()
+    driver = reopen(tmp_path)
+    assert number_of(driver, "s") == 3
+    driver.pool.close()
+
+
+def test_nor_after_a_salvage(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    for name in "st":
+        for _ in range(2):
+            number_of(driver, name)
+    driver.delete("t:2")
+    driver.settle()
+    driver.pool.close()
+    (tmp_path / "new").mkdir()
+    salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
+    driver = reopen(tmp_path / "new")
+    assert [number_of(driver, name) for name in "st"] == [3, 3]
+    driver.pool.close()
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    numbers = DialogueNumbers()
+    numbers.MOST = 10  # type: ignore[misc]
+    for i in range(30):
+        numbers.retire(f"s{i}", i)
+    assert len(numbers._largest) == 10
+    assert all(numbers.largest(f"s{i}") >= i for i in range(30))
