@@ -235,6 +235,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("overlap", _yes_or_no, "launch a step before the last one has been read"),
         Flag("overlap_on_cpu", _yes_or_no, "the same on a CPU, where it gains nothing; for tests"),
         Flag("threads", _whole(0, 4096), "compute threads on a CPU; 0: all cores"),
+        Flag("step_timeout_s", _SECONDS, "seconds after which a step that hangs restarts the engine; 0: never"),
         Flag("drain_timeout_s", _SECONDS, "seconds that running requests get at shutdown"),
     ),
     PoolConfig: (

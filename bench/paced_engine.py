@@ -60,6 +60,11 @@ class PacedEngine:
         """Whether the steps go on."""
         return self._thread.is_alive()
 
+    @property
+    def rounds(self) -> int | None:
+        """See server.ManagedEngine: not watched."""
+        return None
+
     def start(self) -> None:
         """Begin with the steps."""
         self._thread.start()

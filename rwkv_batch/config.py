@@ -47,4 +47,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     """Compute threads on a CPU; 0: all cores."""
     drain_timeout_s: float = 30.0
+    step_timeout_s: float = 120.0
+    """A loop that does not come round for so long hangs: the engine process is replaced. 0: never."""
     pool: PoolConfig = PoolConfig()

@@ -49,6 +49,7 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = False
         self._draining = False
+        self._rounds = 0
         self._dead: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = threading.Event()
@@ -86,6 +87,12 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether the engine's thread runs; after it has died the process is of no use."""
         return self._thread.is_alive()
+
+    @property
+    def rounds(self) -> int | None:
+        """See `server.ManagedEngine`."""
+        is_serving = self._loaded.is_set() and not self._stopping and not self.machine.is_making_ready
+        return self._rounds if is_serving else None
 
     def when_delivered(self, act: Callable[[], None]) -> None:
         """See `server.ManagedEngine`."""
@@ -203,6 +210,7 @@ class Engine:
     def _serve(self) -> None:
         try:
             while not self._stopping:
+                self._rounds += 1
                 self._drain_inbox()
                 if not self.step():
                     self._wake.wait(POLL_S if self.machine.pool.pending else IDLE_POLL_S)

@@ -2,7 +2,7 @@
 
 A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
 a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "die" kills the
-engine's thread.
+engine's thread, "hang" stops it for ever.
 """
 
 from __future__ import annotations
@@ -49,12 +49,17 @@ class FakeEngine:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._draining = False
+        self._rounds = 0
         self._stopping = False
         self._delivered: Callable[[], None] = lambda: None
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def rounds(self) -> int | None:
+        return self._rounds
 
     def start(self) -> None:
         self._thread.start()
@@ -97,6 +102,7 @@ class FakeEngine:
     def _run(self) -> None:
         while not self._stopping:
             started = time.monotonic()
+            self._rounds += 1
             for running in list(self._jobs.values()):
                 self._step(running)
             self._delivered()
@@ -107,6 +113,8 @@ class FakeEngine:
         command = running.texts[0].split(b" ")[0]
         if command == b"die":
             raise SystemExit("died on demand")
+        if command == b"hang":
+            threading.Event().wait()
         if command == b"break" and running.steps == 2:
             self._send(running, [], error=BROKEN)
             return

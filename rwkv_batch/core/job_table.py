@@ -23,6 +23,8 @@ from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 
+DEADLINES_KEPT = 64
+"""Deadlines of ended jobs that are not worth looking for."""
 Drawn = tuple[int, TokenLogprob | None]
 
 
@@ -36,7 +38,8 @@ class JobTable:
         self._stop_rules = StopRulesCache(tokenizer.byte_table)
         self._vocab = vocab
         self._jobs: dict[str, RunningJob] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._deadlines: list[tuple[float, int, RunningJob]] = []
+        """a heap; jobs that have ended stay in it until they are half of it"""
         self._tie = itertools.count()
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
@@ -65,7 +68,8 @@ class JobTable:
         running.live.update(dict.fromkeys(rows))
         self._leased.update(dict.fromkeys(leased))
         if running.deadline is not None:
-            heapq.heappush(self._deadlines, (running.deadline, next(self._tie), job.job_id))
+            heapq.heappush(self._deadlines, (running.deadline, next(self._tie), running))
+            self._forget_ended_deadlines()
         self._scheduler.add(running, rows)
 
     def _check(self, job: Job) -> None:
@@ -259,14 +263,20 @@ class JobTable:
     def expire(self, now: float) -> None:
         """End what is past its deadline, and rows whose session failed under them."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, job_id = heapq.heappop(self._deadlines)
-            if (job := self._jobs.get(job_id)) is not None:
+            _, _, job = heapq.heappop(self._deadlines)
+            if self._jobs.get(job.job.job_id) is job:
                 self._end_job(job, FinishReason.TIMEOUT)
         for sequence in list(self._leased):
             error = self._keeper.failure(sequence)
             if error is not None:
                 self._forget_waiting(sequence)
                 self._end(sequence, FinishReason.ERROR, error.info)
+
+    def _forget_ended_deadlines(self) -> None:
+        """Keep the heap within twice the jobs there are."""
+        if len(self._deadlines) > 2 * len(self._jobs) + DEADLINES_KEPT:
+            self._deadlines = [entry for entry in self._deadlines if self._jobs.get(entry[2].job.job_id) is entry[2]]
+            heapq.heapify(self._deadlines)
 
     def _forget_waiting(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING:

@@ -6,6 +6,7 @@ receives; the main thread, which waits for the supervisor.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import logging
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -25,6 +26,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
     Admitted,
     Answer,
@@ -67,6 +69,10 @@ class ManagedEngine(EngineProtocol, Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether it still works; if not, the process ends and is started again."""
+
+    @property
+    def rounds(self) -> int | None:
+        """How often its loop has come round, idle or not; None while it makes ready or ends, which takes its time."""
 
     def stop(self) -> None:
         """End what still runs and store what has to be kept."""
@@ -225,24 +231,36 @@ def run_engine(
     EngineServer(engine, address)
     try:
         supervisor.send(("ready", None))
-        _follow_supervisor(engine, config.drain_timeout_s, supervisor)
+        _follow_supervisor(engine, config, supervisor)
     except (EOFError, OSError):
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
 
 
-def _follow_supervisor(engine: ManagedEngine, drain_timeout_s: float, supervisor: Connection) -> None:
+def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:
     """Follow the supervisor until it says "end". Raises EOFError or OSError when it is gone."""
+    watchdog = Watchdog(config.step_timeout_s, time.monotonic, _WATCH_S)
     while True:
         while not supervisor.poll(_WATCH_S):
             if not engine.is_alive:
-                logger.critical("the engine's thread has died; so does the process")
-                logging.shutdown()
-                os._exit(1)  # an orderly end would free tensors on a device that may be lost, and abort
+                _die("the engine's thread has died; so does the process")
+            if watchdog.hangs(engine.rounds):
+                faulthandler.dump_traceback()
+                _die(
+                    "the engine's loop has stood still for %g s (--step-timeout-s); the process ends",
+                    config.step_timeout_s,
+                )
         match supervisor.recv():
             case "drain":
-                engine.drain(drain_timeout_s)
+                engine.drain(config.drain_timeout_s)
                 engine.stop()
                 supervisor.send(("drained", None))
                 supervisor.recv()
                 return
+
+
+def _die(reason: str, *arguments: object) -> NoReturn:
+    """End the process at once, to be started again. The HTTP workers see the socket close and say 503."""
+    logger.critical(reason, *arguments)
+    logging.shutdown()
+    os._exit(1)  # an orderly end would free tensors on a device that may be lost, and abort

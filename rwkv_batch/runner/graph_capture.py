@@ -28,6 +28,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         """all graphs are captured on it: cuBLAS keeps a work space for every stream it has seen"""
+        self.is_recording = False
 
     @torch.inference_mode()
     def record(self, step: Callable[[], None], name: str) -> torch.cuda.CUDAGraph:
@@ -35,6 +36,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize(self._device)
+            self.is_recording = True
             with torch.cuda.stream(self._stream):  # also brings the stream back that was current, whatever happens
                 for _ in range(WARM_UP_RUNS):
                     step()
@@ -44,6 +46,8 @@ class Recorder:
                     step()
         except RuntimeError as error:
             raise CaptureError(f"{name} could not be captured: {_reason(error)}") from error
+        finally:
+            self.is_recording = False
         return graph
 
 

@@ -89,6 +89,7 @@ class ModelRunner:
         self.steps_in_flight = self.limits.groups + self.overlaps
         """launched and not read by the host: a step of each group, and one more where that hides the host"""
         self._samplers: dict[str, Sampler] = {}
+        self._makes_sampler = False
         self.sampler_refusals: dict[str, str] = {}
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
@@ -226,16 +227,25 @@ class ModelRunner:
     def sampler(self, name: str) -> Sampler:
         """The sampler of that name if `--samplers` has it ("" = its first), or the next; made at first use."""
         if name not in self._samplers:
-            self._samplers[name], refusals = choose_sampler(
-                order(self._config.samplers, asked=name),
-                self.device,
-                self.limits.num_seats,
-                self.vocab,
-                self.penalty_exempt_ids(),
-                made=self._samplers.values(),
-            )
+            self._makes_sampler = True  # its kernels may have to be compiled
+            try:
+                self._samplers[name], refusals = choose_sampler(
+                    order(self._config.samplers, asked=name),
+                    self.device,
+                    self.limits.num_seats,
+                    self.vocab,
+                    self.penalty_exempt_ids(),
+                    made=self._samplers.values(),
+                )
+            finally:
+                self._makes_sampler = False
             self.sampler_refusals |= refusals
         return self._samplers[name]
+
+    @property
+    def is_making_ready(self) -> bool:
+        """Whether a sampler or a graph is being made, which may take longer than any step. Any thread."""
+        return self._makes_sampler or (self._graphs is not None and self._graphs.recorder.is_recording)
 
     def penalty_exempt_ids(self) -> list[int]:
         """Ids that never add to the penalty count, those beyond this model's vocabulary left out."""

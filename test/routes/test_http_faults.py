@@ -129,3 +129,18 @@ def test_an_engine_thread_that_dies_is_replaced(fake: Service) -> None:
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")
     wait_for(lambda: fake.pids()["engine"] != before, 30, "a new engine")
     assert fake.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).json()["choices"][0]["message"]["content"] == "abc"
+
+
+def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its thread lives and its loop stands still: nothing but the watchdog can tell."""
+    flags = ("--http-workers", "1", "--step-timeout-s", "1.5")
+    hanging = Service(tmp_path_factory.mktemp("hang"), *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        before = hanging.wait_ready().pids()["engine"]
+        lost = hanging.post(CHAT, {**ENDLESS, "contents": ["hang now"]}, timeout=30)
+        assert "the engine process was lost" in lost.text
+        wait_for(lambda: hanging.pids()["engine"] != before, 30, "a new engine")
+        assert "stood still for 1.5 s (--step-timeout-s)" in hanging.log.read_text()
+        assert hanging.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).status_code == 200
+    finally:
+        hanging.close()

@@ -1,0 +1,127 @@
+"""A step that hangs is noticed; an idle engine, one that makes ready and one that was stopped are not taken for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.engine import Engine
+from rwkv_batch.ipc.watchdog import Watchdog
+from rwkv_batch.request import FinishReason, Job
+from rwkv_batch.runner.model_runner import Launched
+from test.harness import Running, ask, run, started_engine, submit, tiny_model
+from test.serving import wait_for
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def look(dog: Watchdog, clock: Clock, rounds: list[int | None], every_s: float = 0.5) -> list[bool]:
+    """What the watchdog says at each look."""
+    said = []
+    for count in rounds:
+        clock.now += every_s
+        said.append(dog.hangs(count))
+    return said
+
+
+def test_a_loop_that_stands_still_for_too_long_hangs(clock: Clock) -> None:
+    assert look(Watchdog(2.0, clock, 0.5), clock, [7] * 6) == [False] * 4 + [True] * 2
+
+
+def test_a_loop_that_comes_round_now_and_then_does_not(clock: Clock) -> None:
+    assert not any(look(Watchdog(2.0, clock, 0.5), clock, [i // 3 for i in range(60)]))
+
+
+def test_making_ready_and_ending_are_no_steps(clock: Clock) -> None:
+    dog = Watchdog(2.0, clock, 0.5)
+    assert not any(look(dog, clock, [1, 1, 1, *[None] * 100, 1, 1, 1]))
+
+
+def test_time_in_which_nobody_looked_does_not_count(clock: Clock) -> None:
+    """The process was stopped, or the machine slept: the engine gets the time anew."""
+    dog = Watchdog(2.0, clock, 0.5)
+    assert not any(look(dog, clock, [5, 5], every_s=3600.0))
+    assert look(dog, clock, [5, 5, 5])[-1]
+
+
+def test_nought_switches_it_off(clock: Clock) -> None:
+    assert not any(look(Watchdog(0.0, clock, 0.5), clock, [1] * 1000))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with started_engine(tiny_model(tmp_path_factory.mktemp("model"))) as engine:
+        yield engine
+
+
+def test_an_idle_loop_comes_round(engine: Engine) -> None:
+    before = engine.rounds
+    assert before is not None
+    wait_for(lambda: engine.rounds > before + 1, 30, "the loop comes round")  # type: ignore[operator]
+
+
+def test_a_blocked_step_stops_the_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, gate, launch = threading.Event(), threading.Event(), engine.machine.launch
+
+    def blocked(rows: list[ScheduledRow]) -> Launched:
+        entered.set()
+        gate.wait()
+        return launch(rows)
+
+    monkeypatch.setattr(engine.machine, "launch", blocked)
+    job = submit(engine, ask("x", max_tokens=1))
+    assert entered.wait(30)
+    stuck = engine.rounds
+    submit(engine, ask("y", max_tokens=1))
+    assert engine.rounds == stuck is not None
+    gate.set()
+    job.wait()
+    wait_for(lambda: engine.rounds > stuck, 30, "the loop comes round")  # type: ignore[operator]
+
+
+def test_a_sampler_in_the_making_is_no_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    def slowly(*arguments: object, **_: object) -> object:
+        seen.append(engine.rounds)
+        return engine.machine.sampler(""), {}
+
+    monkeypatch.setattr("rwkv_batch.runner.model_runner.choose_sampler", slowly)
+    run(engine, ask("x", max_tokens=1), sampler="naive")
+    assert seen == [None] and engine.rounds is not None
+
+
+def test_deadlines_of_ended_jobs_are_forgotten(engine: Engine) -> None:
+    for _ in range(200):
+        run(engine, ask("x", max_tokens=1), timeout_s=86_400.0)
+    assert len(engine.jobs._deadlines) <= 66
+
+
+def test_an_old_deadline_does_not_end_a_new_job_of_the_same_id(engine: Engine) -> None:
+    def submitted(tokens: int, timeout_s: float | None) -> Running:
+        running = Running(Job(job_id="same", rows=[ask("x", max_tokens=tokens, ignore_eos=True)], timeout_s=timeout_s))
+        engine.submit(running.job, running.sink, running.admitted)
+        return running
+
+    submitted(1, 0.2).wait()
+    second = submitted(10**6, None)
+    assert second.started.wait(30)
+    end = submit(engine, ask("y", max_tokens=10**6, ignore_eos=True), timeout_s=0.5).wait()
+    assert end.finishes[0].reason is FinishReason.TIMEOUT
+    assert not second.done.is_set()
+    engine.cancel("same")
+    second.wait()
