@@ -14,17 +14,16 @@ from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, libr
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
 from rwkv_batch.kernels.cuda_quant import (
     NUMBERS,
+    CodeMap,
     CudaQuantLinear,
     CudaQuantValue,
     QuantMap,
     make_quantised,
-    multiply_few,
+    multiply_codes,
     multiply_into,
     quantise_rows,
-    scaled_product,
-    scaled_types,
 )
-from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide, why_no_wide
+from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, fits_wide_fp8, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.layer import Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -198,15 +197,15 @@ class CudaOps:
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        if key.is_few(rows):
-            multiply_few([QuantMap(key, x, hidden, "relu_square")])
-        else:
-            multiply_into([QuantMap(key, x, hidden)])
-            if value.dense is not None:
-                y = torch.empty(rows, value.dense.packed.rows, dtype=x.dtype, device=x.device)
-                return scaled_product(value.dense, *quantise_rows(hidden, relu_square=True), y)
-            library().call("rwkv_relu_square", pointer(hidden), hidden.numel())
-        return self.sparse_value_quantised(value, hidden) if rows <= MAX_SPARSE_ROWS else value(hidden)
+        many = value.dense is not None and rows > MAX_WIDE_ROWS  # then the activation is the next kernel's
+        multiply_into([QuantMap(key, x, hidden, "none" if many else "relu_square")])
+        if rows <= MAX_SPARSE_ROWS:
+            return self.sparse_value_quantised(value, hidden)
+        if value.dense is None or value.dense.is_few(rows):
+            return value(hidden)
+        y = torch.empty(rows, value.dense.packed.rows, dtype=x.dtype, device=x.device)
+        multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=many), y)])
+        return y
 
     def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor:
         """As sparse_value, of small codes."""
@@ -261,25 +260,24 @@ def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
     """Whether kernels of our own take all maps of the entrance, few launches in all."""
     if layer.rkv is not None:
         return is_grouped(tokens, layer.rkv[0])
-    assert isinstance(layer.receptance, CudaQuantLinear), "maps without a stack are in small codes"
-    return layer.receptance.is_few(tokens) and is_grouped(tokens, layer.low_in[0])
+    linear = layer.receptance
+    assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
+    n, k, device = linear.packed.rows, linear.packed.columns, linear.packed.codes.device
+    ours = linear.is_few(tokens) or (linear.takes_codes(device) and fits_wide_fp8(tokens, n, k, device))
+    return ours and is_grouped(tokens, layer.low_in[0])
 
 
 def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
     """r, k, v of mixed [3, T, C] -> rkv [3, T, C], of matrices in small codes."""
     _, tokens, width = rkv.shape
     linears = [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
-    if linears[0].is_few(tokens) or not (linears[0].packed.codes.dtype.is_floating_point and scaled_types(rkv.device)):
+    first = linears[0]
+    if first.is_few(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
         multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
         return
-    if tokens % SCALE_STEP:
-        for i, linear in enumerate(linears):
-            scaled_product(linear, *quantise_rows(mixed[i]), rkv[i])
-        return
     codes, scales = quantise_rows(mixed.view(-1, width))
-    for i, linear in enumerate(linears):
-        rows = slice(i * tokens, (i + 1) * tokens)
-        scaled_product(linear, codes[rows], scales[rows], rkv[i])
+    rows = [slice(i * tokens, (i + 1) * tokens) for i in range(3)]
+    multiply_codes([CodeMap(linear, codes[rows[i]], scales[rows[i]], rkv[i]) for i, linear in enumerate(linears)])
 
 
 def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:

@@ -96,6 +96,26 @@ class WideArgs(Structure):
     ]
 
 
+class WideFp8Map(Structure):
+    """Mirrors the struct in wide_fp8.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y")],
+        *[(name, c_int) for name in ("n", "k", "activation")],
+    ]
+
+
+class WideFp8Args(Structure):
+    """Mirrors the struct in wide_fp8.cu."""
+
+    _fields_ = [
+        ("maps", WideFp8Map * MAX_MAPS),
+        *[(name, c_int) for name in ("count", "rows", "tile_rows", "splits")],
+        ("partial", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
@@ -110,7 +130,10 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
-HOPPER_SIGNATURES: dict[str, list[type]] = {"rwkv_wide": [POINTER(WideArgs), c_void_p]}
+HOPPER_SIGNATURES: dict[str, list[type]] = {
+    "rwkv_wide": [POINTER(WideArgs), c_void_p],
+    "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
+}
 
 
 class Kernels:
@@ -146,7 +169,7 @@ def library_problem() -> str | None:
 @functools.cache
 def hopper_library() -> Kernels:
     """The kernels that use Hopper's own instructions; for a machine whose GPUs all are of compute capability 9.0."""
-    sources = (SOURCES / "wide.cu",)
+    sources = (SOURCES / "wide.cu", SOURCES / "wide_fp8.cu")
     return Kernels(build.load(build.Library("rwkv_hopper", sources, arch_specific=True)), HOPPER_SIGNATURES)
 
 

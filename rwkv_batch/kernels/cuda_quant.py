@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, library, pointer
 from rwkv_batch.kernels.cuda_linear import ACTIVATIONS, Activation
+from rwkv_batch.kernels.cuda_wide import Fp8Map, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
@@ -63,6 +64,17 @@ class QuantMap:
     activation: Activation = "none"
 
 
+@dataclass(slots=True)
+class CodeMap:
+    """One map over rows that are fp8 codes already: y = activation((codes * scales) @ W.T)."""
+
+    linear: CudaQuantLinear
+    codes: Tensor
+    scales: Tensor
+    y: Tensor
+    activation: Activation = "none"
+
+
 class CudaQuantLinear(Linear):
     """Codes [out, in] on a GPU, fp32 sums."""
 
@@ -81,6 +93,10 @@ class CudaQuantLinear(Linear):
     def is_few(self, rows: int) -> bool:
         """Whether so many rows are the streaming kernel's."""
         return rows <= FEW_ROWS[self.format]
+
+    def takes_codes(self, device: torch.device) -> bool:
+        """Whether many rows are multiplied as fp8 codes."""
+        return self.format is Format.FP8 and bool(scaled_types(device))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16."""
@@ -163,15 +179,37 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
     rows, first = maps[0].x.shape[0], maps[0].linear
     if first.is_few(rows):
         multiply_few(maps)
-        return
-    scaled = first.format is Format.FP8 and bool(scaled_types(maps[0].x.device))
-    for m in maps:
-        if scaled:
-            scaled_product(m.linear, *quantise_rows(m.x), m.y)
-        else:
+    elif first.takes_codes(maps[0].x.device):
+        multiply_codes([CodeMap(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in maps])
+    else:
+        for m in maps:
             torch.mm(m.x, m.linear.packed.dequantised().T, out_dtype=m.y.dtype, out=m.y)
-        if m.activation != "none":
-            raise ValueError("products of many rows have no activation")
+            apply_activation(m.y, m.activation)
+
+
+def apply_activation(y: Tensor, activation: Activation) -> None:
+    """In place, of those that follow a matrix in small codes."""
+    if activation == "relu_square":
+        library().call("rwkv_relu_square", pointer(y), y.numel())
+    elif activation != "none":
+        raise ValueError(f"no product of small codes is followed by {activation}")
+
+
+def multiply_codes(maps: Sequence[CodeMap]) -> None:
+    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel up to 256 rows on Hopper, else cuBLAS."""
+    first = maps[0]
+    rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
+    if first.y.dtype == torch.float16 and fits_wide_fp8(rows, n, k, first.y.device):
+        launch_wide_fp8(
+            [
+                Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, ACTIVATIONS[m.activation])
+                for m in maps
+            ]
+        )
+        return
+    for m in maps:
+        scaled_product(m.linear, m.codes, m.scales, m.y)
+        apply_activation(m.y, m.activation)
 
 
 def multiply_few(maps: Sequence[QuantMap]) -> None:

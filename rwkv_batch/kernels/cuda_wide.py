@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from native import build, machine
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, hopper_library, pointer
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, WideFp8Args, hopper_library, pointer
 
 logger = logging.getLogger(__name__)
 
 MPS_PIPES = "/tmp/nvidia-mps"  # noqa: S108  where MPS listens unless it is told otherwise
 OUTPUTS = 128
 DEPTH = 64
+FP8_DEPTH = 128
 TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Tiles of rows there are kernels for; one tile holds all rows of a launch."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
 SPLITS = (1, 2, 4)
+CODES = torch.float8_e4m3fn
 
 
 class WideShape(NamedTuple):
@@ -95,14 +97,16 @@ def fits_wide(shape: WideShape, transposed: bool) -> bool:
 
 
 @functools.cache
-def plan_wide(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
+def plan_wide(
+    rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True, depth: int = DEPTH
+) -> Plan:
     """The smallest tile that holds the rows; k shared by as many blocks as run at once and find work.
 
     Without `may_wait`, blocks that share a tile are not certain to run at once: each then has a tile of its own.
     """
     tiles = sum(-(-shape.n // OUTPUTS) for shape in shapes)
     choices = SPLITS if may_wait else SPLITS[:1]
-    fitting = (s for s in choices if tiles * s <= processors and all(shape.k % (DEPTH * s) == 0 for shape in shapes))
+    fitting = (s for s in choices if tiles * s <= processors and all(shape.k % (depth * s) == 0 for shape in shapes))
     return Plan(next(size for size in TILE_ROWS if size >= rows), max(fitting, default=1))
 
 
@@ -125,3 +129,48 @@ def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], transposed: 
     args.tile_rows, args.splits = plan
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
     hopper_library().call("rwkv_wide", ctypes.byref(args))
+
+
+class Fp8Map(NamedTuple):
+    """One map of a launch over fp8 codes."""
+
+    weight: Tensor
+    """[n, k] e4m3"""
+    weight_scales: Tensor
+    """[n] fp32"""
+    x: Tensor
+    """[rows, k] e4m3"""
+    x_scales: Tensor
+    """[rows] fp32"""
+    y: Tensor
+    """[rows, n] fp16"""
+    activation: int
+
+
+def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether the kernel of fp8 codes multiplies so many rows by [n, k]."""
+    return rows <= MAX_WIDE_ROWS and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
+
+
+def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
+    """Up to 8 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done."""
+    rows, device = maps[0].x.shape[0], maps[0].x.device
+    if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
+        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
+    work = prepare_wide(device)
+    args = WideFp8Args(count=len(maps), rows=rows)
+    shapes = []
+    for slot, m in zip(args.maps, maps, strict=False):
+        n, k = m.weight.shape
+        if m.x.shape != (rows, k) or m.y.shape != (rows, n) or m.x_scales.shape != (rows,):
+            raise ValueError(
+                f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit together"
+            )
+        slot.weight, slot.x, slot.y = pointer(m.weight, CODES), pointer(m.x, CODES), pointer(m.y)
+        slot.weight_scales, slot.input_scales = m.weight_scales.data_ptr(), m.x_scales.data_ptr()
+        slot.n, slot.k, slot.activation = n, k, m.activation
+        shapes.append(WideShape(n, k))
+    plan = plan_wide(rows, tuple(shapes), len(work.partial), not shares_processors(), FP8_DEPTH)
+    args.tile_rows, args.splits = plan
+    args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
+    hopper_library().call("rwkv_wide_fp8", ctypes.byref(args))

@@ -121,4 +121,27 @@ HOPPER_PRODUCT(192, HOPPER_P6, 96, 97, 98, 99, HOPPER_D64(0), HOPPER_D32(64))
 HOPPER_PRODUCT(224, HOPPER_P7, 112, 113, 114, 115, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
 HOPPER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, HOPPER_D64(0), HOPPER_D64(64))
 
+// The same of e4m3 codes: sums [64 x N] += a [64 x 32] * b [N x 32]^T, both with k inner.
+template <int N>
+__device__ __forceinline__ void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+
+#define HOPPER_FP8_PRODUCT(N, PLACES, A, B, ADD, ...)                                                            \
+    template <>                                                                                                  \
+    __device__ __forceinline__ void multiply_fp8<N>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {        \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" PLACES "}, %" #A ", %" #B       \
+                     ", add, 1, 1;\n}"                                                                           \
+                     : __VA_ARGS__                                                                               \
+                     : "l"(a), "l"(b), "r"(add));                                                                \
+    }
+
+HOPPER_FP8_PRODUCT(32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
+HOPPER_FP8_PRODUCT(64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
+HOPPER_FP8_PRODUCT(96, HOPPER_P3, 48, 49, 50, HOPPER_D32(0), HOPPER_D16(32))
+HOPPER_FP8_PRODUCT(128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
+HOPPER_FP8_PRODUCT(160, HOPPER_P5, 80, 81, 82, HOPPER_D64(0), HOPPER_D16(64))
+HOPPER_FP8_PRODUCT(192, HOPPER_P6, 96, 97, 98, HOPPER_D64(0), HOPPER_D32(64))
+HOPPER_FP8_PRODUCT(224, HOPPER_P7, 112, 113, 114, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
+HOPPER_FP8_PRODUCT(256, HOPPER_P8, 128, 129, 130, HOPPER_D64(0), HOPPER_D64(64))
+
 }  // namespace hopper

@@ -1,5 +1,5 @@
 // Entry of the products of up to 256 rows (wide.cuh): makes the tensor maps, and launches what the caller has planned.
-#include "wide.cuh"
+#include "wide_maps.cuh"
 
 struct WideMap {
     const void* weight;  // [n, k] fp16, or [k, n] if transposed
@@ -19,52 +19,22 @@ struct WideArgs {
     void* counters;
 };
 
-using EncodeTiled = CUresult (*)(
-    CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's function, found at run time: nothing is linked against libcuda.
-static EncodeTiled encode_tiled() {
-    static const EncodeTiled found = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-#else
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
-#endif
-        return result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-    }();
-    return found;
-}
-
-// Boxes of [box_planes][box_rows][64] out of `planes` matrices [rows][pitch] that lie 64 columns apart, `columns` wide.
-static bool describe(
-    CUtensorMap* map, const void* matrix, int rows, int columns, int pitch, int planes, int box_rows, int box_planes) {
-    const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)};
-    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch) * 2, 128};
-    const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_planes)}, step[3] = {1, 1, 1};
-    return encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, const_cast<void*>(matrix), size, strides, box, step,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 // A matrix [rows, k] in boxes of [box_rows][64].
 static bool describe_rows(CUtensorMap* map, const void* matrix, int rows, int k, int box_rows) {
-    return describe(map, matrix, rows, k, k, 1, box_rows, 1);
+    return describe(map, matrix, HALVES, rows, k, k, 1, box_rows, 1);
 }
 
 // A transposed matrix [k, n] as n / 64 columns of it, in boxes of [OUTPUTS / 64][64][64].
 static bool describe_transposed(CUtensorMap* map, const void* matrix, int k, int n) {
-    return describe(map, matrix, k, 64, n, n / 64, 64, OUTPUTS / 64);
+    return describe(map, matrix, HALVES, k, 64, n, n / 64, 64, OUTPUTS / 64);
 }
 
 template <int ROWS>
 static int launch_rows(const WideArgs& args, const WideLaunch& p, void* stream) {
     switch (args.splits) {
-        case 1: return args.transposed ? launch_wide<ROWS, 1, true>(p, stream) : launch_wide<ROWS, 1, false>(p, stream);
-        case 2: return args.transposed ? launch_wide<ROWS, 2, true>(p, stream) : launch_wide<ROWS, 2, false>(p, stream);
-        case 4: return args.transposed ? launch_wide<ROWS, 4, true>(p, stream) : launch_wide<ROWS, 4, false>(p, stream);
+        case 1: return args.transposed ? launch_wide<ROWS, 1, WIDE_TURNED>(p, stream) : launch_wide<ROWS, 1, WIDE_PLAIN>(p, stream);
+        case 2: return args.transposed ? launch_wide<ROWS, 2, WIDE_TURNED>(p, stream) : launch_wide<ROWS, 2, WIDE_PLAIN>(p, stream);
+        case 4: return args.transposed ? launch_wide<ROWS, 4, WIDE_TURNED>(p, stream) : launch_wide<ROWS, 4, WIDE_PLAIN>(p, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);
 }

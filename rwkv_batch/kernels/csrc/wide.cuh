@@ -1,7 +1,8 @@
 // y = act(x @ W^T) for up to 256 rows, several maps in one launch, on Hopper's tensor cores.
 //
 // A map: W [n, k] fp16, or [k, n] when it is stored transposed; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
-// transposed), k of 64 times the splits. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
+// transposed), k of 64 times the splits. Or W [n, k] and x [rows, k] of e4m3 codes with a scale for each output and each
+// row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
 // of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply 64 outputs each. W is
 // the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
 //
@@ -20,8 +21,14 @@
 
 constexpr int MAX_WIDE_MAPS = 8;
 constexpr int OUTPUTS = 128;  // of a tile
-constexpr int DEPTH = 64;     // k of a tile
+constexpr int TILE_BYTES = 128;  // of a tile along k
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
+
+// What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k].
+enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8 };
+
+template <WideKind KIND>
+constexpr int DEPTH = KIND == WIDE_FP8 ? 128 : 64;  // k of a tile
 
 enum WideActivation { WIDE_NONE, WIDE_TANH, WIDE_SIGMOID, WIDE_RELU_SQUARE };
 
@@ -30,6 +37,8 @@ struct WideLaunch {
     CUtensorMap weights[MAX_WIDE_MAPS];
     CUtensorMap inputs[MAX_WIDE_MAPS];
     __half* y[MAX_WIDE_MAPS];
+    const float* weight_scales[MAX_WIDE_MAPS];  // fp8: of every output and every row
+    const float* input_scales[MAX_WIDE_MAPS];
     int n[MAX_WIDE_MAPS];
     int k[MAX_WIDE_MAPS];
     int activation[MAX_WIDE_MAPS];
@@ -47,7 +56,7 @@ struct WideLaunch {
 
 template <int ROWS>
 struct WideTile {
-    static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * 2, INPUT_BYTES = ROWS * DEPTH * 2;
+    static constexpr int WEIGHT_BYTES = OUTPUTS * TILE_BYTES, INPUT_BYTES = ROWS * TILE_BYTES;
     static constexpr int BYTES = WEIGHT_BYTES + INPUT_BYTES;
     static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
     static constexpr int ROOM = 227 * 1024 - 1024 - STAGING_BYTES - 512;
@@ -88,12 +97,19 @@ __device__ __forceinline__ uint32_t pack_half2(float lo, float hi) {
 struct WideOut {
     __half* y;  // of row 0
     int pitch, first_row, rows;
+    const float* weight_scales;  // of its 16 outputs
+    const float* input_scales;   // of row 0
 };
 
 // 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
-template <int CHUNKS, WideActivation ACTIVATION, int SUMS>
+template <int CHUNKS, WideKind KIND, WideActivation ACTIVATION, int SUMS>
 __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
     constexpr int PITCH = STAGING_PITCH;
+    float of_output[2] = {1.0f, 1.0f};
+    if constexpr (KIND == WIDE_FP8) {
+        wait_for_inputs();  // the rows' scales come from the kernel before
+        of_output[0] = __ldg(out.weight_scales + lane / 4), of_output[1] = __ldg(out.weight_scales + lane / 4 + 8);
+    }
     const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
     int row = out.first_row + lane / 2;
     __half* y = out.y + static_cast<int64_t>(row) * out.pitch + (lane & 1) * 8;
@@ -103,9 +119,18 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
 #pragma unroll
         for (int d = 0; d < 2; ++d) {
             if (c + d < CHUNKS) {
-                float v[4];
+                float v[4], of_row[2] = {1.0f, 1.0f};
+                if constexpr (KIND == WIDE_FP8) {
+                    const int first = out.first_row + 8 * (c + d) + lane % 4 * 2;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = wide_activate<ACTIVATION>(sums[4 * (c + d) + i]);
+                    for (int i = 0; i < 2; ++i) of_row[i] = first + i < out.rows ? __ldcg(out.input_scales + first + i) : 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float sum = sums[4 * (c + d) + i];
+                    if constexpr (KIND == WIDE_FP8) sum *= of_output[i / 2] * of_row[i % 2];
+                    v[i] = wide_activate<ACTIVATION>(sum);
+                }
                 store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
             }
         }
@@ -137,8 +162,8 @@ struct RingSlot {
 };
 
 // Steps of DEPTH in a split's share of k, which the number of splits divides.
-template <int SPLITS>
-__device__ __forceinline__ int wide_steps(const WideLaunch& p, int map) { return p.k[map] / (DEPTH * SPLITS); }
+template <int SPLITS, WideKind KIND>
+__device__ __forceinline__ int wide_steps(const WideLaunch& p, int map) { return p.k[map] / (DEPTH<KIND> * SPLITS); }
 
 // The sums of a tile's splits, exchanged through memory: each block ends with an equal share of the chunks of 8 rows, in
 // sums[0 ..], the splits added in their order. All blocks of the launch run at once (the caller sees to it), so waiting is safe.
@@ -193,7 +218,7 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
 }
 
 // One lane: W's tiles of all of this block's work into the ring.
-template <int ROWS, int SPLITS, bool TURNED>
+template <int ROWS, int SPLITS, WideKind KIND>
 __device__ __forceinline__ void fetch_weights(
     const WideLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
     using namespace hopper;
@@ -202,12 +227,12 @@ __device__ __forceinline__ void fetch_weights(
     for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
         const WidePlace at = wide_place(p, tile);
         const CUtensorMap* map = &p.weights[at.map];
-        const int steps = wide_steps<SPLITS>(p, at.map), begin = my_split * steps;
-        for (int k = begin * DEPTH; k < (begin + steps) * DEPTH; k += DEPTH) {
+        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = my_split * steps;
+        for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
             wait_barrier(empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = full + 8 * slot.stage, to = ring + slot.stage * Tile::BYTES;
             expect_bytes(barrier, Tile::BYTES);
-            if (TURNED) {
+            if (KIND == WIDE_TURNED) {
                 copy_box(to, map, 0, k, at.output / 64, barrier, EVICT_FIRST);
             } else {
                 copy_box(to, map, k, at.output, 0, barrier, EVICT_FIRST);
@@ -218,7 +243,7 @@ __device__ __forceinline__ void fetch_weights(
 }
 
 // One lane of another warp: x's tiles likewise, once the kernel that makes x has ended.
-template <int ROWS, int SPLITS>
+template <int ROWS, int SPLITS, WideKind KIND>
 __device__ __forceinline__ void fetch_inputs(
     const WideLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
     using namespace hopper;
@@ -229,8 +254,8 @@ __device__ __forceinline__ void fetch_inputs(
     for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
         const WidePlace at = wide_place(p, tile);
         const CUtensorMap* map = &p.inputs[at.map];
-        const int steps = wide_steps<SPLITS>(p, at.map), begin = my_split * steps;
-        for (int k = begin * DEPTH; k < (begin + steps) * DEPTH; k += DEPTH) {
+        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = my_split * steps;
+        for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
             wait_barrier(empty + 8 * slot.stage, slot.parity);
             copy_box(to + slot.stage * Tile::BYTES, map, k, 0, 0, full + 8 * slot.stage, EVICT_LAST);
             slot.advance();
@@ -239,7 +264,7 @@ __device__ __forceinline__ void fetch_inputs(
 }
 #endif
 
-template <int ROWS, int SPLITS, bool TURNED>
+template <int ROWS, int SPLITS, WideKind KIND>
 __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ WideLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
@@ -266,16 +291,16 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = __shfl_sync(FULL, tid / 32, 0);
         if (warp == 0 && elect_lane()) {
-            fetch_weights<ROWS, SPLITS, TURNED>(p, ring, full, empty, my_split, first, blocks);
+            fetch_weights<ROWS, SPLITS, KIND>(p, ring, full, empty, my_split, first, blocks);
         } else if (warp == 1 && elect_lane()) {
-            fetch_inputs<ROWS, SPLITS>(p, ring, full, empty, my_split, first, blocks);
+            fetch_inputs<ROWS, SPLITS, KIND>(p, ring, full, empty, my_split, first, blocks);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int half = group - 1, warp = tid / 32, lane = tid % 32;
         float sums[ROWS / 2];
         const uint32_t mine = staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
-        const uint64_t weights_at = describe_tile(ring + half * (64 * DEPTH * 2));
+        const uint64_t weights_at = describe_tile(ring + half * (64 * TILE_BYTES));
         const uint64_t inputs_at = describe_tile(ring + Tile::WEIGHT_BYTES);
         RingSlot<STAGES> slot(0);
         int add = 0;
@@ -285,14 +310,19 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
         for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
             const WidePlace at = wide_place(p, tile);
             uint32_t before = 0;  // the slot whose products may still run
-            for (int i = wide_steps<SPLITS>(p, at.map); i > 0; --i) {
+            for (int i = wide_steps<SPLITS, KIND>(p, at.map); i > 0; --i) {
                 wait_barrier(full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                 begin_products();
 #pragma unroll
-                for (int j = 0; j < DEPTH / 16; ++j) {
-                    multiply<ROWS, TURNED>(sums, weight + j * (TURNED ? 16 * 128 : 32) / 16, input + j * 32 / 16, add);
+                for (int j = 0; j < TILE_BYTES / 32; ++j) {
+                    if constexpr (KIND == WIDE_FP8) {
+                        multiply_fp8<ROWS>(sums, weight + j * 32 / 16, input + j * 32 / 16, add);
+                    } else {
+                        constexpr bool TURNED = KIND == WIDE_TURNED;
+                        multiply<ROWS, TURNED>(sums, weight + j * (TURNED ? 16 * 128 : 32) / 16, input + j * 32 / 16, add);
+                    }
                     add = 1;
                 }
                 commit_products();
@@ -309,13 +339,17 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 
             constexpr int CHUNKS = ROWS / 8 / SPLITS;  // of 8 rows, that this block finishes
             if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p, tile, my_split);
-            const WideOut out = {p.y[at.map] + at.output + half * 64 + warp * 16, p.n[at.map], my_split * CHUNKS * 8, p.rows};
-            if (at.output + half * 64 + warp * 16 >= p.n[at.map]) continue;  // the map's last tile may be narrower
+            const int first_output = at.output + half * 64 + warp * 16;
+            if (first_output >= p.n[at.map]) continue;  // the map's last tile may be narrower
+            WideOut out = {p.y[at.map] + first_output, p.n[at.map], my_split * CHUNKS * 8, p.rows, nullptr, nullptr};
+            if constexpr (KIND == WIDE_FP8) {
+                out.weight_scales = p.weight_scales[at.map] + first_output, out.input_scales = p.input_scales[at.map];
+            }
             switch (p.activation[at.map]) {
-                case WIDE_NONE: write_out<CHUNKS, WIDE_NONE>(sums, out, mine, lane); break;
-                case WIDE_TANH: write_out<CHUNKS, WIDE_TANH>(sums, out, mine, lane); break;
-                case WIDE_SIGMOID: write_out<CHUNKS, WIDE_SIGMOID>(sums, out, mine, lane); break;
-                case WIDE_RELU_SQUARE: write_out<CHUNKS, WIDE_RELU_SQUARE>(sums, out, mine, lane); break;
+                case WIDE_NONE: write_out<CHUNKS, KIND, WIDE_NONE>(sums, out, mine, lane); break;
+                case WIDE_TANH: write_out<CHUNKS, KIND, WIDE_TANH>(sums, out, mine, lane); break;
+                case WIDE_SIGMOID: write_out<CHUNKS, KIND, WIDE_SIGMOID>(sums, out, mine, lane); break;
+                case WIDE_RELU_SQUARE: write_out<CHUNKS, KIND, WIDE_RELU_SQUARE>(sums, out, mine, lane); break;
             }
         }
     }
@@ -323,10 +357,10 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 }
 
 // As many blocks as run at once and have work; all of them at once when k is split.
-template <int ROWS, int SPLITS, bool TURNED>
+template <int ROWS, int SPLITS, WideKind KIND>
 int launch_wide(const WideLaunch& p, void* stream) {
     constexpr int SHARED = WideTile<ROWS>::SHARED_BYTES;
-    const auto kernel = wide_kernel<ROWS, SPLITS, TURNED>;
+    const auto kernel = wide_kernel<ROWS, SPLITS, KIND>;
     static bool raised[MAX_DEVICES] = {};
     if (!raised[this_device()]) {
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
