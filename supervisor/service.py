@@ -35,6 +35,8 @@ logger = logging.getLogger("supervisor")
 
 _LAST_WORDS_S = 5.0
 """What processes get beyond --drain-timeout-s before they are killed."""
+_CUT_OFF_S = 1.0
+"""What HTTP workers get after a second signal to tell their clients that the answer ends here."""
 ENGINE_FACTORY = "rwkv_batch.engine:Engine"
 
 
@@ -167,7 +169,17 @@ class Supervisor:
         self._await(lambda: self._front is None or not self._front.is_alive, deadline)
         self._engine.tell("end")
         self._await(lambda: not self._engine.is_alive, deadline)
+        if self._signals > 1:
+            self._cut_off()
         logger.info("stopped")
+
+    def _cut_off(self) -> None:
+        """End at once, but let the HTTP workers tell their clients so."""
+        self._engine.kill()
+        self._workers.finish()
+        deadline = time.monotonic() + _CUT_OFF_S
+        while self._workers.are_alive and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _engine_is_drained(self) -> bool:
         self._listen_to(self._engine)

@@ -77,6 +77,17 @@ def test_bad_flags_end_with_2_and_one_line(arguments: list[str], named: str) -> 
     assert named in one_line(ended)
 
 
+def test_a_directory_is_no_database_and_gets_no_lock_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    ended = start("--state-db", str(folder))
+    assert ended.returncode == 2
+    assert "--state-db" in one_line(ended)
+    assert f"{folder} is a directory" in one_line(ended)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert not list(folder.iterdir())
+
+
 def test_a_bad_variable_ends_with_2_and_its_name() -> None:
     ended = start(RWKV_PORT="http")
     assert ended.returncode == 2
@@ -220,6 +231,27 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
         assert events[-1]["choices"][-1]["finish_reason"] == "timeout"
         assert whole[0]["choices"][0]["finish_reason"] == "timeout"
         assert service.process.wait(30) == 0
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize(("drain_s", "signals"), [("0.5", 1), ("60", 2)])
+def test_a_stream_that_is_cut_at_the_end_is_told_so(
+    tiny_model: Path, tmp_path: Path, drain_s: str, signals: int
+) -> None:
+    service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", drain_s)
+    try:
+        reader = Reader(service.wait_ready())
+        for _ in range(signals):
+            service.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "shutting down" in service.log.read_text(), 10, "it drains")
+        reader.join(20)
+        text = reader.received.decode(errors="replace")
+        assert "the service was shut down before this answer was complete" in text
+        assert "[DONE]" in text
+        assert "takes no new" not in text
+        assert "restarted" not in text
+        assert service.process.wait(20) == 0
     finally:
         service.close()
 

@@ -1,0 +1,133 @@
+"""HTTP workers that end are replaced at once, as often as it takes; /readyz speaks for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.serving import Service, raw_request, read_all, wait_for
+
+CHAT = "/v1/chat/completions"
+SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1}
+MALFORMED = b"GET /healthz HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n"
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service without a model; work does not wait for its engine."""
+    folder = tmp_path_factory.mktemp("workers")
+    running = Service(folder, "--engine-wait-s", "0", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def workers(service: Service) -> dict[str, int]:
+    """Process id by name of the HTTP workers that serve."""
+    return {name: pid for name, pid in service.pids().items() if name.startswith("http-")}
+
+
+def wait_ready_once(service: Service) -> None:
+    """Until one answer says so."""
+    wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready")
+
+
+def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fake: Service) -> None:
+    wait_ready_once(fake)
+    before = workers(fake)
+    for _ in range(16):
+        with fake.connect() as connection:  # never refused: the sockets listen whoever reads them
+            connection.sendall(MALFORMED)
+            read_all(connection)
+    wait_for(lambda: _changed(fake, before), 30, "both workers are others")
+    told = "(SIGABRT); a spare takes its place"
+    wait_for(lambda: fake.log.read_text().count(told) == 16, 10, "each end is told")
+    assert "is tried in" not in fake.log.read_text()
+
+
+def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service) -> None:
+    wait_ready_once(fake)
+    body = json.dumps({"contents": ["abc"], "max_tokens": 100, "chunk_size": 1, "stream": True}).encode()
+    received: list[bytes] = []
+
+    def read() -> None:
+        with fake.connect() as connection:
+            connection.sendall(raw_request(CHAT, body))
+            received.append(read_all(connection))
+
+    readers = [threading.Thread(target=read) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    wait_for(lambda: fake.status()["running_rows"] == 8, 10, "8 streams run")
+    lost = next(one for one in fake.status()["processes"]["http_workers"] if one["jobs"] < 8)
+    os.kill(lost["pid"], signal.SIGABRT)
+    for reader in readers:
+        reader.join(30)
+    whole = sum(text.count(b"abc") == 100 and b"[DONE]" in text for text in received)
+    assert whole == 8 - lost["jobs"]
+
+
+@pytest.mark.parametrize("victim", ["spare", "origin"])
+def test_a_lost_spare_and_a_lost_process_that_forks_them_are_replaced(fake: Service, victim: str) -> None:
+    wait_ready_once(fake)
+    serving = workers(fake)
+    origin = _parent(serving["http-0"])
+    spares = wait_for(lambda: _both_spares(origin, serving), 30, "two spares")
+    os.kill(origin if victim == "origin" else spares.pop(), signal.SIGKILL)
+    wait_for(lambda: victim == "spare" or _changed(fake, serving), 30, "others serve")
+    wait_ready_once(fake)
+    assert all(fake.post(CHAT, SHORT).status_code == 200 for _ in range(8))
+
+
+def _both_spares(origin: int, serving: dict[str, int]) -> set[int] | None:
+    children = Path(f"/proc/{origin}/task/{origin}/children").read_text().split()
+    spares = set(map(int, children)) - set(serving.values())
+    return spares if len(spares) == 2 else None
+
+
+def _changed(service: Service, before: dict[str, int]) -> bool:
+    now = workers(service)
+    return set(now) == set(before) and not set(now.values()) & set(before.values())
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
+    wait_ready_once(fake)
+    for _ in range(3):
+        os.kill(fake.pids()["engine"], signal.SIGKILL)
+        wait_for(lambda: fake.get("/readyz").status_code == 503, 10, "the loss is noticed")
+        wait_ready_once(fake)
+        assert [fake.post(CHAT, SHORT).status_code for _ in range(20)] == [200] * 20
+
+
+def test_work_waits_for_an_engine_that_is_restarted(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--engine-wait-s", "60", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        # Nobody waits for readiness: the engine may not be there yet.
+        wait_for(lambda: service.get("/healthz").status_code == 200, 60, "alive")
+        assert service.post(CHAT, SHORT).status_code == 200
+        os.kill(service.wait_ready().pids()["engine"], signal.SIGKILL)
+        wait_for(lambda: service.get("/readyz").status_code == 503, 10, "the loss is noticed")
+        assert [service.post(CHAT, SHORT).status_code for _ in range(4)] == [200] * 4
+    finally:
+        service.close()
+
+
+def test_when_no_worker_can_start_the_service_ends_with_the_reason(tmp_path: Path) -> None:
+    service = Service(tmp_path, program="test/supervisor/no_http_app.py", PYTHONPATH=".")
+    try:
+        assert service.process.wait(60) == 1
+        assert "error: no HTTP worker can start: no threads are left" in service.log.read_text()
+    finally:
+        service.close()
