@@ -39,7 +39,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """UTF-8 strings that end the text, found across token borders, and are not shown."""
     ignore_eos: bool = False
     chunk_size: int = 4
-    """Tokens gathered before a delta is sent; 0: everything comes with the finish."""
+    """Tokens gathered before a delta is sent; 0: the caller wants the whole, and gets it in few large deltas."""
     n: int = 1
     """Continuations of this prompt; they share one prefill. Continuation i draws with seed + i."""
     session: SessionTurn | None = None

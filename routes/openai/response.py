@@ -21,6 +21,8 @@ from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"
 """Key of the model's fingerprint in `Context.shared`."""
+MAX_WHOLE_LOGPROBS = 2_000_000
+"""Log-probabilities in one answer that is not streamed; each takes some hundred bytes until it is written."""
 LOWEST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON does not have."""
 
@@ -44,8 +46,24 @@ async def openai_rows(
     if len(prompts) * body.n > context.config.max_contents:
         limit = context.config.max_contents
         raise invalid("n", f"{len(prompts)} prompts by {body.n} pass the limit of {limit} (--max-contents)", body.n)
+    _check_logprobs(body, len(prompts) * body.n)
     size = sum(map(len, prompts))
     return await off_loop(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n=body.n)
+
+
+def _check_logprobs(body: OpenAIBody, rows: int) -> None:
+    """An answer that is not streamed is held until it is whole: bound what that may be."""
+    if body.asked_logprobs is None or body.stream:
+        return
+    most = rows * body.max_tokens * (1 + body.asked_logprobs)
+    if most > MAX_WHOLE_LOGPROBS:
+        raise invalid(
+            "logprobs",
+            f"{rows} answers of max_tokens {body.max_tokens} with {1 + body.asked_logprobs} log-probabilities a token "
+            f"may be {most}, the limit is {MAX_WHOLE_LOGPROBS} unless the answer is streamed; "
+            "stream it, or lower max_tokens, n or the number of rivals",
+            body.asked_logprobs,
+        )
 
 
 def openai_job(body: OpenAIBody, rows: list[GenerateRequest], label: str) -> Job:

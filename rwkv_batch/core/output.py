@@ -7,6 +7,17 @@ from bisect import bisect_right
 from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
 
+WHOLE_CHUNK = 4096
+"""Tokens gathered at most for a row whose text is wanted whole: nothing grows with its length here."""
+LOGPROBS_CHUNK = 256
+"""The same of a row with log-probabilities, which take some kilobytes a token."""
+
+
+def _chunk_of(request: GenerateRequest) -> int:
+    """Tokens that are gathered before a delta is sent."""
+    chunk = request.chunk_size or WHOLE_CHUNK
+    return chunk if request.sampling.top_logprobs is None else min(chunk, LOGPROBS_CHUNK)
+
 
 class RowOutput:
     """Tokens in, deltas out. Owned by the engine thread."""
@@ -16,6 +27,7 @@ class RowOutput:
         self.tokens: list[int] = []
         """all tokens drawn, a stop token among them"""
         self._request = request
+        self._chunk = _chunk_of(request)
         self._stops = stops
         self._node = stops.automaton.root
         self._table = byte_table
@@ -86,8 +98,7 @@ class RowOutput:
 
     def take_delta(self, finish: Finish | None = None) -> Delta | None:
         """The news worth sending now: a full chunk, or everything with the finish; None: not yet."""
-        chunk = self._request.chunk_size
-        if finish is None and (chunk == 0 or self._gathered < chunk or not (self._ready or self._logprobs)):
+        if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):
             return None
         delta = Delta(self.row, bytes(self._ready), self._gathered, finish, self._shown_logprobs() or None)
         self._ready.clear()

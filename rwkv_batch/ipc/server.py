@@ -39,6 +39,7 @@ from rwkv_batch.ipc.wire import (
     Submit,
     ToEngine,
     ToWorker,
+    in_frames,
     to_engine_decoder,
 )
 from rwkv_batch.protocol import EngineProtocol
@@ -127,7 +128,8 @@ class Peer:
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
-            self._link.send(EventBatch(events))
+            for frame in in_frames(events):
+                self._link.send(EventBatch(frame))
 
     def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
         if refusal is not None:

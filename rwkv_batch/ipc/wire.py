@@ -19,13 +19,17 @@ import msgspec
 
 from rwkv_batch.calls import AnyCall
 from rwkv_batch.errors import ErrorInfo
-from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.request import Delta, Job, JobEvents
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_FRAMES = 50_000
 MAX_WAITING_BYTES = 1 << 30
 """A peer that leaves so much unread is taken for dead."""
+FRAME_BYTES = 1 << 22
+"""About how many bytes of news go in one frame: a step may bring more, if many long rows end in it."""
+_DELTA_BYTES = 64
+"""What a delta takes beside its text, about; the same for a log-probability beside its token."""
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 18
 
@@ -90,6 +94,36 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
 
 ToWorker = Admitted | EventBatch | Answer
+
+
+def in_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
+    """News cut into pieces of at most `frame_bytes` or one delta. Each job's end comes with its last piece."""
+    frame: list[JobEvents] = []
+    size = 0
+    for event in events:
+        first = 0
+        for at, delta in enumerate(event.deltas):
+            more = _size(delta)
+            if size and size + more > frame_bytes:
+                if at > first:
+                    frame.append(JobEvents(job_id=event.job_id, deltas=event.deltas[first:at]))
+                yield frame
+                frame, size, first = [], 0, at
+            size += more
+        rest = event if first == 0 else msgspec.structs.replace(event, deltas=event.deltas[first:])
+        frame.append(rest)
+        size += _DELTA_BYTES
+    if frame:
+        yield frame
+
+
+def _size(delta: Delta) -> int:
+    """Bytes of a delta on the wire, about."""
+    size = _DELTA_BYTES + len(delta.text)
+    if delta.logprobs:
+        size += sum(_DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top) for entry in delta.logprobs)
+    return size
+
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")

@@ -129,6 +129,24 @@ def _plain_search(tokens: list[int], stops: list[str]) -> str:
     return text
 
 
+def test_log_probabilities_do_not_gather_for_a_text_that_is_wanted_whole() -> None:
+    for chunk_size in (0, 65_536):
+        asked = request(sampling=SamplingParams(top_logprobs=20), chunk_size=chunk_size, max_tokens=2000)
+        output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
+        sizes = []
+        for token in spell("x" * 1000):
+            output.push(token, TokenLogprob(b"x", -1.0, []))
+            if (delta := output.take_delta()) is not None:
+                sizes.append(len(delta.logprobs or []))
+            assert len(output._logprobs) <= 256
+        assert sizes == [256] * 3
+
+
+def test_a_long_text_that_is_wanted_whole_comes_in_a_few_pieces() -> None:
+    _, _, _, deltas = run(spell("x" * 10_000), chunk_size=0, max_tokens=20_000)
+    assert [delta.num_tokens for delta in deltas] == [4096, 4096, 1808]
+
+
 def test_a_stop_string_beside_a_blank_line_stop_id() -> None:
     both: dict[str, object] = {"stop_ids": [261], "stop_strings": [b"STOP"]}
     assert run(spell("one STOP two"), **both)[:2] == (b"one ", FinishReason.STOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from rwkv_batch.ipc.wire import Link
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.ipc.wire import EventBatch, Link, in_frames
+from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogprob
 
 DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 LARGE = b"x" * 300_000
@@ -83,3 +86,40 @@ def test_without_a_thread_the_peer_is_lost_and_not_the_sender(
     sender.send((0, LARGE))
     sender.send((1, b"dropped"))
     assert list(receiver.receive()) == []
+
+
+def news(seed: int) -> list[JobEvents]:
+    """One step's news of several jobs: long rows that end together, some with log-probabilities, a job that failed."""
+    rng = random.Random(seed)
+    finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=9)
+    events = []
+    for number in range(rng.randint(1, 6)):
+        told = [TokenLogprob(b"token", -1.0, [(b"rival", -2.0)] * 20)] * rng.choice([0, 0, 30])
+        deltas = [
+            Delta(row, rng.randbytes(rng.choice([3, 900, 40_000])), 9, finish, told or None)
+            for row in range(rng.randint(0, 12))
+        ]
+        error = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken") if rng.random() < 0.2 else None
+        events.append(JobEvents(job_id=f"j{number}", deltas=deltas, done=rng.random() < 0.7, error=error))
+    return events
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_news_of_a_step_go_in_frames_of_bounded_size(seed: int) -> None:
+    sent, bound = news(seed), 50_000
+    frames = list(in_frames(sent, bound))
+    largest = max((len(msgspec.msgpack.encode(delta)) for event in sent for delta in event.deltas), default=0)
+    for frame in frames:
+        assert len(msgspec.msgpack.encode([EventBatch(frame)])) <= max(bound, largest) + 2_000
+    for event in sent:
+        pieces = [piece for frame in frames for piece in frame if piece.job_id == event.job_id]
+        assert [delta for piece in pieces for delta in piece.deltas] == event.deltas
+        assert [piece.done for piece in pieces[:-1]] == [False] * (len(pieces) - 1)
+        assert (pieces[-1].done, pieces[-1].error) == (event.done, event.error)
+        assert all(piece.error is None for piece in pieces[:-1])
+
+
+def test_few_news_go_in_one_frame() -> None:
+    events = [JobEvents(job_id="j", deltas=[Delta(0, b"abc", 1)]), JobEvents(job_id="k", deltas=[], done=True)]
+    assert list(in_frames(events)) == [events]
+    assert list(in_frames([])) == []

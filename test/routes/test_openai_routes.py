@@ -20,7 +20,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, OpenAI, UnprocessableEntityError
 
 URL, PASSWORD = "RWKV_TEST_URL", "RWKV_TEST_PASSWORD"
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +106,21 @@ def test_a_stream_says_the_same(client: OpenAI) -> None:
 def test_no_usage_unless_asked(client: OpenAI) -> None:
     chunks = list(chat(client, stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+def test_log_probabilities_of_a_whole_answer_are_bounded(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 5}
+    with pytest.raises(UnprocessableEntityError) as refusal:
+        chat(client, **asked)
+    assert refusal.value.param == "logprobs" and "the limit is 2000000" in refusal.value.message
+    assert "stream it" in refusal.value.message
+    with chat(client, **asked, stream=True) as stream:
+        assert next(iter(stream)).choices
+    several = chat(client, n=2, seed=1, max_tokens=600, logprobs=True, top_logprobs=1, extra_body=FREE)
+    for choice in several.choices:
+        told = choice.logprobs.content
+        shown = b"".join(bytes(entry.bytes) for entry in told).decode(errors="replace")
+        assert len(told) > 256 and shown.strip() == choice.message.content.strip()
 
 
 @pytest.mark.parametrize("seed", [{"seed": 70}, {}], ids=["given", "drawn"])
