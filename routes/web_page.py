@@ -37,10 +37,13 @@ POLICY = "; ".join(
         "form-action 'none'",
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
-        "trusted-types dompurify",
+        "trusted-types dompurify xliff",
     )
 )
-"""Content-Security-Policy: nothing from elsewhere, no inline script, no HTML that DOMPurify has not seen."""
+"""Content-Security-Policy: nothing from elsewhere, no inline script, no HTML that DOMPurify has not seen.
+
+The policy "xliff" is for XML that is parsed and never shown.
+"""
 
 
 @dataclass(frozen=True, slots=True)

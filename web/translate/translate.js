@@ -1,2 +1,145 @@
-import { html } from "../ui.js";
-export const Translate = () => html`<p></p>`;
+// The translation panel: two panes, whole files, and what immersive-translate has to be told.
+
+import { address, password } from "../api.js";
+import { number, t, useLanguage } from "../i18n.js";
+import { download, html, oncePerFrame, settings, useRef, useState } from "../ui.js";
+import { ENDINGS, nameOfTranslation, plain, takeApart } from "./formats.js";
+import { checkRoute, translateTexts } from "./work.js";
+
+const LANGUAGES = {
+  "zh-CN": "简体中文", "zh-TW": "繁體中文", en: "English", ja: "日本語", ko: "한국어", fr: "Français", de: "Deutsch",
+  es: "Español", it: "Italiano", pt: "Português", ru: "Русский", ar: "العربية", hi: "हिन्दी", vi: "Tiếng Việt",
+  th: "ไทย", id: "Bahasa Indonesia", tr: "Türkçe", pl: "Polski", nl: "Nederlands", uk: "Українська",
+};
+const AUTO = "auto";
+
+function LanguageChoice({ id, label, value, choose, auto }) {
+  return html`<label for=${id}>${label} <select id=${id} value=${value} onChange=${(event) => choose(event.currentTarget.value)}>
+    ${auto && html`<option value=${AUTO} selected=${value === AUTO}>${t("translate.auto")}</option>`}
+    ${Object.entries(LANGUAGES).map(([code, name]) => html`<option value=${code} selected=${value === code} lang=${code}>${name}</option>`)}
+  </select></label>`;
+}
+
+/** A translation under way: takes a text apart, counts what is there, puts it together. */
+function useTranslation() {
+  const [state, setState] = useState(null);
+  const start = async (made, source, target, name = "") => {
+    const control = new AbortController();
+    const now = { name, target, done: 0, count: made.texts.length, translations: made.texts.map(() => ""), languages: new Map(), ended: false, problem: "", control };
+    const show = oncePerFrame(() => setState({ ...now, text: made.assemble(now.translations) }));
+    show();
+    try {
+      await translateTexts(made.texts, source, target, control.signal, (at, text, language) => {
+        now.translations[at] = text;
+        now.done += 1;
+        now.languages.set(language, (now.languages.get(language) ?? 0) + 1);
+        show();
+      });
+    } catch (error) {
+      now.problem = error.name === "AbortError" ? t("translate.stopped") : error.message || t("notice.offline");
+    }
+    now.ended = true;
+    show();
+  };
+  return [state, start];
+}
+
+/** Languages that were detected, the most frequent first. */
+function Detected({ languages }) {
+  const names = [...languages].sort((one, other) => other[1] - one[1]).map(([code]) => LANGUAGES[code] ?? code);
+  return names.length ? html` · ${t("translate.detected")} <b id="detected">${names.join(", ")}</b>` : null;
+}
+
+function Progress({ state }) {
+  if (!state) return null;
+  return html`<p class="row" id="translate-progress" data-ended=${state.ended} role="status">
+    <progress max=${state.count || 1} value=${state.count ? state.done : 1} aria-label=${t("translate.progress")}></progress>
+    <span>${t("translate.paragraphs", { done: number(state.done), count: number(state.count) })}<${Detected} languages=${state.languages} /></span>
+    ${!state.ended && html`<button onClick=${() => state.control.abort()}>${t("chat.stop")}</button>`}
+    ${state.problem && html`<span class="bad">${state.problem}</span>`}
+  </p>`;
+}
+
+function Panes({ text, setText, state, begin, take }) {
+  const [copied, setCopied] = useState(false);
+  const input = useRef();
+  const drop = (event) => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+  };
+  const copy = () => navigator.clipboard.writeText(state.text).then(() => setCopied(true), () => {});
+  return html`<div class="panes">
+    <div class="pane" onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
+      <textarea id="translate-source" aria-label=${t("translate.source")} placeholder=${t("translate.placeholder", { endings: ENDINGS.join(", ") })} value=${text} onInput=${(event) => setText(event.currentTarget.value)}></textarea>
+      <p class="row"><button class="main" id="translate-start" disabled=${!text.trim()} onClick=${begin}>${t("translate.start")}</button>
+        <button onClick=${() => input.current.click()}>${t("translate.file")}</button>
+        <input ref=${input} id="translate-file" type="file" hidden accept=${ENDINGS.map((ending) => `.${ending}`).join(",")} aria-label=${t("translate.file")} onChange=${(event) => event.currentTarget.files[0] && take(event.currentTarget.files[0])} /></p>
+    </div>
+    <div class="pane">
+      <textarea id="translate-target" aria-label=${t("translate.target")} readonly value=${state?.text ?? ""} lang=${state?.target}></textarea>
+      <p class="row"><button onClick=${copy} disabled=${!state?.ended}>${t(copied ? "copied" : "copy")}</button>
+        <button id="translate-download" disabled=${!state?.ended} onClick=${() => download(state.name ? nameOfTranslation(state.name, state.target) : `translation.${state.target}.txt`, state.text)}>${t("translate.download")}</button></p>
+    </div>
+  </div>`;
+}
+
+function CopyField({ id, label, value, secret }) {
+  const [copied, setCopied] = useState(false);
+  const copy = () => navigator.clipboard.writeText(value).then(() => setCopied(true), () => {});
+  return html`<div class="copyfield"><label for=${id}>${label}</label>
+    <input id=${id} type=${secret ? "password" : "text"} readonly value=${value} autocomplete="off" />
+    <button onClick=${copy} aria-label=${`${t("copy")}: ${label}`}>${t(copied ? "copied" : "copy")}</button></div>`;
+}
+
+/** What the browser plugin has to be told, and whether it will work. */
+function ImmersiveTranslate() {
+  const [result, setResult] = useState(null);
+  const check = async () => {
+    setResult({ text: t("plugin.checking") });
+    try {
+      setResult({ good: true, text: t("plugin.works", { text: await checkRoute() }) });
+    } catch (error) {
+      setResult({ good: false, text: error.message || t("notice.offline") });
+    }
+  };
+  const secret = password.get();
+  return html`<details class="plugin"><summary>${t("plugin.title")}</summary>
+    <p>${t("plugin.about")}</p>
+    <${CopyField} id="plugin-url" label=${t("plugin.url")} value=${address("/translate/v1/batch-translate").href} />
+    ${secret && html`<${CopyField} id="plugin-password" label=${t("plugin.password")} value=${secret} secret=${true} />`}
+    <p class="row"><button id="plugin-check" onClick=${check}>${t("plugin.check")}</button>
+      <span id="plugin-result" role="status" class=${result?.good ? "good" : result?.good === false ? "bad" : ""}>${result?.text ?? ""}</span></p>
+  </details>`;
+}
+
+export function Translate() {
+  const language = useLanguage();
+  const [source, setSource] = useState(AUTO);
+  const [target, setTarget] = useState(LANGUAGES[settings.get("target")] ? settings.get("target") : language === "zh" ? "en" : "zh-CN");
+  const [text, setText] = useState("");
+  const [problem, setProblem] = useState("");
+  const [state, start] = useTranslation();
+  const choose = (code) => {
+    setTarget(code);
+    settings.set("target", code);
+  };
+  const take = async (file) => {
+    try {
+      const content = await file.text();
+      const made = takeApart(file.name, content, target);
+      setText(content);
+      setProblem("");
+      await start(made, source, target, file.name);
+    } catch (error) {
+      setProblem(`${file.name}: ${error.message}`);
+    }
+  };
+  return html`<div class="translate">
+    <p class="row"><${LanguageChoice} id="source-language" label=${t("translate.from")} value=${source} choose=${setSource} auto=${true} />
+      <${LanguageChoice} id="target-language" label=${t("translate.to")} value=${target} choose=${choose} /></p>
+    <${Panes} ...${{ text, setText, state, take }} begin=${() => start(plain(text), source, target)} />
+    ${problem && html`<p class="bad" role="alert">${problem}</p>`}
+    <${Progress} state=${state} />
+    <${ImmersiveTranslate} />
+  </div>`;
+}

@@ -1,0 +1,47 @@
+// Many prompts at once: requests of many rows, whose streams tell which rows have grown.
+
+import { stream } from "../api.js";
+import { fillIn } from "./table.js";
+
+const ROWS_PER_REQUEST = 1000;
+const REQUESTS_AT_ONCE = 2;
+
+/** Rows of a run: {index, values, prompt, output, reason, error}. */
+export const rowsOf = (values, template) =>
+  values.map((one, index) => ({ index, values: one, prompt: fillIn(template, one), output: "", reason: null, error: null }));
+
+async function runPart(path, fields, rows, signal, changed) {
+  for await (const event of stream(path, { ...fields, contents: rows.map((row) => row.prompt) }, signal)) {
+    if (event.error) {
+      Object.assign(rows[event.index], { error: event.error, reason: "error" });
+      changed(rows[event.index]);
+    }
+    for (const choice of event.choices ?? []) {
+      const row = rows[choice.index];
+      row.output += choice.delta.content ?? "";
+      row.reason ??= choice.finish_reason ?? null;
+      changed(row);
+    }
+  }
+}
+
+function fail(rows, error, changed) {
+  for (const row of rows) {
+    if (row.reason) continue;
+    row.reason = error.name === "AbortError" ? "stopped" : "error";
+    if (row.reason === "error") row.error = error.message || "offline";
+    changed(row);
+  }
+}
+
+/** Generate for every row; `changed(row)` is told of each piece. Failures are noted in the rows they hit. */
+export async function runRows(path, fields, rows, signal, changed) {
+  const parts = [];
+  for (let at = 0; at < rows.length; at += ROWS_PER_REQUEST) parts.push(rows.slice(at, at + ROWS_PER_REQUEST));
+  const work = async () => {
+    for (let part = parts.shift(); part; part = parts.shift()) {
+      await runPart(path, fields, part, signal, changed).catch((error) => fail(part, error, changed));
+    }
+  };
+  await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
+}

@@ -1,0 +1,31 @@
+// Texts to the service's translation route and back, some at a time, in order.
+
+import { post } from "../api.js";
+
+const PATH = "/translate/v1/batch-translate";
+const TEXTS_PER_REQUEST = 8;
+const REQUESTS_AT_ONCE = 3;
+
+/**
+ * Translate texts; `arrived(index, text, language)` is told of each, in any order.
+ * Throws ApiError, or AbortError after `signal`.
+ */
+export async function translateTexts(texts, source, target, signal, arrived) {
+  const starts = texts.map((_, at) => at).filter((at) => at % TEXTS_PER_REQUEST === 0);
+  const work = async () => {
+    for (let start = starts.shift(); start !== undefined; start = starts.shift()) {
+      const part = texts.slice(start, start + TEXTS_PER_REQUEST);
+      const body = { source_lang: source, target_lang: target, text_list: part };
+      const { translations } = await post(PATH, body, signal);
+      for (const [at, one] of translations.entries()) arrived(start + at, one.text, one.detected_source_lang);
+    }
+  };
+  await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
+}
+
+/** Try what immersive-translate will do: one text, the answer's form. Throws ApiError or Error. */
+export async function checkRoute() {
+  const { translations } = await post(PATH, { source_lang: "en", target_lang: "zh-CN", text_list: ["Hello"] });
+  if (translations?.length !== 1 || typeof translations[0].text !== "string") throw new Error("an answer of another form");
+  return translations[0].text;
+}
