@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rwkv_batch.model.layer import Layer, Norm, ValueResidual
 from rwkv_batch.model.linear import Linear, QuantLinear
 from rwkv_batch.model.mmap_release import release
-from rwkv_batch.model.quant.formats import Format, Quantised, is_quantised, quantise
+from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
@@ -146,8 +146,10 @@ class LayerLoader:
         return Norm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
 
     def _linear(self, name: str, transpose: bool = False) -> Linear:
-        if self._precision.storage is not None and is_quantised(name):
-            return self._make_quantised(name, self._quantised(name, self._precision.storage))
+        storage = self._precision.storage
+        format_ = None if storage is None else format_for(name, storage)
+        if format_ is not None:
+            return self._make_quantised(name, self._quantised(name, format_))
         stored = self._tensors[name]
         device = self._precision.device if self._moves_matrices else stored.device
         weight = stored.to(device, self._precision.weights)
@@ -157,10 +159,10 @@ class LayerLoader:
             release(stored)
         return linear
 
-    def _quantised(self, name: str, storage: Format) -> Quantised:
+    def _quantised(self, name: str, format_: Format) -> Quantised:
         """The codes of a matrix, made where they will be."""
         stored = self._tensors[name]
-        codes = quantise(stored.to(self._precision.device), storage)
+        codes = quantise(stored.to(self._precision.device), format_)
         release(stored)
         return codes
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, pack, pack_nibbles
 from rwkv_batch.model.linear import QuantLinear
-from rwkv_batch.model.quant.formats import Format, codes_int4, dequantise, is_quantised, quantise
+from rwkv_batch.model.quant.formats import Format, codes_int4, dequantise, format_for, is_quantised, quantise
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
@@ -74,6 +74,7 @@ def test_plain_map(format_: Format) -> None:
 def test_which_matrices_are_small() -> None:
     small = ["head.weight", "blocks.3.att.receptance.weight", "blocks.0.ffn.key.weight", "blocks.11.att.output.weight"]
     whole = ["emb.weight", "blocks.3.att.w1", "blocks.0.ln1.weight", "blocks.2.att.ln_x.weight", "blocks.1.ffn.x_k"]
+    assert format_for("head.weight", Format.INT4) is Format.INT8
     assert all(is_quantised(name) for name in small) and not any(is_quantised(name) for name in whole)
 
 

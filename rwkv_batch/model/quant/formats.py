@@ -78,6 +78,16 @@ def is_quantised(name: str) -> bool:
     return QUANTISED.search(name) is not None
 
 
+def format_for(name: str, storage: Format) -> Format | None:
+    """The format of a tensor under --dtype `storage`; None: it keeps its numbers.
+
+    By what bench/quality.py measures: 4 bits in the head cost as much as in all other matrices together.
+    """
+    if not is_quantised(name):
+        return None
+    return Format.INT8 if storage is Format.INT4 and name.startswith("head.") else storage
+
+
 def quantise(weight: Tensor, format: Format) -> Quantised:  # noqa: A002
     """weight [out, in] of any float type -> its codes, on the weight's device."""
     make = {Format.FP8: _fp8, Format.INT8: _int8, Format.INT4: _int4}[format]

@@ -1,0 +1,219 @@
+"""What each dtype costs in quality: any model file, any text file.
+
+    python -m bench.quality                                             # the demo model, held-out sentences
+    python -m bench.quality --model-path FILE --text-file FILE --device cuda:0
+
+Against the same model in fp32, over the text (a token at a time is predicted from those before it):
+- bits per byte of the text, and what the dtype adds to it
+- KL: of the next-token distributions, nats a token; error: of the logits, ||y - true|| / ||true||; same: share of
+  positions with the same most likely token
+- agreement: of 1,000 tokens that fp32 writes greedily, how many each dtype would have written there too, and after how
+  many its own text would first have differed
+Then, for each small format, the same KL with one kind of matrix in it and all others in fp32, and how far the matrices
+themselves are off. That is what decides which matrices take small formats (rwkv_batch/model/quant/formats.py).
+
+What bounds it: nothing is timed. With fp32 weights kept on a GPU, memory: 7.2B needs 29 GB beside the dtype's own.
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from demo.corpus import translation
+from demo.files import ensure_model
+from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import Weights, open_weights
+from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.tokenizer import Tokenizer
+
+DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
+CHUNK = 256
+SLOT = 2
+
+
+@dataclass(slots=True)
+class Text:
+    """What is predicted."""
+
+    ids: list[int]
+    num_bytes: int
+
+
+class Reader:
+    """A model that reads texts from the zero state."""
+
+    def __init__(self, weights: Weights, device: str, dtype: str) -> None:
+        self.pipeline = Pipeline(weights, (device,), dtype, "auto", "fp32")
+        self.pipeline.allocate_slots(SLOT + 1)
+
+    def logits(self, ids: list[int]) -> Iterator[Tensor]:
+        """fp32 [T, V] after each token of one chunk after the other."""
+        for at in range(0, len(ids), CHUNK):
+            chunk = torch.tensor(ids[at : at + CHUNK])
+            slots = torch.tensor([SLOT])
+            ends = torch.tensor([0, len(chunk)])
+            read = slots if at else torch.zeros_like(slots)
+            yield self.pipeline.forward(StepInputs(chunk, ends, read, slots, torch.arange(len(chunk)), len(chunk)))
+
+    def write(self, prompt: list[int], count: int) -> list[int]:
+        """So many tokens, the most likely one each time."""
+        *_, last = self.logits(prompt)
+        ids, slots = [int(last[-1].argmax())], torch.tensor([SLOT])
+        for _ in range(count - 1):
+            inputs = StepInputs(torch.tensor(ids[-1:]), torch.tensor([0, 1]), slots, slots, torch.tensor([0]), 1)
+            ids.append(int(self.pipeline.forward(inputs)[0].argmax()))
+        return ids
+
+
+@dataclass(slots=True)
+class Compared:
+    """Sums over positions, of one model beside the reference."""
+
+    tokens: int = 0
+    nats: float = 0.0
+    kl: float = 0.0
+    off: float = 0.0
+    size: float = 0.0
+    same: int = 0
+
+    def take(self, logits: Tensor, true: Tensor, following: Tensor) -> None:
+        """One chunk: logits [T, V] of both, and the token that follows each position."""
+        log_q, log_p = torch.log_softmax(logits, -1), torch.log_softmax(true, -1)
+        self.tokens += len(following)
+        self.nats -= log_q.gather(1, following.unsqueeze(1)).sum().item()
+        self.kl += (log_p.exp() * (log_p - log_q)).sum().item()
+        self.off += (logits - true).square().sum().item()
+        self.size += true.square().sum().item()
+        self.same += int((logits.argmax(-1) == true.argmax(-1)).sum())
+
+    def figures(self, text: Text) -> dict[str, float]:
+        """What is printed."""
+        return {
+            "bits_per_byte": self.nats / math.log(2) / text.num_bytes,
+            "kl": self.kl / self.tokens,
+            "logits_error": math.sqrt(self.off / self.size),
+            "same_token": self.same / self.tokens,
+        }
+
+
+def compare(reader: Reader, reference: Reader, text: Text) -> dict[str, float]:
+    """A model beside the reference over a text."""
+    compared = Compared()
+    for at, (logits, true) in enumerate(zip(reader.logits(text.ids), reference.logits(text.ids), strict=True)):
+        following = torch.tensor(text.ids[at * CHUNK + 1 : (at + 1) * CHUNK + 1], device=logits.device)
+        compared.take(logits[: len(following)], true.to(logits.device)[: len(following)], following)
+    return compared.figures(text)
+
+
+def agreement(reader: Reader, prompt: list[int], written: list[int]) -> dict[str, float]:
+    """How much of what the reference wrote the model would have written."""
+    own = torch.cat([logits.argmax(-1) for logits in reader.logits([*prompt, *written[:-1]])]).cpu()
+    same = own[len(prompt) - 1 :] == torch.tensor(written)
+    return {
+        "agreement": same.float().mean().item(),
+        "first_difference": len(written) if bool(same.all()) else int(same.int().argmin()),
+    }
+
+
+def by_kind(weights: Weights, reference: Reader, device: str, text: Text) -> list[dict[str, Any]]:
+    """Each format and kind of matrix by itself."""
+    names = [name for name in weights.tensors if is_quantised(name)]
+    kinds = sorted({kind_of(name) for name in names})
+    rows = []
+    for format_ in Format:
+        for kind in kinds:
+            changed, off, size = dict(weights.tensors), 0.0, 0.0
+            for name in (name for name in names if kind_of(name) == kind):
+                whole = weights.tensors[name].float()
+                changed[name] = dequantise(quantise(whole, format_))
+                off, size = off + (changed[name] - whole).square().sum().item(), size + whole.square().sum().item()
+            reader = Reader(dataclasses.replace(weights, tensors=changed), device, "fp32")
+            figures = compare(reader, reference, text)
+            rows.append({"dtype": format_.value, "kind": kind, "matrix_error": math.sqrt(off / size), **figures})
+            print(_line(rows[-1], ("dtype", "kind", "matrix_error", "kl", "logits_error", "same_token")), flush=True)
+    return rows
+
+
+def kind_of(name: str) -> str:
+    """blocks.3.att.key.weight -> att.key"""
+    return ".".join(part for part in name.split(".")[:-1] if part != "blocks" and not part.isdecimal())
+
+
+def held_text() -> str:
+    """Sentences in two languages that the demo model has not seen, as translations."""
+    rng = Random("quality")
+    pairs = [translation.fresh_pair(rng, held=True) for _ in range(40)]
+    return "\n\n".join(f"{translation.prompt(pair.en, english=True)} {pair.zh}" for pair in pairs)
+
+
+def _line(row: dict[str, Any], names: tuple[str, ...]) -> str:
+    return "  ".join(f"{row[name]:>14.5g}" if isinstance(row[name], float) else f"{row[name]:>14}" for name in names)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", type=Path, help="a .pth or .safetensors file; without it the demo model")
+    parser.add_argument("--text-file", type=Path, help="UTF-8; without it held-out sentences of the demo's corpus")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8", "int8", "int4"])
+    parser.add_argument("--max-tokens", type=int, default=2048, help="of the text")
+    parser.add_argument("--written", type=int, default=1000, help="tokens for the agreement")
+    parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
+    parser.add_argument("--out", type=Path, help="a file for the last line")
+    return parser.parse_args()
+
+
+def read_text(args: argparse.Namespace) -> Text:
+    """The text's first tokens and what they cover."""
+    tokenizer = Tokenizer()
+    whole = args.text_file.read_text(encoding="utf-8") if args.text_file else held_text()
+    ids = tokenizer.encode(whole)[: args.max_tokens]
+    if len(ids) < 2:
+        raise SystemExit(f"{args.text_file} holds {len(ids)} tokens; a text of at least 2 is wanted")
+    return Text(ids, sum(len(tokenizer.byte_table[i]) for i in ids[1:]))
+
+
+def main() -> None:
+    """Read, compare and print."""
+    args = parse_arguments()
+    weights = open_weights(args.model_path or ensure_model())
+    text = read_text(args)
+    reference = Reader(weights, args.device, "fp32")
+    prompt = text.ids[:32]
+    written = reference.write(prompt, args.written)
+    results = []
+    names = "dtype", "bits_per_byte", "kl", "logits_error", "same_token", "agreement", "first_difference"
+    print("  ".join(f"{name:>14}" for name in names))
+    for dtype in ("fp32", *args.dtypes):
+        reader = Reader(weights, args.device, dtype)
+        results.append({"dtype": dtype, **compare(reader, reference, text), **agreement(reader, prompt, written)})
+        print(_line(results[-1], names), flush=True)
+    head = {
+        "model": weights.path.name,
+        "shape": weights.shape.describe(),
+        "tokens": len(text.ids),
+        "device": args.device,
+    }
+    kinds = [] if args.no_kinds else by_kind(weights, reference, args.device, text)
+    last = json.dumps({**head, "device": args.device, "results": results, "kinds": kinds})
+    if args.out:
+        args.out.write_text(last + "\n")
+    print(last)
+
+
+if __name__ == "__main__":
+    main()
