@@ -57,6 +57,11 @@ class CpuLinear(Linear):
         self.packed = _pack(weight, self.kind)
         self.args = MapArgs(self.packed.data_ptr(), self.in_features, self.out_features, self.kind, self.parts)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the matrix takes."""
+        return self.packed.numel()
+
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)

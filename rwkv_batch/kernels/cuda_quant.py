@@ -44,6 +44,11 @@ class Packed:
     columns: int
     transposed: bool
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
     def dequantised(self) -> Tensor:
         """[rows, columns] fp16."""
         out = torch.empty(self.rows, self.columns, dtype=torch.float16, device=self.codes.device)
@@ -84,6 +89,11 @@ class CudaQuantLinear(Linear):
         self.packed = pack(stored)
         self.weight = self.packed.codes
         self.in_features = stored.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.packed.num_bytes
 
     @property
     def format(self) -> Format:
@@ -127,6 +137,11 @@ class CudaQuantValue(Linear):
         )
         self.packed = pack(stored, transposed=True)
         self.weight = self.packed.codes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales, of both where there are two."""
+        return self.packed.num_bytes + (0 if self.dense is None else self.dense.num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16, nothing skipped."""

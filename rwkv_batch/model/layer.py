@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -64,6 +64,13 @@ class Layer:
     """C -> 4C"""
     ffn_value: Linear
     """4C -> C"""
+
+
+def linears_of(layer: Layer) -> list[Linear]:
+    """All of a layer's linear maps."""
+    values = [getattr(layer, field.name) for field in fields(layer)]
+    residual = [] if layer.v_residual is None else [layer.v_residual.v1, layer.v_residual.v2]
+    return [value for value in values if isinstance(value, Linear)] + residual
 
 
 @dataclass(slots=True)

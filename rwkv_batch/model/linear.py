@@ -17,6 +17,11 @@ class Linear:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.contiguous()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the matrix takes."""
+        return self.weight.numel() * self.weight.element_size()
+
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         weight = self.weight
@@ -41,6 +46,11 @@ class QuantLinear(Linear):
     def __init__(self, stored: Quantised) -> None:
         self.stored = stored
         self.weight = stored.codes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""

@@ -14,6 +14,7 @@ from rwkv_batch.model.layer import Layer, Norm, ValueResidual
 from rwkv_batch.model.linear import Linear, QuantLinear
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
+from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.weights import Weights
 
 MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
@@ -34,6 +35,11 @@ class Precision:
     wkv_state: torch.dtype
     storage: Format | None = None
     """of the large matrices, where they are kept in small codes"""
+
+    @property
+    def weights_name(self) -> str:
+        """What the matrices are kept in, for people: "float16", "fp8"."""
+        return str(self.weights).removeprefix("torch.") if self.storage is None else self.storage.value
 
 
 @dataclass(slots=True)
@@ -96,6 +102,8 @@ class LayerLoader:
         self._make_linear = make_linear
         self._moves_matrices = moves_matrices
         self._make_quantised = make_quantised
+        storage = precision.storage
+        self._store = None if storage is None else QuantStore(weights.path, weights.fingerprint, storage)
 
     def embedding(self) -> Embedding:
         """The table stays as it is stored and where (memory-mapped on a CPU)."""
@@ -160,10 +168,15 @@ class LayerLoader:
         return linear
 
     def _quantised(self, name: str, format_: Format) -> Quantised:
-        """The codes of a matrix, made where they will be."""
+        """The codes of a matrix: from an earlier start, or made where they will be."""
+        assert self._store is not None, "only a stage with small weights asks"
         stored = self._tensors[name]
+        found = self._store.load(name, tuple(stored.shape), format_)
+        if found is not None:
+            return found.to(self._precision.device)
         codes = quantise(stored.to(self._precision.device), format_)
         release(stored)
+        self._store.keep(name, codes)
         return codes
 
     def _low_rank(self, name: str) -> Linear:

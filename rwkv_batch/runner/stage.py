@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.naive import layer_norm
+from rwkv_batch.model.layer import linears_of
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
 from rwkv_batch.model.ops import NormsRows, Ops, PreparesLayers, RunsLayers
@@ -47,6 +48,14 @@ class Stage:
     def slot_bytes(self) -> int:
         """Bytes of one slot of this stage."""
         return StateArena.slot_bytes(len(self.layers), self.width, self.precision.wkv_state, self.precision.activations)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the stage's matrices and of the embedding."""
+        linears = [linear for layer in self.layers for linear in linears_of(layer)]
+        linears += [] if self.head is None else [self.head.linear]
+        table = 0 if self.embedding is None else self.embedding.table.nbytes
+        return sum(linear.num_bytes for linear in linears) + table
 
     def allocate_slots(self, num_slots: int) -> None:
         """Take the memory of all slots, once."""

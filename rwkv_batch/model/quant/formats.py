@@ -62,6 +62,22 @@ class Quantised:
         tensors = (self.codes, self.scales, *([] if self.zeros is None else [self.zeros]))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the tensors are those of a matrix [out, in] of this shape in this format."""
+        out, inner = shape
+        groups = -(-inner // GROUP)
+        codes, scales = {
+            Format.FP8: ((torch.float8_e4m3fn, (out, inner)), (torch.float32, (out,))),
+            Format.INT8: ((torch.int8, (out, inner)), (torch.float16, (out, groups))),
+            Format.INT4: ((torch.uint8, (out, -(-inner // 2))), (torch.float16, (out, groups))),
+        }[self.format]
+        wanted = [(self.codes, *codes), (self.scales, *scales)]
+        if (self.zeros is not None) != (self.format is Format.INT4):
+            return False
+        if self.zeros is not None:
+            wanted.append((self.zeros, torch.uint8, (out, groups)))
+        return all(tensor.dtype == dtype and tuple(tensor.shape) == size for tensor, dtype, size in wanted)
+
     def to(self, device: torch.device) -> Quantised:
         """The same on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)

@@ -1,0 +1,86 @@
+"""Small weights beside the model: the second start reads them, and does so only if they are of this model and whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import write_random_model
+from rwkv_batch.model import loader
+from rwkv_batch.model.quant.formats import Format, Quantised, quantise
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.pipeline import Pipeline
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Format]:
+    """The format of every matrix that is made anew."""
+    formats: list[Format] = []
+
+    def counting(weight: Tensor, format_: Format) -> Quantised:
+        formats.append(format_)
+        return quantise(weight, format_)
+
+    monkeypatch.setattr(loader, "quantise", counting)
+    return formats
+
+
+def logits(path: Path, dtype: str) -> Tensor:
+    pipeline = Pipeline(open_weights(path), ("cpu",), dtype, "naive")
+    pipeline.allocate_slots(3)
+    return pipeline.forward(step_inputs([[3, 1, 4]], [0], [2], [0]))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4"])
+def test_the_second_start_makes_nothing(tmp_path: Path, dtype: str, made: list[Format]) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=2, width=128)
+    first = logits(path, dtype)
+    assert len(made) == 2 * 6 + 1
+    made.clear()
+    assert torch.equal(logits(path, dtype), first) and made == []
+    folder = next(tmp_path.glob(f"tiny.{dtype}-*"))
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 0.6 * path.stat().st_size
+
+
+def test_other_weights_and_other_formats_have_their_own(tmp_path: Path, made: list[Format]) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    logits(path, "int8")
+    path.unlink()
+    write_random_model(path, layers=1, width=64, seed=1)
+    made.clear()
+    logits(path, "int8")
+    logits(path, "int4")
+    assert len(made) == 14 and made.count(Format.INT8) == 7 + 1
+    assert len(list(tmp_path.glob("tiny.int*"))) == 3
+
+
+def test_what_is_damaged_is_made_anew(tmp_path: Path, made: list[Format]) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+    whole = logits(path, "fp8")
+    folder = next(tmp_path.glob("tiny.fp8-*"))
+    (folder / "head.weight.safetensors").write_bytes(b"12345678")
+    key, value = (folder / f"blocks.0.ffn.{name}.weight.safetensors" for name in ("key", "value"))
+    shutil.copy(key, value)
+    made.clear()
+    assert torch.equal(logits(path, "fp8"), whole) and len(made) == 2
+    made.clear()
+    assert torch.equal(logits(path, "fp8"), whole) and made == []
+
+
+def test_where_nothing_can_be_written_the_model_serves(
+    tmp_path: Path, made: list[Format], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    logits(path, "int8")
+    assert len(made) == 7
+    assert len([r for r in caplog.records if "made anew at every start" in r.getMessage()]) == 1
