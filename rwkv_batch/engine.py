@@ -286,7 +286,7 @@ class Engine:
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
         if self.machine.is_out_of_memory(error):
             info = _no_memory()
-        for job in {row.sequence.job for row in rows if row.sequence.phase is not Phase.DONE}:
+        for job in dict.fromkeys(row.sequence.job for row in rows if row.sequence.phase is not Phase.DONE):
             self.jobs.fail(job, info)
 
 

@@ -46,7 +46,9 @@ class StatePool:
         self._prefix = PrefixCache(self._tiers, config)
         self._tiers.other = self._prefix
         self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver)
-        self._import_export = ImportExport(self._index, self._tiers, self._store, self._deliver, self._turns.advance)
+        self._import_export = ImportExport(
+            self._index, self._tiers, self._store, self._deliver, self._turns.advance, self._turns.delete_rows
+        )
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -269,6 +271,7 @@ class StatePool:
         while True:
             self._tiers.wait_copies()
             self._deliver.run()
+            self._turns.retry_deletes()
             self._turns.begin_saves()
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:

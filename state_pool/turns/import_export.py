@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.cache.tiers import Tiers, mark_stored, row_of
-from state_pool.disk.operations import Append, Checkpoint, Delete, Loaded
+from state_pool.disk.operations import Append, Checkpoint, Loaded
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Deliveries, Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
@@ -32,8 +32,10 @@ class ImportExport:
         store: Store | None,
         deliver: Deliveries,
         advance: Callable[[Session], None],
+        delete_rows: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._advance = advance
+        self._delete_rows = delete_rows
         self._index = index
         self._tiers = tiers
         self._store = store
@@ -52,6 +54,8 @@ class ImportExport:
             raise SessionNotFound(f"there is no session {session_id!r}" + ("" if dialogue is None else f":{dialogue}"))
         if session.unusable is not None:
             raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
+        if session.slot is None and session.host is None and session.unlogged:
+            raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
         with self._place():
             self._copy_out(session, on_exported)
 
@@ -142,7 +146,8 @@ class ImportExport:
         elif error is None:
             self._accept(session, host, file)
         elif self._store is not None:
-            self._store.submit(Delete((session.row,)), lambda _: None)
+            self._delete_rows((session.row,))
+            session.row = self._store.next_row()  # who waits for it begins anew, beyond the reach of that delete
         on_durable(error)
         self._advance(session)
 

@@ -40,7 +40,7 @@ class Turns:
         self._deliver = deliver
         self._stores_states = store is not None and config.durability == "turn"
         self._stores_log = store is not None and config.durability != "turn"
-        self._branches: set[Lease] = set()
+        self._branches: dict[Lease, None] = {}
         """Leases of dialogues that have no number yet, so that a delete finds them."""
         self._unsaved: deque[Callable[[], bool]] = deque()
         """Turns (durability "turn") that wait for the writer's queue; each returns whether it need not wait more."""
@@ -94,7 +94,7 @@ class Turns:
         dialogue = Session(SessionKey(session_id, ROOT), self._row(), now, now, parent=source)
         lease = Lease(dialogue, source, branch=True)
         dialogue.active = lease
-        self._branches.add(lease)
+        self._branches[lease] = None
         self.supply.want(lease)
         return lease
 
@@ -147,7 +147,7 @@ class Turns:
         dialogue.key = SessionKey(session_id, self._index.next_dialogue(session_id))
         dialogue.num_tokens = lease.num_tokens
         lease.dialogue_idx = dialogue.key.dialogue
-        self._branches.discard(lease)
+        self._branches.pop(lease, None)
         self._index.add(dialogue)
 
     def checkin(self, lease: Lease, slot: int) -> None:
@@ -179,7 +179,7 @@ class Turns:
         """See `StatePool.release`."""
         session, turn = lease.session, lease.session.pending
         self._end(lease)
-        self._branches.discard(lease)
+        self._branches.pop(lease, None)
         if lease in session.queue:
             session.queue.remove(lease)
         if session.active is not lease:
@@ -212,14 +212,12 @@ class Turns:
             self._conclude(session, turn, error)
 
     def _conclude(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
-        """The turn's fate is known: tell the engine, once."""
+        """The turn's fate is known. A failure is told now; a success when whoever asks next finds the turn."""
         if session.deleted:
             error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")
         turn.outcome = error or True
-        on_durable, turn.on_durable = turn.on_durable, None
-        if on_durable is not None:
-            on_durable(error)
-            reach("after_acknowledgement")
+        if error is not None:
+            _tell(turn, error)
         self._settle(session)
 
     def _settle(self, session: Session) -> None:
@@ -231,6 +229,7 @@ class Turns:
         session.active = None
         if turn.outcome is True and not session.deleted:
             self._accept(session, turn)
+            _tell(turn, None)
         elif turn.slot is not None:
             self._tiers.slots.drop(turn.slot)
         self.advance(session)
@@ -270,7 +269,7 @@ class Turns:
         """Take sessions out of every tier."""
         for session in doomed:
             self._discard(session)
-        self._delete_rows(tuple(s.row for s in doomed if s.exists or s.pending is not None), on_durable)
+        self.delete_rows(tuple(s.row for s in doomed if s.exists or s.pending is not None), on_durable)
 
     def _discard(self, session: Session) -> None:
         session.deleted = True
@@ -278,14 +277,15 @@ class Turns:
         lease, turn = session.active, session.pending
         self.supply.fail(session, error)
         if lease is not None and lease.state is not LeaseState.DONE:
-            self._branches.discard(lease)
+            self._branches.pop(lease, None)
             lease.state, lease.error = LeaseState.FAILED, error
-        if turn is not None and turn.outcome is None:
+        if turn is not None and turn.on_durable is not None:  # not told yet
             self._deliver(lambda: self._conclude(session, turn, error))
         self._tiers.forget(session)
         self._index.remove(session)
 
-    def _delete_rows(self, rows: tuple[int, ...], on_durable: OnDurable | None) -> None:
+    def delete_rows(self, rows: tuple[int, ...], on_durable: OnDurable | None = None) -> None:
+        """Take sessions off the disk; what the disk refuses is tried again, at the end too."""
         if self._store is None or not rows:
             if on_durable is not None:
                 self._deliver(lambda: on_durable(None))
@@ -305,7 +305,15 @@ class Turns:
         """Try again what could not be deleted on disk."""
         undeleted, self._undeleted = self._undeleted, []
         for rows in undeleted:
-            self._delete_rows(rows, None)
+            self.delete_rows(rows)
+
+
+def _tell(turn: PendingTurn, error: Exception | None) -> None:
+    """Tell the engine, once."""
+    on_durable, turn.on_durable = turn.on_durable, None
+    if on_durable is not None:
+        on_durable(error)
+        reach("after_acknowledgement")
 
 
 def _append_of(session: Session, turn: PendingTurn) -> Append:

@@ -1,0 +1,430 @@
+"""The clients of a world: what they ask for, and whether what comes back is right."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rwkv_batch.calls import DeleteSessions, EngineCall, ExportSession, ImportSession
+from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Priority, SessionTurn
+from sampling.params import SamplingParams
+from state_pool.session_file import SessionFile, decode
+from state_pool.sessions import LINEAR, SessionKey
+from test.simulation.device import ALPHABET, fold
+from test.simulation.oracle import Answer, predict
+from test.simulation.violation import Violation, demand
+
+if TYPE_CHECKING:
+    from test.simulation.world import World
+
+MOST_JOBS = 14
+LOG_LINES = 60
+RETRY_S = 3.0
+"""A delete that the disk refused is tried again so soon; until then its name cannot be used again."""
+_STOPS = [b"ab", b"\n\n", b"ba\nb", b"stop", b"aba", b"b b", "é".encode()]
+
+
+@dataclass(eq=False)
+class Asked:
+    """A job and what came back so far."""
+
+    job: Job
+    at: float
+    rows: list[tuple[GenerateRequest, int]]
+    """per row: its request and which continuation of it"""
+    admitted: bool | None = None
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    texts: dict[int, bytes] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    finishes: dict[int, Finish] = field(default_factory=dict)
+    cancelled: bool = False
+    done: bool = False
+
+
+class Clients:
+    """Asks, listens and checks. Everything is drawn from one generator."""
+
+    def __init__(self, world: World, draw: random.Random) -> None:
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.digest = 0
+        """of everything that was told: two runs of a seed have the same"""
+        self.counts = {"jobs": 0, "rows": 0, "turns": 0, "errors": 0, "refused": 0, "calls": 0}
+        self.open_jobs: dict[str, Asked] = {}
+        self.open_calls: dict[int, str] = {}
+        self._world = world
+        self._draw = draw
+        self._number = 0
+        self._deletes: list[tuple[float, str, bool]] = []
+        self._files: list[tuple[bytes, list[int]]] = []
+        """sessions carried away, with their histories"""
+        self._openings = [self._tokens(33, 44) for _ in range(3)]
+        self._openings.append(self._openings[0] + self._tokens(33, 40))
+
+    def _tokens(self, least: int, most: int) -> list[int]:
+        return [self._draw.choice(ALPHABET) for _ in range(self._draw.randint(least, most))]
+
+    def tell(self, text: str) -> None:
+        """For whoever reads what led to a failure."""
+        line = f"{self._world.counts['steps']:4} {self._world.tasks.now:8.3f} {text}"
+        self.digest = zlib.crc32(line.encode(), self.digest)
+        self.log.append(line)
+
+    def describe(self) -> str:
+        """What is still waited for."""
+        return f"jobs {list(self.open_jobs)}, calls {list(self.open_calls.values())}"
+
+    # Asking --------------------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Perhaps ask for something."""
+        draw = self._draw
+        for _ in range(draw.choice((0, 0, 1, 1, 3))):
+            kind = draw.random()
+            if kind < 0.30:
+                self._turn(branches=False)
+            elif kind < 0.38:
+                self._turn(branches=True)
+            elif kind < 0.72:
+                self._rows()
+            elif kind < 0.80 and self.open_jobs:
+                self._cancel(draw.choice(list(self.open_jobs)))
+            elif kind < 0.84:
+                self._delete()
+            elif kind < 0.88:
+                self._export()
+            elif kind < 0.92:
+                self._import()
+
+    def _request(self, prompt: list[int], session: SessionTurn | None = None, n: int = 1) -> GenerateRequest:
+        draw = self._draw
+        return GenerateRequest(
+            prompt=prompt,
+            max_tokens=draw.choice((1, 2, 5, 12, 12)),
+            sampling=SamplingParams(seed=draw.choice((7, draw.randrange(1 << 64)))),
+            stop_ids=draw.sample(ALPHABET, draw.choice((0, 0, 1))),
+            stop_strings=draw.sample(_STOPS, draw.choice((0, 1, 2))),
+            ignore_eos=draw.random() < 0.3,
+            chunk_size=draw.choice((0, 1, 4)),
+            n=n,
+            session=session,
+            use_prefix_cache=draw.random() < 0.9,
+        )
+
+    def _prompt(self) -> list[int]:
+        if self._draw.random() < 0.7:
+            return self._draw.choice(self._openings) + self._tokens(0, 6)
+        return self._tokens(1, 20)
+
+    def _session(self) -> str:
+        return f"s{self._draw.randrange(self._world.settings.num_sessions)}"
+
+    def _turn(self, branches: bool) -> None:
+        name, parent = self._session(), None
+        if branches:
+            known = [key.dialogue for key in self._world.ledger.by_key if key.session_id == name and key.dialogue > 0]
+            parent = self._draw.choice([0, *known, self._draw.randrange(6)])
+        session = SessionTurn(
+            session_id=name,
+            resume_prompt=self._tokens(1, 12),
+            branch_from=parent,
+            wait=self._draw.random() < 0.7,
+        )
+        self._submit([self._request(self._tokens(1, 12), session)])
+
+    def _rows(self) -> None:
+        number = self._draw.choice((1, 1, 1, 2, 5))
+        self._submit([self._request(self._prompt(), n=self._draw.choice((1, 1, 1, 2, 4))) for _ in range(number)])
+
+    def _submit(self, requests: list[GenerateRequest]) -> None:
+        if len(self.open_jobs) >= MOST_JOBS:
+            return
+        self._number += 1
+        timeout = self._draw.choice((None, None, None, 0.02, 0.3, 3.0))
+        job = Job(
+            job_id=f"job{self._number}",
+            rows=requests,
+            timeout_s=timeout,
+            client=self._draw.choice(("", "one", "two", "two")),
+            priority=self._draw.choice((Priority.AUTO, Priority.AUTO, Priority.BATCH)),
+        )
+        rows = [(request, i) for request in requests for i in range(request.n)]
+        asked = Asked(job, self._world.tasks.now, rows)
+        self.open_jobs[job.job_id] = asked
+        self.counts["jobs"] += 1
+        told = [
+            (len(r.prompt), r.n, r.max_tokens, r.session and (r.session.session_id, r.session.branch_from))
+            for r in requests
+        ]
+        self.tell(f"{job.job_id} asks for {told}, timeout {timeout}")
+        self._world.engine.submit(
+            job, lambda events: self._receive(asked, events), lambda refusal: self._admitted(asked, refusal)
+        )
+
+    def _cancel(self, job_id: str) -> None:
+        self.tell(f"{job_id} is cancelled")
+        self.open_jobs[job_id].cancelled = True
+        self._world.engine.cancel(job_id)
+
+    def _call(self, what: str, call: EngineCall[Any], answered: Callable[[Any], None]) -> None:
+        self._number += 1
+        self.counts["calls"] += 1
+        number = self._number
+        self.open_calls[number] = what
+        self.tell(what)
+
+        def reply(value: Any) -> None:
+            demand(self.open_calls.pop(number, None) is not None, f"{what} was answered twice")
+            self.tell(f"{what}: {value if not isinstance(value, bytes) else len(value)!r}")
+            answered(value)
+
+        self._world.engine.call(call, reply)
+
+    def _delete(self) -> None:
+        name, prefix = self._session(), self._draw.random() < 0.2
+        self._deletes.append((self._world.tasks.now, name, prefix))
+
+        def answered(value: Any) -> None:
+            if isinstance(value, ServiceError):
+                demand(self._world.faults.since(0.0, "disk", "thread", "read"), f"a delete failed: {value}")
+
+        self._call(f"delete {name!r} prefix {prefix}", DeleteSessions(name, prefix), answered)
+
+    def _export(self) -> None:
+        if not self._world.ledger.by_key:
+            return
+        key = self._draw.choice(list(self._world.ledger.by_key))
+        at = self._world.tasks.now
+
+        def answered(value: Any) -> None:
+            if isinstance(value, ServiceError):
+                self._check_call_error(value.info, at, key.session_id)
+                return
+            file = decode(value)
+            state = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
+            history = self._fitting(fold(state, file.replay), file, key)
+            self._files = [*self._files[-3:], (value, history)]
+            self._world.ledger.files.append((fold(0, history), history))
+
+        dialogue = None if key.dialogue == LINEAR else key.dialogue
+        self._call(f"export {key}", ExportSession(key.session_id, dialogue), answered)
+
+    def _fitting(self, state: int, file: SessionFile, key: SessionKey) -> list[int]:
+        """The history that the file stands for: the session's after one of its turns."""
+        for history in self._world.ledger.past.get(key, []):
+            if len(history) == file.num_tokens and fold(0, history) == state:
+                return history
+        raise Violation(f"an export of {key} with {file.num_tokens} tokens is none of its histories")
+
+    def _import(self) -> None:
+        if not self._files:
+            return
+        content, history = self._draw.choice(self._files)
+        name, at = self._session(), self._world.tasks.now
+        damaged = self._draw.random() < 10 * self._world.settings.bad_import
+        if damaged:
+            content = _damage(content, self._draw)
+
+        def answered(value: Any) -> None:
+            if isinstance(value, ServiceError):
+                self._check_call_error(value.info, at, name, importing=True)
+            elif damaged:
+                demand(value == len(history), f"a damaged file was taken for {value} tokens")
+
+        what = f"import {name} {'damaged' if damaged else len(history)}"
+        self._call(what, ImportSession(name, content), answered)
+
+    def _check_call_error(self, error: ErrorInfo, at: float, name: str, importing: bool = False) -> None:
+        world = self._world
+        fine = {
+            ErrorKind.OVERLOADED: True,
+            ErrorKind.SESSION_BUSY: importing,
+            ErrorKind.INVALID_FIELD: importing and world.settings.bad_import > 0,
+            ErrorKind.SESSION_NOT_FOUND: self._deleted_since(at, name),
+            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "thread", "disk"),
+            ErrorKind.INTERNAL: world.faults.since(0.0, "disk", "thread", "read"),
+            ErrorKind.DRAINING: world.faults.since(at, "restart"),
+        }
+        demand(fine.get(error.kind, False), f"a call failed: {error}")
+
+    # Listening -----------------------------------------------------------------------------------------------
+
+    def _admitted(self, asked: Asked, refusal: ServiceError | None) -> None:
+        demand(asked.admitted is None, f"{asked.job.job_id} was admitted twice")
+        asked.admitted = refusal is None
+        if refusal is None:
+            job: Any = self._world.engine.jobs._jobs[asked.job.job_id]
+            self._note_rows(asked, job)
+            return
+        self.tell(f"{asked.job.job_id} is refused: {refusal}")
+        self.counts["refused"] += 1
+        del self.open_jobs[asked.job.job_id]
+        self._check_refusal(asked, refusal.info)
+
+    def _note_rows(self, asked: Asked, job: Any) -> None:
+        for sequence in job.live:
+            asked.sequences.setdefault(sequence.row, sequence)
+
+    def _check_refusal(self, asked: Asked, error: ErrorInfo) -> None:
+        world, turn = self._world, asked.rows[0][0].session
+        branches = turn is not None and turn.branch_from not in (None, 0)
+        places, limits = world.engine.scheduler.places, world.engine.scheduler.limits
+        fine = {
+            ErrorKind.OVERLOADED: places.waiting_rows + len(asked.rows) > limits.max_waiting_rows
+            or places.waiting_rows_of(asked.job.client) + len(asked.rows) > limits.waiting_rows_per_client,
+            ErrorKind.SESSION_BUSY: turn is not None and not turn.wait,
+            ErrorKind.SESSION_NOT_FOUND: branches,
+            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "disk", "thread"),
+            ErrorKind.DRAINING: world.faults.since(asked.at, "restart"),
+        }
+        demand(fine.get(error.kind, False), f"{asked.job.job_id} was refused: {error}")
+        if error.kind is ErrorKind.SESSION_NOT_FOUND:
+            assert turn is not None and turn.branch_from is not None
+            known = SessionKey(turn.session_id, turn.branch_from) in world.ledger.by_key
+            demand(not known, f"{asked.job.job_id}: a dialogue that exists is not found")
+
+    def _receive(self, asked: Asked, events: JobEvents) -> None:
+        name = asked.job.job_id
+        demand(not asked.done, f"{name}: news after its end")
+        demand(asked.admitted, f"{name}: news before it was admitted")
+        for delta in events.deltas:
+            self._take(asked, delta)
+        if events.error is not None:
+            self.tell(f"{name} failed: {events.error}")
+            self._explain(asked, asked.rows[0][0], events.error)
+            for row, (request, i) in enumerate(asked.rows):
+                if row not in asked.finishes:
+                    self._check_part(asked, row, request, i)
+        if events.done:
+            asked.done = True
+            demand(events.error or len(asked.finishes) == len(asked.rows), f"{name} is done without all its rows")
+            del self.open_jobs[name]
+
+    def _take(self, asked: Asked, delta: Delta) -> None:
+        row = delta.row
+        demand(row not in asked.finishes, f"{asked.job.job_id} row {row}: news after its finish")
+        asked.texts[row] = asked.texts.get(row, b"") + delta.text
+        asked.tokens[row] = asked.tokens.get(row, 0) + delta.num_tokens
+        if delta.finish is not None:
+            asked.finishes[row] = delta.finish
+            self._check_finish(asked, row, delta.finish)
+
+    # Checking ------------------------------------------------------------------------------------------------
+
+    def check_step(self) -> None:
+        """Nothing waits beyond its time."""
+        now = self._world.tasks.now
+        for asked in self.open_jobs.values():
+            if asked.job.timeout_s is not None and asked.admitted:
+                late = now - asked.at - asked.job.timeout_s > 0.2
+                closing = asked.rows[0][0].session is not None
+                demand(not late or closing, f"{asked.job.job_id} is past its time")
+
+    def _answer(self, asked: Asked, row: int, request: GenerateRequest, i: int) -> Answer | None:
+        """What an uninterrupted row would say; None: it never began, so nothing is known of what came before."""
+        if request.session is None:
+            return predict(request.prompt, request, i)
+        sequence = asked.sequences[row]
+        turn = self._world.ledger.turns.get(sequence)
+        if turn is not None:
+            return turn.answer
+        before = self._world.before.get(sequence)
+        if before is None:
+            return None
+        return predict(before + (request.session.resume_prompt if before else request.prompt), request)
+
+    def _check_finish(self, asked: Asked, row: int, finish: Finish) -> None:
+        request, i = asked.rows[row]
+        name = f"{asked.job.job_id} row {row}"
+        self.counts["rows"] += 1
+        self.tell(f"{name}: {finish.reason} {asked.texts[row]!r} {finish.error.message if finish.error else ''}")
+        demand(asked.tokens[row] == finish.completion_tokens, f"{name}: {asked.tokens[row]} tokens were told")
+        self._check_part(asked, row, request, i)
+        if finish.reason is FinishReason.TIMEOUT:
+            limit = asked.job.timeout_s
+            demand(limit is not None and self._world.tasks.now >= asked.at + limit, f"{name}: timed out too early")
+        elif finish.reason is FinishReason.CANCELLED:
+            demand(asked.cancelled, f"{name}: nobody has cancelled it")
+        elif finish.reason is FinishReason.ERROR:
+            self.counts["errors"] += 1
+            assert finish.error is not None
+            self._explain(asked, request, finish.error)
+        else:
+            self._check_whole(asked, row, request, i, finish)
+        turn = self._world.ledger.turns.get(asked.sequences[row]) if request.session is not None else None
+        if turn is not None and finish.reason is FinishReason.TIMEOUT:
+            demand(not turn.told or not turn.kept, f"{name}: a turn that was kept is told as timed out")
+
+    def _check_part(self, asked: Asked, row: int, request: GenerateRequest, i: int) -> None:
+        answer = self._answer(asked, row, request, i)
+        text = asked.texts.get(row, b"")
+        right = not text if answer is None else answer.raw.startswith(text)
+        demand(right, f"{asked.job.job_id} row {row}: {text!r} is no beginning of {answer}")
+
+    def _check_whole(self, asked: Asked, row: int, request: GenerateRequest, i: int, finish: Finish) -> None:
+        answer, name = self._answer(asked, row, request, i), f"{asked.job.job_id} row {row}"
+        assert answer is not None
+        said = (finish.reason, asked.texts[row], finish.completion_tokens)
+        wanted = (answer.reason, answer.text, len(answer.drawn))
+        demand(said == wanted, f"{name}: {said}, not {wanted}")
+        if request.session is None:
+            demand(finish.prompt_tokens == len(request.prompt), f"{name}: {finish.prompt_tokens} prompt tokens")
+            return
+        self.counts["turns"] += 1
+        turn = self._world.ledger.turns[asked.sequences[row]]
+        demand(turn.told and turn.kept, f"{name}: a turn was acknowledged that is not kept")
+        prompt = request.session.resume_prompt if turn.before else request.prompt
+        told = (finish.prompt_tokens, finish.cached_tokens)
+        demand(told == (len(turn.before) + len(prompt), len(turn.before)), f"{name}: {told} prompt and cached tokens")
+        if request.session.branch_from is not None:
+            demand(finish.dialogue_idx == turn.session.key.dialogue, f"{name}: dialogue {finish.dialogue_idx}")
+
+    def _explain(self, asked: Asked, request: GenerateRequest, error: ErrorInfo) -> None:
+        """Every error has a reason that the world knows."""
+        faults, turn = self._world.faults, request.session
+        fine = {
+            ErrorKind.INTERNAL: faults.since(asked.at, "step", "memory", "restart")
+            or (turn is not None and faults.since(asked.at - RETRY_S, "disk", "thread", "read")),
+            ErrorKind.OVERLOADED: faults.since(asked.at, "memory"),
+            ErrorKind.SESSION_NOT_FOUND: turn is not None and self._deleted_since(asked.at, turn.session_id),
+            ErrorKind.SESSION_UNUSABLE: turn is not None and faults.since(0.0, "read", "thread", "disk"),
+            ErrorKind.DRAINING: faults.since(asked.at, "restart"),
+        }
+        demand(fine.get(error.kind, False), f"{asked.job.job_id} failed without a reason: {error}")
+
+    def _deleted_since(self, at: float, name: str) -> bool:
+        return any(
+            when >= at - 1.0 and (name.startswith(doomed) if prefix else name == doomed)
+            for when, doomed, prefix in self._deletes
+        )
+
+    def lost(self) -> None:
+        """The engine was killed: nothing more comes of what was asked."""
+        self.tell("killed")
+        self.open_jobs.clear()
+        self.open_calls.clear()
+
+
+def _damage(content: bytes, draw: random.Random) -> bytes:
+    """A file that is not what it was."""
+    kind = draw.randrange(4)
+    if kind == 0:
+        return content[: draw.randrange(len(content))]
+    if kind == 1:
+        at = draw.randrange(len(content))
+        return content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :]
+    number = str(draw.choice((10**30, -1, 1 << 63, 1 << 40))).encode()
+    start = content.index(b'"num_tokens":"') + len(b'"num_tokens":"')
+    end = content.index(b'"', start)
+    return _with_header(content, content[:start] + number + content[end:])
+
+
+def _with_header(old: bytes, new: bytes) -> bytes:
+    """The length of the header follows its content."""
+    length = int.from_bytes(old[:8], "little") + len(new) - len(old)
+    return length.to_bytes(8, "little") + new[8:]

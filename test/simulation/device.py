@@ -1,0 +1,213 @@
+"""A device whose states can be checked: each is a number that depends on every token read, in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import PENDING
+from rwkv_batch.request import GenerateRequest, TokenLogprob
+from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
+from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from test.simulation.violation import demand
+
+TOKENIZER = Tokenizer()
+_PRIME = (1 << 127) - 1
+_FACTOR = 0x5851F42D4C957F2D14057B7EF767814F
+_TEXTS = [b"a", b"b", b"ab", b"ba", b" a", b"\n", b"\n\n", b"aa", b"\xc3", b"\xa9", "é".encode(), b"stop", b" b"]
+ALPHABET = [TOKENIZER.byte_table.index(text) for text in _TEXTS if text in TOKENIZER.byte_table]
+"""What the model draws from: few tokens that join in many ways, so that stops begin and fail often."""
+
+
+def fold(state: int, tokens: Iterable[int]) -> int:
+    """The state after some more tokens."""
+    for token in tokens:
+        state = (state * _FACTOR + token + 1) % _PRIME
+    return state
+
+
+def draw_token(state: int, seed: int, step: int, ignore_eos: bool) -> int:
+    """What a row draws in a state at its draw number `step`: a function of these alone."""
+    number = hash((state, seed, step)) & 0xFFFFFFFF
+    if number % 31 == 0 and not ignore_eos:
+        return END_OF_TEXT
+    return ALPHABET[(number >> 8) % len(ALPHABET)]
+
+
+def bans_end(request: GenerateRequest) -> bool:
+    """Whether the end token cannot be drawn: what `ignore_eos` becomes for a sampler."""
+    return request.sampling.logit_bias.get(END_OF_TEXT, 0.0) == float("-inf")
+
+
+@dataclass
+class Host:
+    """A state in host memory."""
+
+    data: dict[str, bytes]
+
+    def parts(self) -> dict[str, memoryview]:
+        """Name -> bytes."""
+        return {name: memoryview(data) for name, data in self.data.items()}
+
+
+@dataclass
+class Copy:
+    """A copy that is done after so many looks, and acts at the last moment allowed."""
+
+    host: Host
+    looks: int
+    finish: Callable[[], None] | None = None
+
+    def is_done(self) -> bool:
+        """Whether it is, after one more look."""
+        self.looks -= 1
+        if self.looks < 0:
+            self.wait()
+        return self.looks < 0
+
+    def wait(self) -> None:
+        """Do it now."""
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+
+
+class Device:
+    """Implements `state_pool.arena.Arena`: slots of 16 bytes."""
+
+    state_bytes = 16
+    vocab = VOCAB_SIZE
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {"a.wkv": ("int32", (3,)), "a.shift": ("int32", (1,))}  # noqa: RUF012
+    fingerprint = "model-a"
+
+    def __init__(self, num_slots: int, delays: list[int], draw: random.Random) -> None:
+        self.num_slots = num_slots
+        self.memory = [(1 << 126) + slot for slot in range(num_slots)]
+        """what is in no state that was ever computed"""
+        self.memory[ZERO_SLOT] = 0
+        self._delays = delays
+        self._draw = draw
+
+    def _looks(self) -> int:
+        return self._draw.choice(self._delays)
+
+    def save(self, slot: int) -> Copy:
+        """Copy out; reads the slot only at the end, so that writing to it meanwhile shows."""
+        host = Host({})
+
+        def finish() -> None:
+            data = self.memory[slot].to_bytes(16, "little")
+            host.data = {"a.wkv": data[:12], "a.shift": data[12:]}
+
+        return Copy(host, self._looks(), finish)
+
+    def load(self, slot: int, host: Host) -> Copy:
+        """Copy in; at once, since the device orders later reads after it."""
+        self.memory[slot] = int.from_bytes(host.data["a.wkv"] + host.data["a.shift"], "little")
+        return Copy(host, self._looks())
+
+    def host_state(self, parts: dict[str, bytes]) -> Host:
+        """From stored bytes."""
+        if {name: len(data) for name, data in parts.items()} != {"a.wkv": 12, "a.shift": 4}:
+            raise ValueError(f"parts of {[len(data) for data in parts.values()]} bytes")
+        return Host({name: bytes(data) for name, data in parts.items()})
+
+
+@dataclass
+class Step:
+    """A step on its way."""
+
+    rows: list[ScheduledRow]
+    tokens: list[int]
+    started: float = 0.0
+    launched: float = 0.0
+
+
+@dataclass
+class Runner:
+    """What the engine asks of its `ModelRunner`, over such a device."""
+
+    limits: Limits
+    device: Device
+    pool: Any
+    overlaps: bool
+    splits: bool
+    """whether rows that decode are a part of their own, as with graphs"""
+    before_launch: Callable[[list[ScheduledRow]], None]
+    """may raise what a device raises"""
+    before_read: Callable[[Step], None]
+    tokenizer: Tokenizer = TOKENIZER
+    vocab: int = VOCAB_SIZE
+    _seats: dict[int, list[Any]] = field(default_factory=dict)
+    """seat -> [seed, draws, end banned, token drawn last]"""
+
+    @property
+    def steps_in_flight(self) -> int:
+        """See `ModelRunner.steps_in_flight`."""
+        return self.limits.groups + self.overlaps
+
+    def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
+        """See `ModelRunner.parts`."""
+        if not self.splits:
+            return [rows] if rows else []
+        decode = [row for row in rows if row.sequence.last_is_drawn]
+        return [part for part in ([row for row in rows if row not in decode], decode) if part]
+
+    def launch(self, rows: list[ScheduledRow]) -> Step:
+        """Compute a step: all rows read, then all write."""
+        self.before_launch(rows)
+        states = [fold(self.device.memory[row.sequence.read_slot], self._tokens_of(row)) for row in rows]
+        self._check_slots(rows)
+        for row, state in zip(rows, states, strict=True):
+            self.device.memory[row.sequence.write_slot] = state
+        drawn = [self._draw(row, state) for row, state in zip(rows, states, strict=True) if row.draws]
+        return Step(rows, drawn)
+
+    def _tokens_of(self, row: ScheduledRow) -> list[int]:
+        sequence = row.sequence
+        tokens = sequence.token_ids[sequence.num_computed_tokens :][: row.num_tokens]
+        if sequence.is_ahead:
+            tokens = [self._seats[sequence.seat][3]]
+        if len(tokens) != row.num_tokens or not tokens or not 0 <= min(tokens) <= max(tokens) < self.vocab:
+            raise IndexError(f"token ids {tokens} of {row.num_tokens}")
+        return tokens
+
+    def _check_slots(self, rows: list[ScheduledRow]) -> None:
+        writes = [row.sequence.write_slot for row in rows]
+        demand(len(set(writes)) == len(writes), f"two rows of a step write to one slot: {writes}")
+        for row in rows:
+            target = row.sequence.write_slot
+            demand(target not in (ZERO_SLOT, DUMMY_SLOT, -1), f"a row writes to slot {target}")
+            others = [other.sequence.read_slot for other in rows if other is not row]
+            demand(target not in others, f"slot {target} is read and written by two rows of a step")
+
+    def _draw(self, row: ScheduledRow, state: int) -> int:
+        sequence = row.sequence
+        if len(sequence.token_ids) == sequence.prompt_end:
+            self._seats[sequence.seat] = [sequence.request.sampling.seed, 0, bans_end(sequence.request), PENDING]
+        seat = self._seats[sequence.seat]
+        seat[3] = draw_token(state, seat[0], seat[1], seat[2])
+        seat[1] += 1
+        return int(seat[3])
+
+    def read(self, step: Step) -> list[tuple[int, TokenLogprob | None]]:
+        """The tokens that a step has drawn."""
+        self.before_read(step)
+        return [(token, None) for token in step.tokens]
+
+    def is_lost(self) -> bool:
+        """Never."""
+        return False
+
+    @staticmethod
+    def is_out_of_memory(error: Exception) -> bool:
+        """Whether a step failed for want of memory."""
+        return isinstance(error, MemoryError)
+
+    def status(self) -> dict[str, Any]:
+        """A part of what the real one tells."""
+        return {"pool": self.pool.stats()}

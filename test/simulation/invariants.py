@@ -1,0 +1,157 @@
+"""What must hold of the engine's bookkeeping after every step, counted afresh from its parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rwkv_batch.core.sequence import NO_SEAT, NO_SLOT, Phase, Sequence
+from rwkv_batch.engine import Engine
+from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
+from state_pool.pool import StatePool
+from test.simulation.violation import demand
+
+
+def check_step(engine: Engine) -> None:
+    """Everything below; raises Violation."""
+    pool: Any = engine.machine.pool
+    _check_scheduler(engine)
+    _check_jobs(engine)
+    _check_slots(engine, pool)
+    _check_prefixes(pool)
+    _check_tiers(pool)
+
+
+def _rows(engine: Engine) -> list[Sequence]:
+    """Rows that hold slots: those in the steps, and those that gave way."""
+    scheduler: Any = engine.scheduler
+    return list(dict.fromkeys([*scheduler._running, *_paused(engine)]))
+
+
+def _clients(engine: Engine) -> list[Any]:
+    places: Any = engine.scheduler.places
+    return [rows for queue in (places.interactive, places.batch) for rows in queue._clients.values()]
+
+
+def _paused(engine: Engine) -> list[Sequence]:
+    return [row for rows in _clients(engine) for row in rows.paused]
+
+
+def _check_scheduler(engine: Engine) -> None:
+    scheduler: Any = engine.scheduler
+    places, limits = scheduler.places, scheduler.limits
+    rows = _rows(engine)
+    seats = [row.seat for row in rows if row.seat != NO_SEAT] + list(places.free_seats)
+    demand(sorted(seats) == list(range(limits.num_seats)), f"seats {sorted(seats)}")
+    demand(all(row.phase in (Phase.RUNNING, Phase.CLOSING) for row in rows), "a running row has ended")
+    demand(not set(_paused(engine)) & set(scheduler._running), "a row that gave way is in the steps")
+    placed = [row for client in _clients(engine) for row in client.running]
+    demand(set(placed) <= set(scheduler._running) and len(set(placed)) == len(placed), "a place without a row")
+    demand(all(row in placed for row in scheduler._running if row.phase is Phase.RUNNING), "a row without a place")
+    demand(len(placed) <= limits.max_running, f"{len(placed)} rows have a place")
+    demand(places.paused_rows == len(_paused(engine)) <= limits.max_paused, f"{places.paused_rows} rows gave way")
+    _check_waiting(engine, placed)
+
+
+def _check_waiting(engine: Engine, placed: list[Sequence]) -> None:
+    places: Any = engine.scheduler.places
+    jobs = list(engine.jobs._jobs.values())
+    waiting = [row for job in jobs for row in job.waiting]
+    demand(places.waiting_rows == len(waiting), f"{places.waiting_rows} rows are counted, {len(waiting)} wait")
+    demand(len(set(waiting)) == len(waiting), "a row waits twice")
+    demand(all(row.phase is Phase.WAITING for row in waiting), "a waiting row has begun or ended")
+    listed = [job for client in _clients(engine) for job in client.jobs]
+    demand(len(set(listed)) == len(listed), "a job waits twice")
+    demand(
+        set(listed) == {job for job in jobs if job.waiting},
+        "a job with waiting rows is not in the line, or one without",
+    )
+    demand({*places.interactive.forked, *places.batch.forked} <= set(waiting), "a forked row waits nowhere")
+    for job in jobs:
+        seated = sum(row.job is job for row in placed)
+        demand(job.seated == seated, f"{job.job.job_id} is counted with {job.seated} places and has {seated}")
+
+
+def _check_jobs(engine: Engine) -> None:
+    for job in engine.jobs._jobs.values():
+        live = sum(row.stands_for for row in job.live)
+        demand(live == job.unfinished > 0, f"{job.job.job_id}: {live} rows live, {job.unfinished} unfinished")
+        demand(not job.deltas, f"{job.job.job_id}: deltas were not delivered")
+
+
+def _check_slots(engine: Engine, pool: Any) -> None:
+    """Each slot has one owner; each holder is somebody we know."""
+    tiers = pool._tiers
+    running = _rows(engine)
+    owners: Counter[int] = Counter()
+    for row in running:
+        owners.update(slot for slot in (row.slot, row.spare_slot) if slot != NO_SLOT)
+        if row.rollback_state is not None:
+            owners[row.rollback_state.slot] += 1
+    sessions = {*pool._index, *pool._index.l1}
+    owners.update(session.slot for session in sessions if session.slot not in (None, ZERO_SLOT))
+    pending = [session.pending for session in sessions if session.pending is not None]
+    owners.update(turn.slot for turn in pending if turn.slot is not None)
+    owners.update(pool._prefix.slots)
+    twice = {slot: count for slot, count in owners.items() if count > 1 or slot < FIRST_FREE_SLOT}
+    demand(not twice, f"slots with more than one owner, or that nobody may own: {twice}")
+    expected = owners + Counter(tiers._pins) + Counter(transfer.slot for transfer in tiers._transfers)
+    shared = Counter(base.slot for base in {row.shared for row in [*running, *_forked(engine)]} if base is not None)
+    held = tiers.slots.held()
+    for slot in {*held, *expected}:
+        least, most = expected[slot], expected[slot] + shared[slot] + _unsettled(pool)
+        demand(
+            least <= held.get(slot, 0) <= most, f"slot {slot} is held {held.get(slot, 0)} times, not {least}..{most}"
+        )
+    free = sorted(tiers.slots._free)
+    demand(free == [s for s in range(FIRST_FREE_SLOT, len(tiers.slots._holders)) if s not in held], f"free {free}")
+
+
+def _unsettled(pool: Any) -> int:
+    """Slots that a turn of a session nobody finds any more may still hold until it is told."""
+    return 1 if pool.pending else 0
+
+
+def _forked(engine: Engine) -> list[Sequence]:
+    places: Any = engine.scheduler.places
+    return [*places.interactive.forked, *places.batch.forked]
+
+
+def _check_prefixes(pool: Any) -> None:
+    cache = pool._prefix
+    filed = [entry for bucket in cache._buckets.values() for entry in bucket]
+    listed = [*cache._l1, *cache._l2]
+    demand(len(set(filed)) == len(filed) == len(listed), f"{len(filed)} prefixes can be found, {len(listed)} are kept")
+    demand(set(filed) == set(listed), "a prefix is kept that cannot be found")
+    for entry in filed:
+        wanted = (entry in cache._l1, entry in cache._l2)
+        demand((entry.slot is not None, entry.host is not None) == wanted, "a prefix is on the wrong tier")
+    keys = [entry.ids for entry in filed]
+    demand(len(set(keys)) == len(keys), "a prefix is cached twice")
+
+
+def _check_tiers(pool: Any) -> None:
+    index = pool._index
+    for session in index:
+        found = [session in index.l1, session in index.l2]
+        demand(
+            found == [session.slot is not None, session.host is not None] and not all(found),
+            f"{session.key} is on the wrong tier",
+        )
+    demand(all(s in set(index) for s in [*index.l1, *index.l2]), "a session that was forgotten is on a tier")
+    existing = sum(session.exists for session in index)
+    demand(index.num_existing == existing, f"{index.num_existing} sessions are counted, {existing} exist")
+    config = pool.config
+    most = config.l2_sessions + config.transfer_states
+    demand(pool._store is None or len(index.l2) <= most + 1, f"{len(index.l2)} sessions in host memory, limit {most}")
+
+
+def check_rest(engine: Engine, pool: StatePool) -> None:
+    """What must hold when nothing runs and nothing is under way."""
+    faults = pool.check_integrity() + engine.jobs.check_integrity()
+    demand(not faults, f"at rest: {faults}")
+    demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")
+    pins: Any = pool._tiers._pins
+    demand(not pins, f"pinned at rest: {pins}")
+    coming: Any = pool._prefix._coming
+    demand(not coming, "prefixes are awaited that nobody computes")

@@ -1,0 +1,59 @@
+"""What a row must answer, from its history, its prompt and its seed alone; written without the engine's output code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rwkv_batch.request import FinishReason, GenerateRequest
+from rwkv_batch.tokenizer import END_OF_TEXT
+from test.simulation.device import TOKENIZER, draw_token, fold
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The whole answer of a row that nobody interrupts."""
+
+    reason: FinishReason
+    drawn: list[int]
+    raw: bytes
+    """text of all that was drawn"""
+    text: bytes
+    """the same up to the stop"""
+    kept: list[int]
+    """token ids that a session's history keeps of it"""
+
+
+def predict(before: list[int], request: GenerateRequest, continuation: int = 0) -> Answer:
+    """The answer after the tokens `before` (history and prompt)."""
+    stop_ids = set(request.stop_ids) - {END_OF_TEXT} | (set() if request.ignore_eos else {END_OF_TEXT})
+    stops = list(request.stop_strings)
+    for token in stop_ids:
+        text = TOKENIZER.byte_table[token]
+        if len(text) > 1 and set(text) == set(b"\n"):
+            stops.append(text)  # a blank line is one wherever it comes from
+    seed = (request.sampling.seed + continuation) % (1 << 64)
+    state, drawn, whole = fold(0, before), [], b""
+    while True:
+        token = draw_token(state, seed, len(drawn), request.ignore_eos)
+        drawn.append(token)
+        if token in stop_ids:
+            return Answer(FinishReason.STOP, drawn, whole, whole, drawn[:-1])
+        whole += TOKENIZER.byte_table[token]
+        ends = [at for stop in stops if (at := whole.find(stop)) >= 0]
+        if ends:
+            return Answer(FinishReason.STOP, drawn, whole, whole[: min(ends)], _tokens_until(drawn, min(ends)))
+        if len(drawn) >= request.max_tokens:
+            return Answer(FinishReason.LENGTH, drawn, whole, whole, drawn)
+        state = fold(state, [token])
+
+
+def _tokens_until(drawn: list[int], end: int) -> list[int]:
+    """Whole tokens of the first `end` bytes, and what is cut tokenised anew."""
+    kept: list[int] = []
+    for token in drawn:
+        text = TOKENIZER.byte_table[token]
+        if len(text) > end:
+            return kept + (TOKENIZER.encode_bytes(text[:end]) if end else [])
+        kept.append(token)
+        end -= len(text)
+    return kept

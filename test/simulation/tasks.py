@@ -1,0 +1,368 @@
+"""The product's threads as tasks on one thread, and its clock: who goes on when is drawn from a seed.
+
+The main task is the engine's thread. The others (writer, reader, …) are greenlets: they run when the main task
+lets them, or waits for them, and stop at every lock, queue, crash point and SQL statement.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import greenlet
+
+EPOCH = 1_700_000_000.0
+"""`time.time()` at the start of every world."""
+
+
+class Stuck(Exception):  # noqa: N818 - names what happened
+    """The main task waits for something that no task will ever do."""
+
+
+class Task:
+    """A thread that was started."""
+
+    def __init__(self, tasks: Tasks, name: str, run: Callable[[], Any]) -> None:
+        self.name = name
+        self.ended = False
+        self.ready: Callable[[], bool] = lambda: True
+        self.deadline: float | None = None
+        self._tasks = tasks
+        self._run = run
+        self.greenlet = greenlet.greenlet(self._body, parent=tasks.main)
+
+    def _body(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self._tasks.died.append((self.name, error))
+        finally:
+            self.ended = True
+
+
+class Tasks:
+    """All tasks of a world, and its clock."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.main = greenlet.getcurrent()
+        self.now = 0.0
+        self.died: list[tuple[str, Exception]] = []
+        """threads that ended with an exception nobody caught"""
+        self._draw = draw
+        self._tasks: list[Task] = []
+        self._current: Task | None = None
+        self._killing = False
+
+    def start(self, name: str, run: Callable[[], Any]) -> Task:
+        """A new task; it runs later."""
+        task = Task(self, name, run)
+        self._tasks.append(task)
+        return task
+
+    def kill(self) -> None:
+        """End every task where it stands."""
+        self._killing = True
+        for task in self._tasks:
+            task.greenlet.throw(greenlet.GreenletExit)
+        self._tasks.clear()
+        self._killing = False
+
+    def pause(self) -> None:
+        """Let the main task go on, if another one runs; a point at which everything may change."""
+        if self._current is not None and not self._killing:
+            self.main.switch()
+
+    def run_one(self) -> bool:
+        """From the main task: let one task go on until it stops again; False when none can."""
+        able = [task for task in self._tasks if task.ready() or self._is_late(task)]
+        if not able:
+            return False
+        task = able[self._draw.randrange(len(able))] if len(able) > 1 else able[0]
+        self._current = task
+        try:
+            task.greenlet.switch()
+        finally:
+            self._current = None
+        if task.ended:
+            self._tasks.remove(task)
+        return True
+
+    def run(self, most: int) -> None:
+        """Let tasks go on so many times, as far as they can."""
+        for _ in range(most):
+            if not self.run_one():
+                return
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Stop until `ready`, or for `timeout` seconds of the world; returns whether it is."""
+        deadline = None if timeout is None else self.now + timeout
+        if self._current is None:
+            return self._wait_in_main(ready, deadline)
+        if self._killing:
+            return True
+        task = self._current
+        task.ready, task.deadline = ready, deadline
+        while not ready() and not self._is_late(task):
+            self.main.switch()
+        task.ready, task.deadline = (lambda: True), None
+        return ready()
+
+    def _wait_in_main(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+        while not ready():
+            if deadline is not None and self.now >= deadline:
+                return False
+            if self.run_one():
+                continue
+            ends = [end for end in (deadline, *(task.deadline for task in self._tasks)) if end is not None]
+            if not ends:
+                raise Stuck("the engine's thread waits and no other thread can go on")
+            self.now = max(self.now, min(ends))
+        return True
+
+    def _is_late(self, task: Task) -> bool:
+        return task.deadline is not None and self.now >= task.deadline
+
+
+class StandIn:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class Primitives:
+    """What `threading`, `queue`, `time` and `concurrent.futures` give, by tasks."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        class Lock(_Lock):
+            hub = tasks
+
+        class Condition(_Condition):
+            hub = tasks
+
+        class Semaphore(_Semaphore):
+            hub = tasks
+
+        class Event(_Event):
+            hub = tasks
+
+        class SimpleQueue(_SimpleQueue):
+            hub = tasks
+
+        class Thread(_Thread):
+            hub = tasks
+
+        class Executor(_Executor):
+            hub = tasks
+
+        self.threading = {
+            "Lock": Lock,
+            "RLock": Lock,
+            "Condition": Condition,
+            "Semaphore": Semaphore,
+            "Event": Event,
+            "Thread": Thread,
+        }
+        self.queue = {"SimpleQueue": SimpleQueue, "Queue": SimpleQueue}
+        self.time = {
+            "monotonic": lambda: tasks.now,
+            "perf_counter": lambda: tasks.now,
+            "time": lambda: EPOCH + tasks.now,
+            "sleep": lambda seconds: tasks.wait(lambda: False, seconds),
+        }
+        self.executor = Executor
+
+
+class _Lock:
+    """Also a reentrant one."""
+
+    hub: Tasks
+
+    def __init__(self) -> None:
+        self._holder: Any = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = greenlet.getcurrent()
+        if self._holder is not me:
+            self.hub.pause()
+            if not self.hub.wait(lambda: self._holder is None, None if blocking and timeout < 0 else max(0.0, timeout)):
+                return False
+        self._holder = me
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._holder = None
+
+    def locked(self) -> bool:
+        return self._holder is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class _Condition(_Lock):
+    def __init__(self, lock: Any = None) -> None:
+        super().__init__()
+        self._waiting: deque[list[bool]] = deque()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        told = [False]
+        self._waiting.append(told)
+        depth, self._depth, self._holder = self._depth, 0, None
+        self.hub.wait(lambda: told[0], timeout)
+        self.hub.wait(lambda: self._holder is None)
+        self._holder, self._depth = greenlet.getcurrent(), depth
+        return told[0]
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        end = None if timeout is None else self.hub.now + timeout
+        while not predicate() and (end is None or self.hub.now < end):
+            self.wait(None if end is None else end - self.hub.now)
+        return predicate()
+
+    def notify(self, n: int = 1) -> None:
+        for _ in range(min(n, len(self._waiting))):
+            self._waiting.popleft()[0] = True
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class _Semaphore:
+    hub: Tasks
+
+    def __init__(self, value: int = 1) -> None:
+        self._value = value
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        if not self.hub.wait(lambda: self._value > 0, timeout if blocking else 0.0):
+            return False
+        self._value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._value += n
+
+
+class _Event:
+    hub: Tasks
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def clear(self) -> None:
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.hub.wait(lambda: self._set, timeout)
+
+
+class _SimpleQueue:
+    hub: Tasks
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        import queue
+
+        if not self.hub.wait(lambda: bool(self._items), timeout if block else 0.0):
+            raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+
+class _Thread:
+    hub: Tasks
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., Any] = lambda: None,
+        name: str = "thread",
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self.name = name
+        self.ident: int | None = None
+        self._run = lambda: target(*args, **(kwargs or {}))
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        self._task = self.hub.start(self.name, self._run)
+        self.ident = id(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        if (task := self._task) is not None:
+            self.hub.wait(lambda: task.ended, timeout)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.ended
+
+
+class _Executor:
+    """One worker, whatever the size."""
+
+    hub: Tasks
+
+    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "executor") -> None:
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self.hub.start(thread_name_prefix, self._run)
+
+    def _run(self) -> None:
+        while True:
+            self.hub.wait(lambda: bool(self._jobs) or self._closed)
+            if not self._jobs:
+                return
+            self._jobs.popleft()()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._jobs.append(run)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self._jobs.clear()
+        self._closed = True

@@ -1,0 +1,404 @@
+"""One world: the engine and its pool over a fake device, clients, faults, restarts; everything from one seed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import shutil
+import sqlite3
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from types import ModuleType
+from typing import Any
+
+import state_pool.codec
+import state_pool.crash_points
+import state_pool.disk.store
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.job_table import JobTable
+from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.scheduler import Scheduler
+from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.state_manager import StateManager
+from rwkv_batch.engine import Engine
+from state_pool.arena import FIRST_FREE_SLOT
+from state_pool.config import PoolConfig
+from state_pool.errors import PoolLost
+from state_pool.pool import StatePool
+from state_pool.session_file import SessionFile
+from state_pool.sessions import LeaseState, SessionKey
+from test.simulation.clients import Clients
+from test.simulation.device import TOKENIZER, Device, Runner, fold
+from test.simulation.faults import Faults, Settings, connection_class
+from test.simulation.invariants import check_rest, check_step
+from test.simulation.ledger import Gone, Ledger
+from test.simulation.tasks import Primitives, StandIn, Tasks
+from test.simulation.violation import Violation, demand
+
+STEPS = 140
+DRAIN_STEPS = 4000
+CHUNK_BYTES = 8
+"""States are written in pieces of so many bytes, so that there are several."""
+
+
+class WatchedKeeper(StateManager):
+    """The engine's own, each of whose promises is checked against the ledger."""
+
+    def __init__(self, world: World, pool: StatePool, overlap: bool) -> None:
+        super().__init__(pool, TOKENIZER, overlap)
+        self._world = world
+
+    def prepare(self, sequence: Sequence) -> None:
+        """What a row starts from is its whole history, or a true beginning of its prompt."""
+        super().prepare(sequence)
+        lease, memory = sequence.lease, self._world.device.memory
+        if lease is not None:
+            history = self._world.ledger.history(lease.source)
+            self._world.before[sequence] = history
+            demand(lease.exists == bool(history), f"{lease.session.key}: {lease.num_tokens} tokens, not {len(history)}")
+            state = fold(memory[lease.read_slot], lease.replay)
+            demand(state == fold(0, history), f"{lease.session.key} does not hold its history")
+        elif sequence.num_computed_tokens:
+            begun = sequence.token_ids[: sequence.num_computed_tokens]
+            demand(memory[sequence.read_slot] == fold(0, begun), "a cached prefix holds something else")
+
+    def record_turn(self, sequence: Sequence, acknowledge: Any) -> None:
+        """What is recorded is what should be answered."""
+        world, ledger = self._world, self._world.ledger
+        world.recording = sequence
+
+        def told(error: Any) -> None:
+            ledger.told(ledger.turns[sequence], error)
+            acknowledge(error)
+
+        super().record_turn(sequence, told)
+
+    def check_in(self, sequence: Sequence) -> None:
+        """The state that is parked is the one after the turn."""
+        turn = self._world.ledger.turns[sequence]
+        wanted = fold(0, turn.before + turn.tokens)
+        demand(self._world.device.memory[sequence.slot] == wanted, f"{turn.session.key} parks a wrong state")
+        super().check_in(sequence)
+
+
+class WatchedPool(StatePool):
+    """Tells the ledger of what the engine asks for."""
+
+    world: World
+
+    def record(self, lease: Any, tokens: list[int], on_durable: Any) -> None:
+        """See `StatePool.record`."""
+        sequence = self.world.recording
+        assert sequence is not None
+        self.world.ledger.begin(sequence, tokens)
+        super().record(lease, tokens, on_durable)
+
+    def import_session(self, session_id: str, file: SessionFile, on_durable: Any) -> None:
+        """See `StatePool.import_session`."""
+        ledger, key = self.world.ledger, SessionKey(session_id)
+        state = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
+        state = fold(state, file.replay)
+
+        def durable(error: Exception | None) -> None:
+            if error is None:
+                session = self._index.get(key)
+                assert session is not None
+                ledger.keep(session, ledger.imported(state, file.num_tokens))
+            on_durable(error)
+
+        super().import_session(session_id, file, durable)
+        history = next((history for known, history in ledger.files if known == state), None)
+        if history is not None:  # until it is told, a crash may leave all of it, or its stored state alone
+            ledger.unsure.setdefault(key, []).extend([history, history[: len(history) - len(file.replay)]])
+
+    def delete(self, session_id: str, delete_prefix: bool = False, on_durable: Any = None) -> int:
+        """See `StatePool.delete`."""
+        gone = self.world.deleted(session_id, delete_prefix, list(self._index.matching(session_id, delete_prefix)))
+
+        def durable(error: Exception | None) -> None:
+            if error is None:
+                self.world.ledger.deleted(gone)
+            if on_durable is not None:
+                on_durable(error)
+
+        return super().delete(session_id, delete_prefix, durable)
+
+
+class WatchedEngine(Engine):
+    """The real engine over a world's runner; its thread is never started."""
+
+    def load(self, world: World, runner: Runner) -> None:
+        """In place of loading a model."""
+        self.machine = runner  # type: ignore[assignment]
+        self.keeper = WatchedKeeper(world, runner.pool, runner.overlaps)
+        self.scheduler = Scheduler(runner.limits, self.keeper)
+        self.jobs = JobTable(self.scheduler, self.keeper, TOKENIZER, runner.vocab)
+
+
+class World:
+    """Built, run and checked by `run`."""
+
+    def __init__(self, seed: int, folder: Path, tasks: Tasks, without: frozenset[str] = frozenset()) -> None:
+        self.seed = seed
+        self.draw = random.Random(f"{seed} world")
+        self.settings = Settings.draw(random.Random(f"{seed} settings"), without)
+        self.tasks = tasks
+        self.faults = Faults(self.settings, tasks, random.Random(f"{seed} faults"))
+        self.ledger = Ledger(self.settings.durability == "lazy")
+        self.before: dict[Sequence, list[int]] = {}
+        """histories that rows started from"""
+        self.recording: Sequence | None = None
+        self.connections: list[sqlite3.Connection] = []
+        self.database = folder / "sessions.db"
+        self.clients = Clients(self, random.Random(f"{seed} clients"))
+        self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "restarts": 0}
+        self.steps = 0
+
+    # Life ----------------------------------------------------------------------------------------------------
+
+    def connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
+        """In place of `sqlite3.connect`."""
+        connection = sqlite3.connect(*arguments, factory=connection_class(self.tasks, self.faults), **options)
+        self.connections.append(connection)
+        return connection
+
+    def open(self) -> None:
+        """A new process on the same database."""
+        settings = self.settings
+        pool_config = PoolConfig(
+            l1_sessions=settings.l1_sessions,
+            l2_sessions=settings.l2_sessions,
+            state_db=str(self.database),
+            durability=settings.durability,
+            checkpoint_tokens=settings.checkpoint_tokens,
+            checkpoint_idle_s=settings.checkpoint_idle_s,
+            prefix_cache_slots=settings.prefix_cache_slots,
+            prefix_cache_l2=settings.prefix_cache_l2,
+            retain_tokens=settings.retain_tokens,
+            transfer_states=settings.transfer_states,
+        )
+        limits = Limits(
+            max_running=settings.max_running,
+            max_waiting_rows=settings.max_waiting_rows,
+            prefill_tokens_per_step=settings.prefill_tokens,
+            prefill_chunk=settings.prefill_chunk,
+            prefill_tokens_beside=max(4, settings.prefill_tokens // 2),
+            groups=settings.groups,
+        )
+        parked = settings.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
+        slots = settings.max_running + max(4, settings.max_running // 8) + parked
+        slots += settings.session_slots * settings.max_running
+        self.device = Device(slots, settings.delays, random.Random(f"{self.seed} copies {self.tasks.now}"))
+        self.pool = WatchedPool(self.device, pool_config)
+        self.pool.world = self
+        runner = Runner(
+            limits,
+            self.device,
+            self.pool,
+            settings.overlap,
+            settings.splits,
+            self.faults.before_launch,
+            self.faults.before_read,
+        )
+        self.engine = WatchedEngine(EngineConfig(model_path="", pool=pool_config))
+        self.engine.load(self, runner)
+        for connection in self.connections:
+            connection.is_open = True  # type: ignore[attr-defined]
+
+    def crash(self) -> None:
+        """kill -9 in the middle of whatever the threads do; then a new process."""
+        self.counts["crashes"] += 1
+        self.faults.met("crash")
+        self.tasks.kill()
+        for connection in self.connections:
+            connection.close()
+        self.connections.clear()
+        self.clients.lost()
+        self.open()
+        quiet, self.faults.quiet = self.faults.quiet, True
+        self.ledger.recover(self._existing(), self._state)
+        self.faults.quiet = quiet
+
+    def restart(self, drained: bool = True) -> None:
+        """An orderly end, once all is quiet or in the middle of it; then a new process."""
+        self.counts["restarts"] += 1
+        self.faults.met("restart")
+        self.faults.quiet = True
+        if drained:
+            self.drain()
+        self.engine._draining = self.engine._stopping = True
+        self.engine._serve()  # only its end
+        demand(self.engine._dead is None, f"the engine died at its end: {self.engine._dead}")
+        demand(not self.clients.open_jobs, f"not told of the end: {self.clients.describe()}")
+        self.clients.open_calls.clear()
+        self.tasks.kill()
+        self.connections.clear()
+        self.open()
+        self.ledger.reopen(self._existing())
+        self.faults.quiet = False
+
+    def _existing(self) -> list[Any]:
+        return [session for session in self.pool._index if session.exists]
+
+    # Steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step of the engine, and as much of the other threads as is drawn."""
+        self.counts["steps"] += 1
+        self.faults.step()
+        self.tasks.now += self.draw.choice((0.001, 0.003, 0.02, 0.1))
+        self.engine._drain_inbox()
+        try:
+            worked = self.engine.step()
+        except PoolLost:  # the process ends, and is started again
+            demand(self.faults.since(0.0, "thread"), "a thread of the pool has died")
+            self.crash()
+            return True
+        self.tasks.run(self.draw.choice(self.settings.paces))
+        demand(not self.tasks.died, f"a thread died: {self.tasks.died}")
+        check_step(self.engine)
+        self.clients.check_step()
+        return worked
+
+    def run(self, steps: int) -> None:
+        """Traffic for so many steps, then the end: everything answered, stored and found again."""
+        self.open()
+        for _ in range(steps):
+            self.clients.act()
+            self.step()
+            chance = self.draw.random()
+            if chance < self.settings.crash:
+                self.crash()
+            elif chance > 0.993:
+                self.restart(drained=self.draw.random() < 0.5)
+        self.restart()
+        self.faults.quiet = True
+        self.check_sessions()
+        self.restart()
+
+    def drain(self) -> None:
+        """Until every job has ended and nothing is under way."""
+        for _ in range(DRAIN_STEPS):
+            self.step()
+            self.tasks.run(20)
+            if not self.clients.open_jobs and not self.clients.open_calls and self._is_quiet():
+                check_rest(self.engine, self.pool)
+                return
+        raise Violation(f"never ends: {self.clients.describe()}")
+
+    def _is_quiet(self) -> bool:
+        undeleted: Any = self.pool._turns._undeleted
+        return not self.pool.pending and not self.engine._in_flight and not undeleted
+
+    def check_sessions(self) -> None:
+        """Every session can be had, and holds its history."""
+        for key, history in list(self.ledger.by_key.items()):
+            demand(self._state(key) == fold(0, history), f"{key} does not hold its history at the end")
+
+    def _state(self, key: SessionKey) -> int:
+        """What a next turn would begin from, its replay applied; the session is not changed."""
+        lease = self.pool.checkout(key.session_id, None if key.dialogue < 0 else key.dialogue)
+        for _ in range(DRAIN_STEPS):
+            if lease.state is not LeaseState.WAITING:
+                break
+            self.tasks.now += 0.01
+            self.pool.poll()
+            self.tasks.run(20)
+        demand(lease.state is LeaseState.READY, f"{key}: {lease.state} {lease.error}")
+        state = fold(self.device.memory[lease.read_slot], lease.replay)
+        self.pool.release(lease)
+        return state
+
+    # What the watched parts tell -----------------------------------------------------------------------------
+
+    def deleted(self, session_id: str, prefix: bool, doomed: list[Any]) -> Gone:
+        """A delete is carried out: of everything that its name means."""
+        gone = self.ledger.delete(doomed)
+        left = [key for key in self.ledger.by_key if key.session_id == session_id]
+        left += [key for key in self.ledger.by_key if prefix and key.shown.startswith(session_id)]
+        demand(not left, f"a delete of {session_id!r} leaves {left}")
+        return gone
+
+
+PRODUCT = ("rwkv_batch.engine", "rwkv_batch.core", "state_pool")
+
+
+@contextlib.contextmanager
+def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
+    """The product's modules see tasks in place of threads, a clock of the world and a disk that may fail."""
+    parts = Primitives(tasks)
+    stand_ins = {
+        id(threading): StandIn(threading, **parts.threading),
+        id(time): StandIn(time, **parts.time),
+        id(sqlite3): StandIn(sqlite3, connect=lambda *a, **k: world_of().connect(*a, **k)),
+        id(ThreadPoolExecutor): parts.executor,
+        id(sys.modules["queue"]): StandIn(sys.modules["queue"], **parts.queue),
+        id(SimpleQueue): parts.queue["SimpleQueue"],
+        id(state_pool.crash_points.reach): lambda _point: tasks.pause(),
+        id(getattr(state_pool.disk.store, "ProcessLock", None)): _NoLock,
+    }
+    stand_ins.pop(id(None), None)
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(PRODUCT) or name == "state_pool.crash_points":
+            continue
+        for attribute, value in list(vars(module).items()):
+            if id(value) in stand_ins:
+                replaced.append((module, attribute, value))
+                setattr(module, attribute, stand_ins[id(value)])
+    replaced.append((state_pool.codec, "CHUNK_BYTES", state_pool.codec.CHUNK_BYTES))
+    state_pool.codec.CHUNK_BYTES = CHUNK_BYTES
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        for module, attribute, value in replaced:
+            setattr(module, attribute, value)
+
+
+class _NoLock:
+    """In place of the lock between processes: a world has one."""
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class Found(AssertionError):  # noqa: N818 - names what it is
+    """A world in which something went wrong, with what happened last."""
+
+
+def run(seed: int, steps: int = STEPS, without: frozenset[str] = frozenset()) -> dict[str, int]:
+    """One world from beginning to end; returns counts, raises Found."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="world-", dir=memory if memory.is_dir() else None))
+    tasks = Tasks(random.Random(f"{seed} order"))
+    worlds: list[World] = []
+    try:
+        with cooperative(lambda: worlds[0], tasks):
+            worlds.append(World(seed, folder, tasks, without))
+            try:
+                worlds[0].run(steps)
+            except (Exception, Violation) as error:
+                trace = "\n  ".join(worlds[0].clients.log)
+                told = f"{type(error).__name__}: {error}"
+                at = worlds[0].counts["steps"]
+                raise Found(f"seed {seed}, step {at}: {told}\n{worlds[0].settings}\n  {trace}") from error
+            finally:
+                tasks.kill()
+                for connection in worlds[0].connections:
+                    connection.close()
+        return {**worlds[0].counts, **worlds[0].clients.counts, "digest": worlds[0].clients.digest}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
