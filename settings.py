@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
 from state_pool.config import PoolConfig
@@ -119,6 +120,15 @@ def _database(text: str) -> str:
     return text
 
 
+def _keys_file(text: str) -> str:
+    """The absolute path of a file of keys that can be used."""
+    try:
+        load_keys(text)
+    except KeysError as error:
+        raise SettingsError(str(error)) from None
+    return str(Path(text).absolute())
+
+
 def _networks(text: str) -> tuple[str, ...]:
     """`10.0.0.0/8, ::1`: addresses and networks of proxies."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -185,6 +195,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             "wanted from every client, as a Bearer token percent-encoded if it is not ASCII; visible in the "
             "process list, so better --password-file",
         ),
+        Flag("keys_file", _keys_file, "API keys with a name and limits each, in TOML; read again at SIGHUP"),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
         Flag("max_body_mb", _number(0.001, 1024), "largest request body in MiB"),
         Flag("max_state_mb", _number(0.001, 1000), "largest session file for /state/import in MiB"),
@@ -204,6 +215,13 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("trusted_proxies", _networks, "addresses or networks whose X-Forwarded-For is believed, like 10.0.0.0/8"),
         Flag("engine_wait_s", _number(0, 3600), "seconds that work waits for an engine that loads or is restarted"),
         Flag("stall_timeout_s", _number(0.1, 1e6), "seconds after which a client that reads nothing is cut off"),
+        Flag("default_timeout_s", _number(0, 86400), "timeout_s of requests that give none; 0: no limit"),
+        Flag(
+            "max_timeout_s",
+            _number(0, 86400),
+            "most that a request's timeout_s may be, also what it is where none is given; 0: a day, and none",
+        ),
+        Flag("access_log", _yes_or_no, "log a line for every request"),
         Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),
     EngineConfig: (

@@ -13,6 +13,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     password: str = ""
     """"" = none is wanted."""
+    keys_file: str = ""
+    """API keys and their limits; see routes/api_keys.py."""
     cors_origin: str = "*"
     max_body_mb: float = 32.0
     max_state_mb: float = 128.0
@@ -35,6 +37,12 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long work waits for an engine that is loading or being restarted."""
     stall_timeout_s: float = 30.0
     """A client that reads nothing for so long is cut off."""
+    default_timeout_s: float = 0.0
+    """Of requests that give no `timeout_s`; 0: none."""
+    max_timeout_s: float = 0.0
+    """Most that a request's `timeout_s` may be, and what one without gets; 0: a day, and none."""
+    access_log: bool = True
+    """One line a request."""
     translate_cache: int = 4096
     """Translations each HTTP worker remembers; 0: none."""
     drain_timeout_s: float = 30.0

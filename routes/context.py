@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.readiness import Readiness
 from routes.wakeups import WakeUps
@@ -94,6 +95,7 @@ class Context:
     config: HttpConfig
     gate: Gate
     readiness: Readiness
+    keys: KeyRing = field(default_factory=KeyRing)
     wake_ups: WakeUps = field(default_factory=WakeUps)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))

@@ -61,6 +61,16 @@ INTERACTIVE_ROWS = 8
 """A job of more rows is batch work unless it says otherwise."""
 
 
+class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client that is known by name may use; None: as much as there is."""
+
+    rows: int | None = None
+    """At once."""
+    tokens_per_minute: int | None = None
+    """Of prompts and answers together."""
+    requests_per_minute: int | None = None
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one HTTP request asks of the engine."""
 
@@ -75,6 +85,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     """Who asks: the API key's name or the address. Clients share the seats evenly; "" is a client like any other."""
     priority: Priority = Priority.AUTO
+    limits: ClientLimits | None = None
+    """Of a client that is known by name; held over all HTTP workers by the engine process."""
 
     @property
     def num_rows(self) -> int:
@@ -116,6 +128,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens drawn, the stop token among them."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed because a session state or cached prefix held them."""
+    queue_s: float = 0.0
+    """Seconds from the job's arrival until the row had a seat; 0 if it ended without."""
     error: ErrorInfo | None = None
     session_id: str | None = None
     dialogue_idx: int | None = None

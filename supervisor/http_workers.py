@@ -89,6 +89,12 @@ class HttpWorkers:
         for worker in self.workers:
             worker.child.tell("drain" if worker.socket is not None else "finish")
 
+    def reload(self) -> None:
+        """Read the file of keys again; spares read it when they begin to serve."""
+        for worker in self.workers:
+            if worker.socket is not None:
+                worker.child.tell("reload")
+
     def finish(self) -> None:
         """End when the last answer is out."""
         for worker in self.workers:

@@ -53,6 +53,10 @@ def engine_process(*arguments: Any) -> None:
     run_engine(*arguments)
 
 
+_RELOAD = b"r"
+"""Written into the pipe that wakes the supervisor."""
+
+
 class Supervisor:
     """Runs the service until a signal ends it."""
 
@@ -90,6 +94,8 @@ class Supervisor:
         """Serve; returns the exit code. Raises StartupError if it cannot."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        if self._settings.http.keys_file:
+            signal.signal(signal.SIGHUP, self._on_hangup)
         try:
             while not self._signals:
                 self._look_after()
@@ -106,6 +112,9 @@ class Supervisor:
         self._signals += 1
         os.write(self._wake_write, b"!")
 
+    def _on_hangup(self, number: int, frame: object) -> None:
+        os.write(self._wake_write, _RELOAD)
+
     def _look_after(self) -> None:
         for child in self._singles():
             self._listen_to(child)
@@ -117,7 +126,8 @@ class Supervisor:
         self._workers.look_after()
         waitables = [self._wake_read, *self._workers.waitables]
         waitables += [one for child in self._singles() for one in child.waitables]
-        wait(waitables, timeout=self._next_start_s())
+        if self._wake_read in wait(waitables, timeout=self._next_start_s()) and _RELOAD in os.read(self._wake_read, 64):
+            self._workers.reload()
 
     def _next_start_s(self) -> float | None:
         now = time.monotonic()

@@ -1,8 +1,8 @@
 """An engine without a model, for what a real one cannot show: floods, refusals at will, failures on demand.
 
 A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
-a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "die" kills the
-engine's thread, "hang" stops it for ever.
+a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "fail@n" in its nth
+without a word before, "die" kills the engine's thread, "hang" stops it for ever.
 """
 
 from __future__ import annotations
@@ -117,6 +117,10 @@ class FakeEngine:
             threading.Event().wait()
         if command == b"break" and running.steps == 2:
             self._send(running, [], error=BROKEN)
+            return
+        if command.startswith(b"fail@"):
+            if running.cancelled or running.steps == int(command[5:]):
+                self._send(running, [], error=BROKEN)
             return
         deltas = [self._delta(running, row, request) for row, request in enumerate(running.job.rows)]
         self._send(running, deltas)

@@ -51,17 +51,19 @@ ROOMS = {
     "routes.config": "",
     "routes.wakeups": "",
     "routes.readiness": "",
-    "routes.context": "routes.config routes.wakeups routes.readiness",
+    "routes.api_keys": "",
+    "routes.exchange": "",
+    "routes.context": "routes.api_keys routes.config routes.wakeups routes.readiness",
     "routes.request": "routes.config routes.context",
-    "routes.response": "routes.context routes.wakeups routes.request",
+    "routes.response": "routes.config routes.context routes.exchange routes.wakeups routes.request",
     "routes.route": "routes.context routes.request routes.response",
     "routes": "routes.context routes.request routes.response routes.route routes.openai",
-    "routes.openai": "routes routes.context routes.request routes.response routes.route",
+    "routes.openai": "routes routes.context routes.exchange routes.request routes.response routes.route",
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
-    "routes.serving": "routes routes.config routes.context routes.readiness routes.request routes.response "
-    "routes.route routes.openai routes.docs routes.table",
+    "routes.serving": "routes routes.api_keys routes.config routes.context routes.exchange routes.readiness "
+    "routes.request routes.response routes.route routes.openai routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from routes.exchange import current
 from routes.response.http_status import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
@@ -19,4 +20,5 @@ def openai_error(info: ErrorInfo) -> dict[str, Any]:
     status = HTTP_STATUS[info.kind]
     kind = "server_error" if status >= _SERVER_ERROR else _TYPES.get(status, "invalid_request_error")
     code = _CODES.get(info.kind, info.kind.value)
-    return {"error": {"message": info.message, "type": kind, "param": info.field, "code": code}}
+    error: dict[str, Any] = {"message": info.message, "type": kind, "param": info.field, "code": code}
+    return {"error": error | ({"request_id": current().request_id} if current().request_id else {})}

@@ -10,7 +10,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from routes.config import HttpConfig
 from routes.context import Context
+from routes.exchange import current
+from routes.request.generate_requests import invalid
 from routes.wakeups import Box
 from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.errors import ServiceError
@@ -36,19 +41,28 @@ class EventStream:
         self._stall_timeout_s = context.config.stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._arrived: asyncio.Future[JobEvents] = self._loop.create_future()
+        self._has_begun = False
+        self._exchange = current()
         self._box: Box[JobEvents] = Box()
-        self._last_pull = time.monotonic()
+        self._last_pull: float | None = None
+        """None: nobody writes yet, so nobody stalls"""
         self._ended = threading.Event()
         self._closed = False
 
     def sink(self, events: JobEvents) -> None:
         """Take what a step brought. Runs on the engine client's thread; returns at once."""
+        self._exchange.observe(events)
+        if not self._has_begun:
+            self._has_begun = True
+            self._loop.call_soon_threadsafe(self._arrived.set_result, events)
         self._wake_ups.put(self._box, events)
         if events.done:
             self._ended.set()
             self._loop.call_soon_threadsafe(self._finish)
         elif not self._closed and self._is_stalled():
-            logger.warning("job %s: its client stopped reading; cancelled", self._job_id)
+            fields = {"request_id": self._exchange.request_id}
+            logger.warning("job %s: its client stopped reading; cancelled", self._job_id, extra={"fields": fields})
             self.close()
 
     def pull(self, timeout_s: float) -> list[JobEvents]:
@@ -56,10 +70,14 @@ class EventStream:
         self._last_pull = time.monotonic()
         return self._wake_ups.take(self._box, timeout_s)
 
+    async def wait_begun(self, timeout_s: float) -> JobEvents | None:
+        """The first events, which are pulled all the same; None if there are none within `timeout_s` seconds."""
+        await asyncio.wait([self._arrived], timeout=timeout_s)
+        return self._arrived.result() if self._arrived.done() else None
+
     async def wait_finished(self, timeout_s: float) -> bool:
         """Whether the last event is there within `timeout_s` seconds."""
         await asyncio.wait([self._finished], timeout=timeout_s)
-        self._last_pull = time.monotonic()
         return self._finished.done()
 
     def wait_on_thread(self, timeout_s: float) -> bool:
@@ -79,19 +97,33 @@ class EventStream:
             self._finished.set_result(None)
 
     def _is_stalled(self) -> bool:
-        idle = time.monotonic() - self._last_pull
+        idle = 0.0 if self._last_pull is None else time.monotonic() - self._last_pull
         return idle > self._stall_timeout_s or len(self._box.items) > MAX_WAITING_EVENTS
 
 
 async def submit(context: Context, job: Job) -> EventStream:
-    """Hand a job to the engine and wait until it is admitted. Raises ServiceError when it is refused."""
+    """Hand a job to the engine in the client's name, and wait until it is admitted. Raises ServiceError if not."""
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
-
+    exchange = current()
+    job = msgspec.structs.replace(
+        job, client=exchange.client, limits=exchange.limits, timeout_s=time_limit(context.config, job.timeout_s)
+    )
+    exchange.submit(job)
     stream = EventStream(context, job.job_id)
     context.engine.submit(job, stream.sink, _settler(loop, admission))
     await admission
     return stream
+
+
+def time_limit(config: HttpConfig, given: float | None) -> float | None:
+    """The seconds that a request gets. Raises ServiceError if it asks for more than it may have."""
+    most = config.max_timeout_s
+    if given is None:
+        return min((limit for limit in (config.default_timeout_s, most) if limit), default=None)
+    if most and given > most:
+        raise invalid("timeout_s", f"must be at most {most:g} (--max-timeout-s), got {given:g}", given)
+    return given
 
 
 async def ask(context: Context, call: EngineCall[Answer]) -> Answer:

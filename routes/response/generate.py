@@ -27,12 +27,13 @@ from routes.response.reply import (
 )
 from routes.response.transcript import RowUpdate, Transcript
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.request import Finish, Job
+from rwkv_batch.request import Finish, Job, JobEvents
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 0.3
-"""An answer that is whole within this time carries a true status and Content-Length."""
+GRACE_S = 2.0
+"""What fails, or is whole, within this time has a true status. An answer that takes longer has begun by then, with
+status 200: only what is written shows whether its client is still there."""
 PATIENCE_S = 0.25
 """A writer that has nothing to say for so long says that, which shows whether its client is still there."""
 HEARTBEAT = b": hb\n\n"
@@ -90,13 +91,13 @@ class SseChunks:
         self._transcript = transcript
         self._dialect = dialect
         self._start = dialect.opening()
-        self._ended = False
+        self.ended = False
 
     def __iter__(self) -> SseChunks:
         return self
 
     def __next__(self) -> bytes:
-        if self._ended:
+        if self.ended:
             raise StopIteration
         if self._start:
             start, self._start = self._start, b""
@@ -105,7 +106,7 @@ class SseChunks:
             return self._next_chunk()
         except Exception:
             logger.exception("a stream failed")
-            self._ended = True
+            self.ended = True
             return sse(self._dialect.error_body(_INTERNAL)) + DONE
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class SseChunks:
             if row.finish is not None and row.finish.error is not None:
                 chunk += sse(self._dialect.error_body(row.finish.error) | {"index": row.row})
         if batch[-1].done:
-            self._ended = True
+            self.ended = True
             chunk += self._end()
         return chunk or HEARTBEAT
 
@@ -138,17 +139,17 @@ class JsonChunks:
     def __init__(self, stream: EventStream, make: Callable[[], Answer]) -> None:
         self._stream = stream
         self._make = make
-        self._ended = False
+        self.ended = False
 
     def __iter__(self) -> JsonChunks:
         return self
 
     def __next__(self) -> bytes:
-        if self._ended:
+        if self.ended:
             raise StopIteration
         if not self._stream.wait_on_thread(PATIENCE_S):
             return BLANK
-        self._ended = True
+        self.ended = True
         return self._make().body
 
     def close(self) -> None:
@@ -167,6 +168,16 @@ def _results(stream: EventStream, transcript: Transcript, num_rows: int) -> list
     if len(errors) == num_rows:
         raise ServiceError.from_info(errors[0])
     return rows
+
+
+def _failed_at_once(begun: JobEvents, num_rows: int) -> ErrorInfo | None:
+    """Why nothing came of a job whose first events these are; None if something did, or may."""
+    errors = [
+        delta.finish.error for delta in begun.deltas if delta.finish is not None and delta.finish.error is not None
+    ]
+    if begun.error is None and len(errors) == num_rows:
+        return errors[0]
+    return None if any(delta.text for delta in begun.deltas) else begun.error
 
 
 async def run_whole(
@@ -194,4 +205,8 @@ async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcri
     if not stream:
         return await run_whole(context, job, transcript, dialect.whole, dialect.error_body)
     events = await submit(context, job)
+    begun = await events.wait_begun(GRACE_S)
+    if begun is not None and (error := _failed_at_once(begun, job.num_rows)) is not None:
+        events.close()
+        return error_answer(error, dialect.error_body)
     return Stream(SseChunks(events, transcript, dialect), SSE)

@@ -14,7 +14,7 @@ from routes.request.generate_requests import build_rows, off_loop
 from routes.request.session_turn import as_turn
 from routes.response.event_stream import new_job_id
 from routes.response.generate import PlainDialect, RowResult, run
-from routes.response.reply import Reply, native_error, sse
+from routes.response.reply import Reply, failure, sse
 from routes.response.transcript import RowUpdate, Transcript
 from rwkv_batch.request import Finish, GenerateRequest, Job
 
@@ -63,7 +63,7 @@ def _choice(index: int, row: RowResult) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "message": {"role": "assistant", "content": row.text}}
     choice["finish_reason"] = row.finish.reason if row.finish is not None else "error"
     if row.finish is not None and row.finish.error is not None:
-        choice |= native_error(row.finish.error)
+        choice |= failure(row.finish.error)
     return choice
 
 

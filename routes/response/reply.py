@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from routes.exchange import current
 from routes.response.http_status import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
@@ -33,6 +34,9 @@ class Answer:
 class Chunks(Iterator[bytes], Protocol):
     """The body of a streamed answer. `__next__` returns within a fraction of a second, if only a sign of life."""
 
+    ended: bool
+    """Whether the last chunk was given."""
+
     def close(self) -> None:
         """End the work behind it; called once, also when the client has gone."""
 
@@ -54,12 +58,17 @@ def json_answer(value: Any, status: int = 200) -> Answer:
     return Answer(to_json(value), status)
 
 
-def native_error(info: ErrorInfo) -> dict[str, Any]:
+def failure(info: ErrorInfo) -> dict[str, Any]:
     """`{"error": …}`, with the field and its value where one is at fault."""
     body: dict[str, Any] = {"error": info.message}
     if info.field is not None:
         body |= {"field": info.field, "given": info.given}
     return body
+
+
+def native_error(info: ErrorInfo) -> dict[str, Any]:
+    """The failure of a request, with the request's id."""
+    return failure(info) | ({"request_id": current().request_id} if current().request_id else {})
 
 
 def error_answer(info: ErrorInfo, error_body: ErrorBody) -> Answer:

@@ -21,6 +21,7 @@ class Error(BaseModel):
     field: str = Field("", description="The field at fault, where there is one.")
     given: Any = Field(None, description="The value that was refused.")
     index: int = Field(0, description="In a stream: the row that failed, where it was one alone.")
+    request_id: str = Field("", description="As in the header X-Request-Id.")
     status: str = Field("", description="In one word, of routes whose good answers have it too.")
     message: str = Field("", description="Of /state/delete: the same as `error`.")
 
@@ -32,6 +33,7 @@ class OpenAIErrorBody(BaseModel):
     type: str = Field(description="What OpenAI's SDKs make their exceptions of.")
     param: str | None = Field(description="The field at fault.")
     code: str | None
+    request_id: str = Field("", description="As in the header X-Request-Id.")
 
 
 class OpenAIError(BaseModel):

@@ -5,24 +5,28 @@ Handlers run on Robyn's event loop and never block it. Nothing else in the tree 
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 from urllib.parse import unquote, unquote_plus
 
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
+from routes.exchange import REQUEST_ID, Exchange, current, request_id, work_on
 from routes.openai.errors import PREFIX, openai_error
 from routes.request.bodies import validate
 from routes.request.generate_requests import off_loop
 from routes.request.json_body import parse_json
 from routes.response.generate import BLANK, HEARTBEAT
-from routes.response.reply import Answer, Chunks, ErrorBody, Reply, Stream, error_answer, native_error
+from routes.response.http_status import HTTP_STATUS
+from routes.response.reply import SSE, Answer, Chunks, Reply, Stream, error_answer, native_error
 from routes.route import Route, Upload
+from routes.serving.access_log import CLIENT_LEFT, DONE, log_access
+from routes.serving.auth import Grant, bearer_grant, free_grant, grant
 from routes.serving.client_identity import ClientIdentity
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -42,69 +46,72 @@ RobynReply = Response | StreamingResponse
 RobynHandler = Callable[[Request], Awaitable[RobynReply]]
 
 
-class Exchange:
-    """One request under way: holds its place in the gate until the last byte, then reports it."""
+class Visit:
+    """An exchange's place in the gate: held until the last byte, then the exchange is reported and logged."""
 
-    def __init__(self, context: Context, route: Route, client: str) -> None:
+    def __init__(self, context: Context, exchange: Exchange, client: str, is_work: bool) -> None:
+        """Raises ServiceError when the gate takes nobody in. `client` is the address."""
+        self.exchange = exchange
         self._context = context
-        self._route = route
         self._client = client
-        self._started = time.monotonic()
-        self._first_byte_s = 0.0
-        context.gate.enter(route.is_work, client)
+        context.gate.enter(is_work, client)
 
-    def wrote(self) -> None:
-        """The first byte of the answer's text is there."""
-        if not self._first_byte_s:
-            self._first_byte_s = time.monotonic() - self._started
-
-    def end(self, status: int) -> None:
+    def end(self, status: int, outcome: str) -> None:
         """Leave; called once."""
         self._context.gate.leave(self._client)
-        seconds = time.monotonic() - self._started
-        self._context.engine.observe(Observe(self._route.path, status, seconds, self._first_byte_s))
+        report(self._context, self.exchange, status, outcome)
+
+
+def report(context: Context, exchange: Exchange, status: int, outcome: str) -> None:
+    """Count and log an ended request."""
+    seconds = time.monotonic() - exchange.started
+    context.engine.observe(Observe(exchange.route, status, seconds, exchange.first_byte_s))
+    if context.config.access_log:
+        log_access(exchange, status, outcome)
 
 
 class OutgoingChunks:
     """A stream as Robyn drives it. Robyn drops it when its client is gone, which ends the work behind it."""
 
-    def __init__(self, chunks: Chunks, exchange: Exchange) -> None:
+    def __init__(self, chunks: Chunks, visit: Visit) -> None:
         self._chunks = chunks
-        self._exchange = exchange
+        self._visit = visit
 
     def __iter__(self) -> OutgoingChunks:
         return self
 
     def __next__(self) -> bytes:
         keep_state()
+        exchange = self._visit.exchange
+        work_on(exchange)
         chunk = next(self._chunks)
         if chunk not in _SIGNS_OF_LIFE:
-            self._exchange.wrote()
+            exchange.wrote()
         return chunk
 
     def __del__(self) -> None:
         self._chunks.close()
-        self._exchange.end(200)
+        self._visit.end(200, (self._visit.exchange.failure or DONE) if self._chunks.ended else CLIENT_LEFT)
 
 
-def cors_headers(context: Context) -> dict[str, str]:
-    """What every answer bears, so that web pages of other origins may read it."""
-    return {"Access-Control-Allow-Origin": context.config.cors_origin, "Access-Control-Expose-Headers": "Retry-After"}
+def _headers(context: Context, exchange: Exchange) -> dict[str, str]:
+    """What every answer bears: its request's id, and that web pages of other origins may read it."""
+    return {
+        "Access-Control-Allow-Origin": context.config.cors_origin,
+        "Access-Control-Expose-Headers": f"Retry-After, {REQUEST_ID}",
+        REQUEST_ID: exchange.request_id,
+    }
 
 
-def _to_robyn(context: Context, reply: Reply, exchange: Exchange | None) -> RobynReply:
-    headers = cors_headers(context)
-    if isinstance(reply, Stream) and exchange is not None:
-        headers["Content-Type"] = reply.content_type
-        return StreamingResponse(
-            OutgoingChunks(reply.chunks, exchange),  # type: ignore[arg-type]  # it iterates any iterator
-            headers=Headers(headers),
-            media_type=reply.content_type,
-        )
-    if isinstance(reply, Stream):
-        raise TypeError("a stream needs an exchange that ends with it")
-    headers |= {"Content-Type": reply.content_type, **reply.headers}
-    return Response(status_code=reply.status, headers=Headers(headers), description=reply.body)
+def _whole(context: Context, exchange: Exchange, answer: Answer) -> Response:
+    headers = _headers(context, exchange) | {"Content-Type": answer.content_type, **answer.headers}
+    return Response(status_code=answer.status, headers=Headers(headers), description=answer.body)
+
+
+def _streamed(context: Context, stream: Stream, visit: Visit) -> StreamingResponse:
+    headers = _headers(context, visit.exchange) | {"Content-Type": stream.content_type}
+    chunks: Any = OutgoingChunks(stream.chunks, visit)  # Robyn iterates any iterator
+    return StreamingResponse(chunks, headers=Headers(headers), media_type=stream.content_type)
 
 
 def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> bytes:
@@ -123,22 +130,6 @@ def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> by
     return body
 
 
-def _same(given: str, password: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), password.encode("utf-8", "surrogatepass"))
-
-
-def _is_printable(password: str) -> bool:
-    return password.isascii() and password.isprintable()
-
-
-def _bearer_is_right(request: Request, password: str) -> bool:
-    scheme, _, token = (request.headers.get("authorization") or "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    # Robyn drops header values beyond printable ASCII: such a password comes percent-encoded.
-    return _same(token.strip() if _is_printable(password) else unquote(token.strip()), password)
-
-
 def _query(request: Request) -> dict[str, str]:
     """What the query says, and the path where it has a parameter."""
     given = request.query_params.to_dict()
@@ -147,26 +138,34 @@ def _query(request: Request) -> dict[str, str]:
 
 
 async def _data(context: Context, route: Route, request: Request) -> object:
-    """The request's data, once its password has been found right. Raises ServiceError."""
-    password = context.config.password
-    authorized = route.is_public or not password or _bearer_is_right(request, password)
-    if route.body is None and authorized:
-        return _query(request)
-    if route.uploads:
+    """The request's data, once it is known who asks. Raises ServiceError."""
+    granted = Grant() if route.is_public else free_grant(context)
+    granted = granted or bearer_grant(context, request.headers.get("authorization"))
+    if route.uploads and granted is None:
         raise ServiceError.from_info(_UNAUTHORIZED)  # a file has no field for a password
+    data = None
+    if not route.uploads and (route.body is not None or granted is None):
+        data = await _json_data(context, request, granted is not None)
+    if granted is None:
+        given = data.get("password") if isinstance(data, dict) else None
+        granted = grant(context, given) if isinstance(given, str) else None
+    if granted is None:
+        raise ServiceError.from_info(_UNAUTHORIZED)
+    if granted.key is not None:
+        exchange = current()
+        exchange.client, exchange.limits = granted.key.name, granted.key.limits
+    return _query(request) if route.body is None else data
+
+
+async def _json_data(context: Context, request: Request, is_known: bool) -> object:
     try:
         body = _body_bytes(request, context.config.max_body_bytes)
-        data = await off_loop(len(body), parse_json, body)
+        return await off_loop(len(body), parse_json, body)
     except ServiceError as error:
         # A stranger learns nothing of what is wrong with a body; its size is no secret.
-        if authorized or error.info.kind is ErrorKind.BODY_TOO_LARGE:
+        if is_known or error.info.kind is ErrorKind.BODY_TOO_LARGE:
             raise
         raise ServiceError.from_info(_UNAUTHORIZED) from None
-    if not authorized:
-        given = data.get("password") if isinstance(data, dict) else None
-        if not (isinstance(given, str) and _same(given, password)):
-            raise ServiceError.from_info(_UNAUTHORIZED)
-    return _query(request) if route.body is None else data
 
 
 def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:
@@ -208,53 +207,75 @@ async def _run(context: Context, route: Route, request: Request) -> Reply:
 
 def wrap(context: Context, route: Route) -> RobynHandler:
     """The Robyn handler of a route."""
-
     identity = ClientIdentity(context.config)
 
     async def handler(request: Request) -> RobynReply:
+        address = identity.client(request.ip_addr, request.headers.get)
+        exchange = _begin(request, route.path, address)
         try:
-            exchange = Exchange(context, route, identity.client(request.ip_addr, request.headers.get))
+            visit = Visit(context, exchange, address, route.is_work)
         except ServiceError as error:
-            return _to_robyn(context, error_answer(error.info, route.error_body), None)
+            report(context, exchange, HTTP_STATUS[error.info.kind], error.info.kind)
+            return _whole(context, exchange, error_answer(error.info, route.error_body))
         try:
             reply = await _run(context, route, request)
         except ServiceError as error:
+            exchange.failure = error.info.kind
             reply = error_answer(error.info, route.error_body)
         except Exception:
             logger.exception("%s %s failed", route.method, route.path)
+            exchange.failure = _INTERNAL.kind
             reply = error_answer(_INTERNAL, route.error_body)
-        if isinstance(reply, Answer):
-            reply = _unless_known(request, reply)
-            exchange.wrote()
-            exchange.end(reply.status)
-        return _to_robyn(context, reply, exchange)
+        if isinstance(reply, Stream):
+            exchange.is_stream = reply.content_type == SSE
+            return _streamed(context, reply, visit)
+        reply = _unless_known(request, reply)
+        exchange.wrote()
+        visit.end(reply.status, exchange.failure or DONE)
+        return _whole(context, exchange, reply)
 
     return handler
 
 
+def _begin(request: Request, route: str, client: str) -> Exchange:
+    """The exchange of a request that has come in; this task works on it from now on."""
+    name = request_id(request.headers.get(REQUEST_ID.lower()))
+    exchange = Exchange(request_id=name, method=request.method, route=route, client=client)
+    work_on(exchange)
+    return exchange
+
+
 def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
     """The handler of everything else: preflights, 405 on a known path, 404."""
+    identity = ClientIdentity(context.config)
     table: dict[str, set[str]] = defaultdict(set)
     for route in routes:
         table[route.path].add(route.method)
 
     async def handler(request: Request) -> RobynReply:
-        path = unquote_plus(request.url.path).rstrip("/") or "/"
-        methods = table.get(path) or _with_parameter(table, path)
-        if methods is None:
-            info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; /openapi.json lists them")
-            return _to_robyn(context, error_answer(info, _error_body(path)), None)
-        allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
-        if request.method == "OPTIONS":
-            return _to_robyn(context, _preflight(allowed), None)
-        info = ErrorInfo(
-            kind=ErrorKind.METHOD_NOT_ALLOWED, message=f"{request.method} is not allowed on {path}, only {allowed}"
-        )
-        answer = error_answer(info, _error_body(path))
-        answer.headers["Allow"] = allowed
-        return _to_robyn(context, answer, None)
+        exchange = _begin(request, OFF_TABLE, identity.client(request.ip_addr, request.headers.get))
+        answer = _off_table_answer(table, request)
+        report(context, exchange, answer.status, exchange.failure or DONE)
+        return _whole(context, exchange, answer)
 
     return handler
+
+
+def _off_table_answer(table: dict[str, set[str]], request: Request) -> Answer:
+    path = unquote_plus(request.url.path).rstrip("/") or "/"
+    methods = table.get(path) or _with_parameter(table, path)
+    if methods is None:
+        info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; /openapi.json lists them")
+        return _refusal(info, path)
+    allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
+    if request.method == "OPTIONS":
+        return _preflight(allowed)
+    info = ErrorInfo(
+        kind=ErrorKind.METHOD_NOT_ALLOWED, message=f"{request.method} is not allowed on {path}, only {allowed}"
+    )
+    answer = _refusal(info, path)
+    answer.headers["Allow"] = allowed
+    return answer
 
 
 def _with_parameter(table: dict[str, set[str]], path: str) -> set[str] | None:
@@ -263,16 +284,17 @@ def _with_parameter(table: dict[str, set[str]], path: str) -> set[str] | None:
     return next((table[known] for start, known in starts if path.startswith(start)), None)
 
 
-def _error_body(path: str) -> ErrorBody:
-    """How failures are written that belong to no route."""
-    return openai_error if path.startswith(PREFIX) else native_error
+def _refusal(info: ErrorInfo, path: str) -> Answer:
+    """A failure that belongs to no route."""
+    current().failure = info.kind
+    return error_answer(info, openai_error if path.startswith(PREFIX) else native_error)
 
 
 def _preflight(allowed: str) -> Answer:
     headers = {
         "Allow": allowed,
         "Access-Control-Allow-Methods": allowed,
-        "Access-Control-Allow-Headers": "Authorization, Content-Type, *",
+        "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}, *",
         "Access-Control-Max-Age": "86400",
     }
     return Answer(b"", 204, "text/plain", headers)

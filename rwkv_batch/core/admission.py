@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rwkv_batch.core.fair_queue import ClientRows, FairQueue
 from rwkv_batch.core.limits import Limits
-from rwkv_batch.core.sequence import NO_SEAT, Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import NO_SEAT, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
 
@@ -136,8 +136,7 @@ class Admission:
         return not queue.forked and queue.num_reading_for_several < most
 
     def _seat(self, sequence: Sequence, slot: int) -> None:
-        sequence.slot, sequence.seat = slot, self.free_seats.pop()
-        sequence.phase = Phase.RUNNING
+        sequence.take_seat(slot, self.free_seats.pop())
         self._steps.enter(sequence)
         self._slots.prepare(sequence)
 

@@ -236,6 +236,7 @@ class JobTable:
                 prompt_tokens=sequence.prompt_tokens,
                 completion_tokens=len(sequence.output.tokens),
                 cached_tokens=sequence.cached_tokens,
+                queue_s=sequence.queue_s,
                 error=error,
                 session_id=sequence.request.session.session_id if sequence.request.session else None,
                 dialogue_idx=sequence.dialogue_idx,

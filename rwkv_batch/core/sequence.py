@@ -108,6 +108,8 @@ class Sequence:
     spare_slot: int = NO_SLOT
     """For a session's row in the overlapped loop: where the state before the last read token is kept."""
     seat: int = NO_SEAT
+    queue_s: float = 0.0
+    """how long it has waited for its seat"""
     in_step: int = 0
     """number of the step in which its last token is drawn"""
     shared: SharedSlot | None = None
@@ -176,6 +178,11 @@ class Sequence:
     def lacks_spare_slot(self) -> bool:
         """Whether it could be in the next step already, had it a second slot."""
         return self.lease is not None and self.spare_slot == NO_SLOT and self.draws and self.is_ahead
+
+    def take_seat(self, slot: int, seat: int) -> None:
+        """It takes part in the steps from now on, and writes its state into `slot`."""
+        self.slot, self.seat, self.phase = slot, seat, Phase.RUNNING
+        self.queue_s = time.monotonic() - self.job.submitted_at
 
     def may_run(self, oldest: int) -> bool:
         """Whether it belongs into the next step: it has not launched its last draw, nor could it not be taken back.

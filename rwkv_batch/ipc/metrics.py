@@ -46,6 +46,18 @@ class Metrics:
         )
         self._rows = Counter("rwkv_rows_finished", "Rows ended.", ["reason"], registry=self._registry)
         self._jobs = Gauge("rwkv_jobs", "Jobs that run or wait, by route.", ["label"], registry=self._registry)
+        self._client_requests = Counter(
+            "rwkv_client_requests",
+            "Requests that generate, by API key.",
+            ["client", "outcome"],
+            registry=self._registry,
+        )
+        self._client_tokens = Counter(
+            "rwkv_client_tokens",
+            "Tokens of prompts and answers, by API key.",
+            ["client", "kind"],
+            registry=self._registry,
+        )
         self._gauges: dict[str, Gauge] = {}
 
     def observe_request(self, seen: Observe) -> None:
@@ -54,6 +66,16 @@ class Metrics:
         self._seconds.labels(seen.route).observe(seen.seconds)
         if seen.first_byte_s > 0:
             self._first_byte.labels(seen.route).observe(seen.first_byte_s)
+
+    def observe_client_request(self, client: str, prompt_tokens: int, is_refused: bool) -> None:
+        """Count a request of a client that is known by name."""
+        self._client_requests.labels(client, "refused" if is_refused else "taken").inc()
+        if not is_refused:
+            self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
+
+    def observe_client_tokens(self, client: str, completion_tokens: int) -> None:
+        """Count what came of it."""
+        self._client_tokens.labels(client, "completion").inc(completion_tokens)
 
     def observe_events(self, events: Sequence[JobEvents]) -> None:
         """Count what one step brought."""

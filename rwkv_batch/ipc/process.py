@@ -28,8 +28,20 @@ class LogStyle(msgspec.Struct, frozen=True):
     level: str = "info"
 
 
+class _Text(logging.Formatter):
+    """The message, then the record's `fields` as name=value."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """See logging.Formatter."""
+        fields: dict[str, object] = getattr(record, "fields", {})
+        return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in fields.items())
+
+
 class _Json(logging.Formatter):
-    """One JSON object per line."""
+    """One JSON object per line; the record's `fields` stand beside the message."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -42,6 +54,7 @@ class _Json(logging.Formatter):
             "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -51,11 +64,7 @@ class _Json(logging.Formatter):
 def set_up_logging(process: str, style: LogStyle) -> None:
     """Send this process's log lines to standard error."""
     handler = logging.StreamHandler()
-    if style.form == "json":
-        handler.setFormatter(_Json(process))
-    else:
-        form = f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s"
-        handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
+    handler.setFormatter(_Json(process) if style.form == "json" else _Text(process))
     logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -66,7 +75,7 @@ def become_child(process: str, style: LogStyle) -> None:
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
         os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_S)
     set_up_logging(process, style)

@@ -26,6 +26,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
     Admitted,
@@ -43,7 +44,7 @@ from rwkv_batch.ipc.wire import (
     to_engine_decoder,
 )
 from rwkv_batch.protocol import EngineProtocol
-from rwkv_batch.request import JobEvents
+from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +83,14 @@ class ManagedEngine(EngineProtocol, Protocol):
 class Peer:
     """One HTTP worker's connection: its jobs are cancelled when it goes away."""
 
-    def __init__(self, connection: socket.socket, engine: EngineProtocol, metrics: Metrics) -> None:
+    def __init__(self, connection: socket.socket, engine: EngineProtocol, metrics: Metrics, quotas: Quotas) -> None:
         self.name = "?"
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
         self._engine = engine
         self._metrics = metrics
+        self._quotas = quotas
         self._events: list[JobEvents] = []
         self._link: PeerLink = Link(connection, to_engine_decoder, "worker")
 
@@ -107,8 +109,7 @@ class Peer:
     def _handle(self, message: ToEngine, ask: Ask) -> None:
         match message:
             case Submit(job):
-                self.jobs.add(job.job_id)
-                self._engine.submit(job, self._deliver, lambda refusal: self._admit(job.job_id, refusal))
+                self._submit(job)
             case Cancel(job_id):
                 self._engine.cancel(job_id)
             case Call(call_id, call):
@@ -118,7 +119,16 @@ class Peer:
             case Hello(name, pid):
                 self.name, self.pid = name, pid
 
+    def _submit(self, job: Job) -> None:
+        refusal = self._quotas.enter(job)
+        if refusal is not None:
+            self._link.send(Admitted(job.job_id, refusal))
+            return
+        self.jobs.add(job.job_id)
+        self._engine.submit(job, self._deliver, lambda refusal: self._admit(job.job_id, refusal))
+
     def _deliver(self, events: JobEvents) -> None:
+        self._quotas.observe(events)
         if events.done:
             self.jobs.discard(events.job_id)
         self._events.append(events)
@@ -134,6 +144,7 @@ class Peer:
     def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
         if refusal is not None:
             self.jobs.discard(job_id)
+            self._quotas.take_back(job_id)
         self._link.send(Admitted(job_id, None if refusal is None else refusal.info))
 
     def _answer(self, call_id: int, value: Any) -> None:
@@ -149,6 +160,7 @@ class EngineServer:
     def __init__(self, engine: ManagedEngine, address: str) -> None:
         self._engine = engine
         self._metrics = Metrics()
+        self._quotas = Quotas(self._metrics)
         self._peers: set[Peer] = set()
         self._started = time.time()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,7 +176,7 @@ class EngineServer:
             except OSError:
                 logger.exception("the engine's socket failed; HTTP workers cannot connect any more")
                 return
-            peer = Peer(connection, self._engine, self._metrics)
+            peer = Peer(connection, self._engine, self._metrics, self._quotas)
             threading.Thread(target=self._serve, args=(peer,), name="worker-receive", daemon=True).start()
 
     def _serve(self, peer: Peer) -> None:

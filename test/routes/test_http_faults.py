@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,12 +65,12 @@ def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(fake: Service) -> No
 def test_a_job_that_breaks_mid_stream_ends_with_an_error_event(fake: Service) -> None:
     events = sse_data(fake.post(CHAT, {**ENDLESS, "contents": ["break it"]}).text)
     assert events[0]["choices"][0]["delta"]["content"] == "break it"
-    assert events[-1] == {"error": "broken on demand"}
+    assert events[-1]["error"] == "broken on demand"
 
 
 def test_a_job_that_breaks_is_500_when_nothing_was_written(fake: Service) -> None:
     answer = fake.post(CHAT, {**ENDLESS, "contents": ["break it"], "stream": False})
-    assert (answer.status_code, answer.json()) == (500, {"error": "broken on demand"})
+    assert (answer.status_code, answer.json()["error"]) == (500, "broken on demand")
 
 
 @contextmanager
@@ -144,3 +145,51 @@ def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFacto
         assert hanging.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).status_code == 200
     finally:
         hanging.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_in_the_first_seconds_has_a_true_status(fake: Service, stream: bool) -> None:
+    answer = fake.post(CHAT, {"contents": ["fail@80 then"], "max_tokens": 5, "stream": stream})
+    assert (answer.status_code, answer.json()["error"]) == (500, "broken on demand")
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    wait_for(lambda: running_rows(fake) == 0, 10, "nothing is left")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_later_is_told_in_the_answer(fake: Service, stream: bool) -> None:
+    answer = fake.post(CHAT, {"contents": ["fail@400 then"], "max_tokens": 5, "stream": stream})
+    assert answer.status_code == 200
+    error = sse_data(answer.text)[-1] if stream else answer.json()
+    assert (error["error"], error["request_id"]) == ("broken on demand", answer.headers["x-request-id"])
+    assert answer.text.startswith(": hb" if stream else " ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_is_lost_before_the_first_token_is_503(fake: Service, stream: bool) -> None:
+    wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready")
+    answers: list[Any] = []
+    body = {"contents": ["fail@100000 waits"], "max_tokens": 5, "stream": stream}
+    waiting = threading.Thread(target=lambda: answers.append(fake.post(CHAT, body)))
+    waiting.start()
+    wait_for(lambda: running_rows(fake) == 1, 10, "it runs")
+    dying = fake.post(CHAT, {"contents": ["die now"], "stream": stream})
+    waiting.join(30)
+    assert [answers[0].status_code, dying.status_code] == [503, 503]
+    assert "the engine process was lost" in answers[0].json()["error"]
+    wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")
+
+
+def test_a_client_that_leaves_before_the_status_is_noticed_soon_after(fake: Service) -> None:
+    connection = fake.connect()
+    connection.sendall(raw_request(CHAT, json.dumps({"contents": ["fail@100000 waits"], "stream": True}).encode()))
+    wait_for(lambda: running_rows(fake) == 1, 10, "it runs")
+    connection.close()
+    wait_for(lambda: running_rows(fake) == 0, 20, "it is cancelled")
+
+
+def test_whole_answers_and_refusals_give_their_places_back(fake: Service) -> None:
+    for _ in range(8):
+        assert fake.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200
+        assert fake.post(CHAT, {"contents": []}).status_code == 422
+        assert fake.get("/nowhere").status_code == 404
+    assert fake.post(CHAT, {"contents": ["a"], "max_tokens": 2, "stream": True}).status_code == 200

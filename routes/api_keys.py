@@ -1,0 +1,119 @@
+"""The keys of `--keys-file`: who may ask under which name, and how much.
+
+The file is TOML, one table for each key:
+
+    [[key]]
+    name = "team-a"                 # in logs, figures and limits; letters, digits and . _ @ -
+    key = "sk-8f0c…"                # or its SHA-256, so that the file holds no secret:
+    # sha256 = "9f86d081…"          # printf %s "$KEY" | sha256sum
+    rows = 64                       # at once; this and what follows may be left out: no limit
+    tokens_per_minute = 100000      # of prompts and answers together
+    requests_per_minute = 600       # of those that generate
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from rwkv_batch.request import ClientLimits
+
+logger = logging.getLogger(__name__)
+
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._@-]{1,64}$")]
+_Key = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{8,512}$")]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key."""
+
+    name: _Name
+    key: _Key | None = None
+    """Printable ASCII without spaces: what a Bearer token can be."""
+    sha256: _Digest | None = None
+    rows: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    requests_per_minute: _Limit | None = None
+
+    @property
+    def limits(self) -> ClientLimits:
+        """What its holder may use."""
+        return ClientLimits(
+            rows=self.rows, tokens_per_minute=self.tokens_per_minute, requests_per_minute=self.requests_per_minute
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key in hexadecimal digits."""
+        return self.sha256 if self.key is None else _digest(self.key)  # type: ignore[return-value]  # one is given
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    key: list[ApiKey]
+
+
+class KeysError(Exception):
+    """The keys' file cannot be used; the message is one line that does not repeat a key."""
+
+
+def load_keys(path: str) -> tuple[ApiKey, ...]:
+    """The keys of a file. Raises KeysError."""
+    try:
+        keys = msgspec.toml.decode(Path(path).read_bytes(), type=_File).key
+    except OSError as error:
+        raise KeysError(f"{path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise KeysError(f"{path} is not a file of keys: {str(error).splitlines()[0]}") from None
+    for number, one in enumerate(keys, 1):
+        if (one.key is None) == (one.sha256 is None):
+            raise KeysError(f"{path}: key {number} ({one.name}) must have either key or sha256")
+    twice = [name for name, count in Counter(one.name for one in keys).items() if count > 1]
+    twice += [one.name for one in keys if [other.digest for other in keys].count(one.digest) > 1]
+    if twice:
+        raise KeysError(f"{path}: {twice[0]} stands there twice; every key needs a name of its own")
+    return tuple(keys)
+
+
+class KeyRing:
+    """The keys in force. Any thread may ask and reload."""
+
+    def __init__(self, path: str = "") -> None:
+        """`path`: --keys-file; "" = no keys are used. None are in force until `reload`."""
+        self._path = path
+        self._keys: list[tuple[str, ApiKey]] = []
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a file of keys."""
+        return bool(self._path)
+
+    def reload(self) -> None:
+        """Read the file again; keys stay as they are if it cannot be used."""
+        if not self._path:
+            return
+        try:
+            self._keys = [(key.digest, key) for key in load_keys(self._path)]
+        except KeysError as error:
+            logger.error("--keys-file %s; %d keys stay in force", error, len(self._keys))
+        else:
+            logger.info("--keys-file %s: %d keys are in force", self._path, len(self._keys))
+
+    def find(self, given: str) -> ApiKey | None:
+        """The key that was given; takes as long for any that is not one."""
+        digest, found = _digest(given), None
+        for known, key in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = key
+        return found
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

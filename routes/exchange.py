@@ -1,0 +1,84 @@
+"""One request under way: what log lines and errors call it, who asks, and what it has cost so far.
+
+It is found by `current()` wherever the request is worked on: in its handler, on threads that the handler starts, and
+on the thread that writes its answer.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from rwkv_batch.request import ClientLimits, Job, JobEvents
+
+REQUEST_ID = "X-Request-Id"
+_SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer."""
+
+    request_id: str = ""
+    method: str = ""
+    route: str = ""
+    """Its path as the table of routes has it."""
+    client: str = ""
+    """The API key's name, else the address."""
+    limits: ClientLimits | None = None
+    """Of the API key."""
+    is_stream: bool = False
+    started: float = field(default_factory=time.monotonic)
+    rows: int = 0
+    prompt_tokens: int = 0
+    """Handed to the engine; rows that share a prompt read it once."""
+    completion_tokens: int = 0
+    queue_s: float | None = None
+    """The longest wait of an ended row for a seat."""
+    first_byte_s: float = 0.0
+    """From the request's arrival to the first byte of the answer's text; 0 before it."""
+    failure: str = ""
+    """Kind of error of the job, which a stream tells under status 200."""
+
+    def submit(self, job: Job) -> None:
+        """Count what is asked of the engine."""
+        self.rows += job.num_rows
+        self.prompt_tokens += sum(len(row.prompt) for row in job.rows)
+
+    def observe(self, events: JobEvents) -> None:
+        """Count what a step has brought."""
+        if events.error is not None:
+            self.failure = events.error.kind
+        for delta in events.deltas:
+            self.completion_tokens += delta.num_tokens
+            if delta.finish is not None:
+                self.queue_s = max(self.queue_s or 0.0, delta.finish.queue_s)
+                if delta.finish.error is not None:
+                    self.failure = delta.finish.error.kind
+
+    def wrote(self) -> None:
+        """The first byte of the answer's text is there."""
+        if not self.first_byte_s:
+            self.first_byte_s = time.monotonic() - self.started
+
+
+_NONE = Exchange()
+_current: ContextVar[Exchange] = ContextVar("exchange", default=_NONE)
+
+
+def current() -> Exchange:
+    """The exchange that this task or thread works on; one without a name where there is none."""
+    return _current.get()
+
+
+def work_on(exchange: Exchange) -> None:
+    """From now on this task or thread works on `exchange`."""
+    _current.set(exchange)
+
+
+def request_id(given: str | None) -> str:
+    """The client's own id of a request if it is a plain word of at most 128 characters, else a new one."""
+    return given if given is not None and _SANE.fullmatch(given) else uuid.uuid4().hex

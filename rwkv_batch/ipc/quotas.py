@@ -1,0 +1,141 @@
+"""What clients that are known by name use, held to their limits: exact over all HTTP workers, whose jobs all pass here.
+
+Rows are counted as they run and wait. What a minute allows is a bucket that holds a minute's worth and is refilled
+all the time: a request is let in while there is something in it, is then charged for what it really uses, and is never
+cut for that; who has overdrawn waits until the bucket has filled above nothing again. A new engine process has full
+buckets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.ipc.metrics import Metrics
+from rwkv_batch.request import ClientLimits, Job, JobEvents
+
+_MINUTE_S = 60.0
+_ROWS_AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class Bucket:
+    """So many units a minute."""
+
+    level: float
+    at: float
+
+    def refill(self, per_minute: int, now: float) -> None:
+        """Add what the time since the last call is worth."""
+        self.level = min(float(per_minute), self.level + (now - self.at) * per_minute / _MINUTE_S)
+        self.at = now
+
+    def wait_s(self, wanted: float, per_minute: int) -> float:
+        """Seconds until there is so much in it."""
+        return max(0.0, (wanted - self.level) * _MINUTE_S / per_minute)
+
+
+@dataclass(slots=True)
+class _Client:
+    rows: int = 0
+    tokens: Bucket | None = None
+    requests: Bucket | None = None
+
+
+@dataclass(slots=True)
+class Quotas:
+    """Any thread may call."""
+
+    metrics: Metrics
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _clients: dict[str, _Client] = field(default_factory=dict)
+    """One for each name in the file of keys, at most."""
+    _jobs: dict[str, Job] = field(default_factory=dict)
+
+    def enter(self, job: Job) -> ErrorInfo | None:
+        """Count a job that comes in; why not, if its client has reached a limit. Jobs without limits pass."""
+        if job.limits is None:
+            return None
+        with self._lock:
+            client = self._clients.setdefault(job.client, _Client())
+            refusal = self._refusal(client, job, job.limits)
+            if refusal is None:
+                client.rows += job.num_rows
+                self._jobs[job.job_id] = job
+                if client.requests is not None:
+                    client.requests.level -= 1
+                if client.tokens is not None:
+                    client.tokens.level -= _prompt_tokens(job)
+        self.metrics.observe_client_request(job.client, _prompt_tokens(job), refusal is not None)
+        return refusal
+
+    def observe(self, events: JobEvents) -> None:
+        """Charge what a step has brought, and forget a job that has ended."""
+        job = self._jobs.get(events.job_id)
+        if job is None:
+            return
+        tokens = sum(delta.num_tokens for delta in events.deltas)
+        with self._lock:
+            client = self._clients[job.client]
+            if client.tokens is not None:
+                client.tokens.level -= tokens
+            if events.done:
+                self._leave(client, job)
+        self.metrics.observe_client_tokens(job.client, tokens)
+
+    def take_back(self, job_id: str) -> None:
+        """The engine has refused a job: it has cost nothing but its request."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is not None:
+                client = self._clients[job.client]
+                if client.tokens is not None:
+                    client.tokens.level += _prompt_tokens(job)
+                self._leave(client, job)
+
+    def _leave(self, client: _Client, job: Job) -> None:
+        client.rows -= job.num_rows
+        del self._jobs[job.job_id]
+
+    def _refusal(self, client: _Client, job: Job, limits: ClientLimits) -> ErrorInfo | None:
+        now = self.clock()
+        client.requests = _refilled(client.requests, limits.requests_per_minute, now)
+        client.tokens = _refilled(client.tokens, limits.tokens_per_minute, now)
+        if limits.rows is not None and job.num_rows > limits.rows:
+            message = f"the request has {job.num_rows} rows, the key {job.client} may have {limits.rows} at once"
+            return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.num_rows)
+        if limits.rows is not None and client.rows + job.num_rows > limits.rows:
+            reason = (
+                f"has {client.rows} rows under way and may have {limits.rows} at once, this request has {job.num_rows}"
+            )
+            return _refused(job, reason, _ROWS_AGAIN_S)
+        if client.requests is not None and limits.requests_per_minute and client.requests.level < 1:
+            wait_s = client.requests.wait_s(1, limits.requests_per_minute)
+            return _refused(job, f"may send {limits.requests_per_minute} requests a minute", wait_s)
+        if client.tokens is not None and limits.tokens_per_minute and client.tokens.level <= 0:
+            wait_s = client.tokens.wait_s(1, limits.tokens_per_minute)
+            return _refused(job, f"may use {limits.tokens_per_minute} tokens a minute", wait_s)
+        return None
+
+
+def _refilled(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return Bucket(float(per_minute), now)
+    bucket.refill(per_minute, now)
+    return bucket
+
+
+def _refused(job: Job, reason: str, wait_s: float) -> ErrorInfo:
+    message = f"the key {job.client} {reason}; try again in {wait_s:.1f} s"
+    return ErrorInfo(kind=ErrorKind.OVERLOADED, message=message, retry_after_s=wait_s)
+
+
+def _prompt_tokens(job: Job) -> int:
+    """Tokens of the prompts; continuations of one prompt read it once."""
+    return sum(len(row.prompt) for row in job.rows)

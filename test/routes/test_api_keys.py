@@ -1,0 +1,277 @@
+"""API keys with limits of their own, request ids and the access log: by themselves, and in a real service."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from routes.api_keys import KeyRing, KeysError, load_keys
+from routes.config import HttpConfig
+from routes.exchange import Exchange, request_id
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.metrics import Metrics
+from rwkv_batch.ipc.quotas import Quotas
+from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents
+from settings import SettingsError, parse_settings
+from test.harness import ask
+from test.serving import NO_TLS, Service, raw_request, wait_for
+
+CHAT = "/v1/chat/completions"
+PLAIN, FREE, HASHED = "plain-key-1", "plain-key-2", "plain-key-3"
+FILE = f"""
+[[key]]
+name = "few"
+key = "{PLAIN}"
+rows = 2
+requests_per_minute = 6
+
+[[key]]
+name = "free"
+key = "{FREE}"
+
+[[key]]
+name = "hashed"
+sha256 = "{hashlib.sha256(HASHED.encode()).hexdigest()}"
+tokens_per_minute = 40
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "keys.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    few, free, hashed = load_keys(written(tmp_path, FILE))
+    assert few.limits == ClientLimits(rows=2, requests_per_minute=6)
+    assert free.limits == ClientLimits()
+    assert hashed.limits == ClientLimits(tokens_per_minute=40)
+    ring = KeyRing(str(tmp_path / "keys.toml"))
+    assert ring.find(PLAIN) is None  # nothing is in force before it is read
+    ring.reload()
+    assert [one and one.name for one in map(ring.find, (PLAIN, FREE, HASHED))] == ["few", "free", "hashed"]
+    assert [ring.find(wrong) for wrong in ("", PLAIN[:-1], PLAIN + "x", few.digest, "few", "\ud800")] == [None] * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("keys = 1", "key"),
+        ("[[key]]\nkey = 'sk-secret-1'", "name"),
+        ("[[key]]\nname = 'a'", "either key or sha256"),
+        (f"[[key]]\nname = 'a'\nkey = 'sk-secret-1'\nsha256 = '{'0' * 64}'", "either key or sha256"),
+        ("[[key]]\nname = 'a'\nkey = 'sk'", "8"),
+        ("[[key]]\nname = 'a b'\nkey = 'sk-secret-1'", "name"),
+        ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\nrow = 3", "row"),
+        ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\nrows = 0", "rows"),
+        ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'a'\nkey = 'sk-secret-2'", "twice"),
+        ("[[key]]\nname = 'a'\nkey = 'sk-secret-1'\n[[key]]\nname = 'b'\nkey = 'sk-secret-1'", "twice"),
+        ("[[key", "not a file of keys"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_without_a_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(KeysError, match=named) as refusal:
+        load_keys(written(tmp_path, text))
+    assert "\n" not in str(refusal.value) and "sk-secret" not in str(refusal.value)
+    with pytest.raises(SettingsError, match="--keys-file"):
+        parse_settings(["--keys-file", str(tmp_path / "keys.toml")], {})
+    with pytest.raises(KeysError, match="cannot be read"):
+        load_keys(str(tmp_path / "none.toml"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def job(name: str, limits: ClientLimits | None, rows: int = 1, prompt: int = 3) -> Job:
+    return Job(job_id=name, rows=[ask([5] * prompt)] * rows, client="c", limits=limits)
+
+
+def events(name: str, tokens: int, done: bool) -> JobEvents:
+    return JobEvents(job_id=name, deltas=[Delta(0, b"", tokens)], done=done)
+
+
+def test_rows_are_counted_while_they_run() -> None:
+    quotas, limits = Quotas(Metrics()), ClientLimits(rows=4)
+    assert quotas.enter(job("a", limits, rows=3)) is None
+    refusal = quotas.enter(job("b", limits, rows=2))
+    assert refusal is not None and refusal.kind is ErrorKind.OVERLOADED and refusal.retry_after_s
+    assert "3 rows under way" in refusal.message and "4 at once" in refusal.message
+    assert quotas.enter(job("c", limits)) is None
+    assert quotas.enter(job("d", None, rows=100)) is None
+    quotas.observe(events("a", 1, done=False))
+    assert quotas.enter(job("e", limits)) is not None
+    quotas.observe(events("a", 1, done=True))
+    assert quotas.enter(job("e", limits, rows=3)) is None
+    quotas.take_back("e")
+    quotas.take_back("e")
+    assert quotas.enter(job("f", limits, rows=3)) is None
+    never = quotas.enter(job("g", limits, rows=5))
+    assert never is not None and never.kind is ErrorKind.INVALID_FIELD
+
+
+def test_a_minute_of_requests_and_of_tokens() -> None:
+    clock = Clock()
+    quotas, limits = Quotas(Metrics(), clock), ClientLimits(requests_per_minute=3)
+    assert [quotas.enter(job(str(n), limits)) is None for n in range(5)] == [True, True, True, False, False]
+    refusal = quotas.enter(job("x", limits))
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(20)
+    clock.now += 20.1
+    assert [quotas.enter(job(f"y{n}", limits)) is None for n in range(2)] == [True, False]
+
+    quotas, limits = Quotas(Metrics(), clock), ClientLimits(tokens_per_minute=60)
+    assert quotas.enter(job("a", limits, prompt=10)) is None
+    quotas.observe(events("a", 90, done=True))
+    refusal = quotas.enter(job("b", limits))
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(41)
+    clock.now += 41.5
+    assert quotas.enter(job("b", limits, prompt=1000)) is None
+    quotas.take_back("b")
+    assert quotas.enter(job("c", limits, prompt=0)) is None
+
+
+def test_request_ids_are_taken_if_they_are_plain() -> None:
+    assert request_id("abc-1_2.3:4/5=@+") == "abc-1_2.3:4/5=@+"
+    for odd in (None, "", "a b", "a\n", "é", "x" * 129, "a,b"):
+        assert re.fullmatch("[0-9a-f]{32}", request_id(odd))
+
+
+@pytest.mark.parametrize(
+    ("default", "most", "given", "limit"),
+    [(0, 0, None, None), (0, 0, 7, 7), (5, 0, None, 5), (5, 0, 9, 9), (5, 3, None, 3), (0, 3, None, 3), (5, 9, 8, 8)],
+)
+def test_time_limits(default: float, most: float, given: float | None, limit: float | None) -> None:
+    from routes.response.event_stream import time_limit
+
+    config = HttpConfig(default_timeout_s=default, max_timeout_s=most)
+    assert time_limit(config, given) == limit
+    if most:
+        with pytest.raises(ServiceError, match="--max-timeout-s") as refusal:
+            time_limit(config, most + 1)
+        assert refusal.value.info.field == "timeout_s"
+
+
+def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    from types import SimpleNamespace
+
+    from routes.serving.http import report
+
+    engine = SimpleNamespace(observe=lambda observation: None)
+    with caplog.at_level(logging.DEBUG, "access"):
+        for access_log in (False, True):
+            context: Any = SimpleNamespace(engine=engine, config=HttpConfig(access_log=access_log))
+            report(context, Exchange(request_id="r", method="GET", route="/x"), 200, "done")
+    assert len(caplog.records) == 1
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two HTTP workers around an engine without a model; the file of keys is `keys.toml` beside the log."""
+    folder = tmp_path_factory.mktemp("keyed")
+    flags = ("--http-workers", "2", "--keys-file", written(folder, FILE), "--log-format", "json")
+    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    running.headers = {"Authorization": f"Bearer {FREE}"}
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def log_lines(service: Service) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{"))
+    return [line for line in lines if line["logger"] == "access"]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_key_is_wanted(keyed: Service) -> None:
+    body = {"contents": ["a"], "max_tokens": 1}
+    assert keyed.post(CHAT, body).status_code == 200
+    assert keyed.post(CHAT, {**body, "password": HASHED}, headers=bearer("-")).status_code == 200
+    for wrong in ("-", "few", PLAIN + "x"):
+        refused = keyed.post(CHAT, body, headers=bearer(wrong))
+        assert refused.status_code == 401
+        assert refused.json()["request_id"] == refused.headers["x-request-id"]
+    assert keyed.post(CHAT, {**body, "password": "wrong"}, headers=bearer("-")).status_code == 401
+
+
+def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> None:
+    def status(number: int) -> Any:
+        return keyed.post(CHAT, {"contents": ["a"], "max_tokens": 1}, headers=bearer(PLAIN))
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(status, range(12)))
+    assert sorted(answer.status_code for answer in answers).count(429) >= 5
+    assert sum(answer.status_code == 200 for answer in answers) in (6, 7)  # a tenth of a minute refills one
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert "the key few may send 6 requests a minute" in refused.json()["error"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 10
+    assert keyed.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200, "another key is not concerned"
+    figures = keyed.get("/metrics").text
+    assert re.search(r'rwkv_client_requests_total\{client="few",outcome="refused"\} \d', figures)
+    assert re.search(r'rwkv_client_tokens_total\{client="few",kind="completion"\} [6-9]', figures)
+
+
+def test_a_line_for_every_request(keyed: Service) -> None:
+    body = {"contents": ["abc", "d"], "max_tokens": 8, "chunk_size": 2, "stream": True}
+    keyed.post(CHAT, body, headers={"X-Request-Id": "one-stream"})
+    keyed.post(CHAT, {**body, "temperature": -1}, headers={"X-Request-Id": "one-mistake"})
+    keyed.post("/nowhere", {}, headers={"X-Request-Id": "no-route"})
+    with keyed.connect() as connection:
+        extra = f"Authorization: Bearer {FREE}\r\nX-Request-Id: leaver\r\n"
+        endless = json.dumps({**body, "max_tokens": 1_000_000}).encode()
+        connection.sendall(raw_request(CHAT, endless, extra=extra))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    names = {"one-stream", "one-mistake", "no-route", "leaver"}
+    wait_for(lambda: names <= {line["request_id"] for line in log_lines(keyed)}, 20, "all lines")
+    lines = {line["request_id"]: line for line in log_lines(keyed) if line["request_id"] in names}
+    stream = lines["one-stream"]
+    told = {name: stream[name] for name in ("client", "route", "status", "outcome", "rows", "prompt_tokens")}
+    assert told == {
+        "client": "free", "route": CHAT, "status": 200, "outcome": "done", "rows": 2, "prompt_tokens": 2,
+    }  # fmt: skip
+    assert stream["completion_tokens"] == 16
+    assert 0 < stream["ttft_s"] <= stream["total_s"] and stream["queue_s"] >= 0
+    assert (lines["one-mistake"]["status"], lines["one-mistake"]["outcome"]) == (422, "invalid_field")
+    assert (lines["no-route"]["status"], lines["no-route"]["route"]) == (404, "other")
+    assert lines["leaver"]["outcome"] == "client_left"
+
+
+def test_keys_are_read_again_at_sighup(keyed: Service) -> None:
+    file = keyed.log.parent / "keys.toml"
+    new = FILE.replace(PLAIN, "another-key") + '\n[[key]]\nname = "new"\nkey = "brand-new-key"\n'
+
+    def get(key: str) -> int:
+        return httpx.get(keyed.url + "/status", headers=bearer(key), timeout=30, verify=NO_TLS).status_code
+
+    def all_answer(key: str, status: int) -> bool:
+        return all(get(key) == status for _ in range(8))
+
+    assert all_answer("brand-new-key", 401)
+    file.write_text(new)
+    keyed.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: all_answer("brand-new-key", 200) and all_answer(PLAIN, 401), 20, "the new file is in force")
+    file.write_text("[[key")
+    keyed.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: keyed.log.read_text().count("stay in force") >= 2, 20, "both workers complain")
+    assert all_answer("brand-new-key", 200)
+    file.write_text(FILE)
+    keyed.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: all_answer("brand-new-key", 401) and all_answer(FREE, 200), 20, "the old file is in force")
