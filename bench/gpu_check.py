@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
 from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, QuantMap, multiply_few
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
@@ -61,7 +62,7 @@ def _linear_errors(format_: Format) -> Iterator[tuple[str, float]]:
     stored = [quantise(torch.randn(n, 1024, device=GPU) / 32, format_) for n in (1024, 96, 544)]
     linears, x = [CudaQuantLinear(s) for s in stored], torch.randn(3, 5, 1024, device=GPU, dtype=torch.float16)
     ys = [torch.full((5, s.out_features), torch.nan, device=GPU, dtype=torch.float16) for s in stored]
-    multiply_few([QuantMap(linear, x[i], ys[i], "relu_square") for i, linear in enumerate(linears)])
+    multiply_few([QuantMap(linear, x[i], ys[i], Activation.RELU_SQUARED) for i, linear in enumerate(linears)])
     for i, s in enumerate(stored):
         yield f"{format_} grouped {i} B5", _error(ys[i].float(), torch.relu(x[i].float() @ dequantise(s).T).square())
 

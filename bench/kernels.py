@@ -22,6 +22,7 @@ from bench.gpu import GPU, prefill_inputs
 from bench.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
@@ -142,7 +143,9 @@ class Bench:
         if rows <= MAX_SKINNY_ROWS:
             yield case("output skinny", lambda layer: skinny([Map(layer.output.weight, x, y)]), 2 * c * c)
         if is_grouped(rows, self.layers[0].ffn_key.weight):
-            yield case(key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, "relu_square")]), 8 * c * c)
+            yield case(
+                key, lambda layer: multiply([Map(layer.ffn_key.weight, x, wide, Activation.RELU_SQUARED)]), 8 * c * c
+            )
         yield case("ffn value", lambda layer: multiply_transposed(hidden, layer.value_rows), 8 * c * c)
 
     def head(self, rows: int) -> Iterator[Case]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HEAD_SIZE = 64
+from rwkv_batch.model.layer import HEAD_SIZE
 
 
 def random_weights(

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ log = logging.getLogger("native")
 CPP_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 HEADERS = ("*.h", "*.hpp", "*.cuh", "*.inc")
+SHARED_HEADERS = Path(__file__).with_name("csrc")
+"""Headers that any source may include."""
+INCLUDES = ("-I", str(SHARED_HEADERS))
 
 
 class BuildError(RuntimeError):
@@ -123,7 +127,7 @@ def _require_tools(library: Library) -> None:
 
 
 def _headers(library: Library) -> list[Path]:
-    folders = sorted({source.parent for source in library.sources})
+    folders = sorted({SHARED_HEADERS, *(source.parent for source in library.sources)})
     return sorted(header for folder in folders for pattern in HEADERS for header in folder.glob(pattern))
 
 
@@ -161,11 +165,13 @@ def _build_locked(library: Library, target: Path) -> None:
 def ninja_file(library: Library) -> str:
     """The build.ninja of a library: one object per source, one link."""
     extra = " ".join(library.flags)
+    includes = [shlex.quote(word).replace("$", "$$") for word in INCLUDES]
     lines = ["ninja_required_version = 1.5"]
     if library.has_cpp:
-        lines += ["rule cpp", f"  command = {_path(machine.cxx())} {' '.join(CPP_FLAGS)} {extra} -c $in -o $out"]
+        flags = " ".join([*CPP_FLAGS, *includes, extra])
+        lines += ["rule cpp", f"  command = {_path(machine.cxx())} {flags} -c $in -o $out"]
     if library.has_cuda:
-        flags = " ".join([*CUDA_FLAGS, *arch_flags(library), extra])
+        flags = " ".join([*CUDA_FLAGS, *includes, *arch_flags(library), extra])
         lines += ["rule cu", f"  command = {_path(machine.nvcc())} {flags} -c $in -o $out"]
     lines += ["rule link", f"  command = {_linker(library)}"]
     objects = []

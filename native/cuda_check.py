@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from native import machine
-from native.build import CUDA_FLAGS
+from native.build import CUDA_FLAGS, INCLUDES
 
 CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
@@ -52,7 +52,7 @@ def compile_one(source: Path, arch: str) -> Compiled:
     """Compile one source to a cubin that is thrown away; an architecture with an "a" allows its own instructions."""
     number = arch.removeprefix("sm_")
     with tempfile.TemporaryDirectory() as folder:
-        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, "-Xptxas", "-v", "-cubin"]
+        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, *INCLUDES, "-Xptxas", "-v", "-cubin"]
         command += [f"-gencode=arch=compute_{number},code={arch}", str(source), "-o", f"{folder}/out.cubin"]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     return Compiled(source, arch, done.returncode == 0, done.stdout + done.stderr)

@@ -18,6 +18,8 @@ CHUNKS_PER_STATE = 1 << 20
 """Row id of chunk n of state s is s * CHUNKS_PER_STATE + n."""
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+"""Bytes of a number of each type that a layout may name."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

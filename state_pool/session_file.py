@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from state_pool.codec import LAYOUT_VERSION, Layout
+from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError
 
 FORMAT = "rwkv-session-2"
@@ -43,7 +43,7 @@ _NAMES = {
     "int8": "I8",
     "uint8": "U8",
 }
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_DTYPES = {short: dtype for dtype, short in _NAMES.items()}
 _EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
 """The bits of a number that are all set in infinity and NaN only."""
 _Size = Annotated[int, Meta(ge=0, le=_MAX_SIZE)]
@@ -190,12 +190,12 @@ def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str
     at = 0
     for name, part in sorted(header.items(), key=lambda item: item[1].data_offsets):
         begin, end = part.data_offsets
-        if begin != at or end - begin != math.prod(part.shape) * _ITEM_BYTES[part.dtype]:
+        if begin != at or end - begin != math.prod(part.shape) * ITEM_BYTES[_DTYPES[part.dtype]]:
             raise ValueError(
                 f"part {_short(name)} has bytes {begin} to {end} for shape {part.shape} of {part.dtype}; "
                 f"the parts before it end at {at}"
             )
-        layout[name] = (_dtype(part.dtype), tuple(part.shape))
+        layout[name] = (_DTYPES[part.dtype], tuple(part.shape))
         parts[name] = bytes(body[begin:end])
         at = end
     if at != len(body):
@@ -218,16 +218,12 @@ def _check_finite(name: str, dtype: str, data: bytes) -> None:
     if dtype not in _EXPONENT:
         return
     mask = _EXPONENT[dtype]
-    wrong = (np.frombuffer(data, f"<u{_ITEM_BYTES[dtype]}") & mask) == mask
+    wrong = (np.frombuffer(data, f"<u{ITEM_BYTES[_DTYPES[dtype]]}") & mask) == mask
     if wrong.any():
         raise NotASession(
             f"part {_short(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or infinite, the "
             f"first at {wrong.argmax()}: whatever goes on from it is noise; export the session from where it works"
         )
-
-
-def _dtype(name: str) -> str:
-    return next(dtype for dtype, short in _NAMES.items() if short == name)
 
 
 def _checksum(file: SessionFile) -> str:

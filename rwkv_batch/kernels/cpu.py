@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from native.binding import pointer
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu_library import (
-    Activation,
     Failure,
     JobArgs,
     Kind,
@@ -28,11 +29,11 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Layer, Norm
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Quantised, dequantise
-from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 ALIGNMENT = 64
+CPU = torch.device("cpu")
 
 
 class CpuLinear(Linear):
@@ -116,12 +117,17 @@ class CpuOps(NaiveOps):
         """See ops.PreparesLayers."""
         return CpuLayer(**{field.name: getattr(layer, field.name) for field in fields(Layer)}, args=_layer_args(layer))
 
+    @staticmethod
+    def can_run_layers(state: StateArena) -> bool:
+        """See ops.RunsLayers: states in fp32."""
+        return state.wkv.dtype == torch.float32
+
     def run_layers(
         self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """See ops.RunsLayers. Raises IndexError for rows that do not fit the slots, MemoryError."""
-        if state.wkv.dtype != torch.float32:
-            return forward_layers(layers, x, v_first, state, inputs, self)
+        """See ops.RunsLayers. Raises ValueError, IndexError (rows that do not fit the slots) and MemoryError."""
+        if not self.can_run_layers(state):
+            raise ValueError(f"the cpu kernels run layers over fp32 states, not {state.wkv.dtype}")
         prepared = [layer.args for layer in layers if isinstance(layer, CpuLayer)]
         assert len(prepared) == len(layers), "prepare_layer comes first"
         x = x.to(torch.float32).contiguous()
@@ -142,17 +148,21 @@ def _layer_args(layer: Layer) -> LayerArgs:
     args, residual = LayerArgs(), layer.v_residual
     for name in ("ln1", "ln2", "ln_x"):
         norm: Norm = getattr(layer, name)
-        setattr(args, f"{name}_weight", _pointer(norm.weight))
-        setattr(args, f"{name}_bias", _pointer(norm.bias))
+        setattr(args, f"{name}_weight", _vector(norm.weight))
+        setattr(args, f"{name}_bias", _vector(norm.bias))
     for name in ("att_mix", "ffn_mix", "w0", "a0", "k_k", "k_a", "r_k"):
-        setattr(args, name, _pointer(getattr(layer, name)))
+        setattr(args, name, _vector(getattr(layer, name)))
     for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value", "w1", "a1", "g1", "w2", "a2", "g2"):
         setattr(args, name, getattr(layer, name).args)
     if residual is not None:
-        args.v0 = _pointer(residual.v0)
+        args.v0 = _vector(residual.v0)
         assert isinstance(residual.v1, CpuLinear) and isinstance(residual.v2, CpuLinear)
         args.v1, args.v2 = residual.v1.args, residual.v2.args
     return args
+
+
+def _vector(x: Tensor) -> int:
+    return pointer(x, "a layer's vector", torch.float32, tuple(x.shape), CPU)
 
 
 def _as_bf16_if_exact(weight: Tensor) -> Tensor:
@@ -170,12 +180,6 @@ def _pack(weight: Tensor, kind: Kind) -> Tensor:
     pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32
     pack(weight.data_ptr(), *weight.stride(), inner, out, packed.data_ptr(), torch.get_num_threads())
     return packed
-
-
-def _pointer(x: Tensor) -> int:
-    if x.dtype != torch.float32 or not x.is_contiguous():
-        raise ValueError(f"a layer's vectors are contiguous fp32, not {x.dtype} with strides {x.stride()}")
-    return x.data_ptr()
 
 
 def _rows(inputs: StepInputs) -> tuple[int, int, int]:

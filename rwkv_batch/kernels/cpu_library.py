@@ -25,15 +25,6 @@ class Kind(enum.IntEnum):
     BF16 = 1
 
 
-class Activation(enum.IntEnum):
-    """What a linear map applies to its outputs."""
-
-    NONE = 0
-    TANH = 1
-    SIGMOID = 2
-    RELU_SQUARED = 3
-
-
 class Failure(enum.IntEnum):
     """Why a step was not run."""
 

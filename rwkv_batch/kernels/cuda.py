@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from native import machine
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
-from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, library, library_problem, pointer, slots_pointer
+from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
 from rwkv_batch.kernels.cuda_quant import (
     NUMBERS,
@@ -24,10 +25,9 @@ from rwkv_batch.kernels.cuda_quant import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, fits_wide_fp8, has_wide, prepare_wide, why_no_wide
-from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
 
-HEAD_SIZE = 64
 MAX_WIDTH = 4096
 MAX_SPARSE_ROWS = 8
 SPARSE_SHARE = 512
@@ -106,19 +106,19 @@ class CudaOps:
         rows = len(inputs.read_slots)
         tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
         args = ShiftMixArgs(
-            x=pointer(x),
-            delta=pointer(delta),
-            x_out=pointer(x_out),
-            mixed=pointer(mixed),
+            x=cuda_pointer(x),
+            delta=cuda_pointer(delta),
+            x_out=cuda_pointer(x_out),
+            mixed=cuda_pointer(mixed),
             shift=slots_pointer(shift, (torch.float16,)),
-            tail=pointer(tail),
-            weight=pointer(norm.weight, torch.float32),
-            bias=pointer(norm.bias, torch.float32),
-            mix=pointer(mix),
-            cu_seqlens=pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
-            token_rows=pointer(token_rows(inputs), torch.int64) if ragged else None,
-            read_slots=pointer(inputs.read_slots, torch.int64),
-            write_slots=pointer(inputs.write_slots, torch.int64),
+            tail=cuda_pointer(tail),
+            weight=cuda_pointer(norm.weight, torch.float32),
+            bias=cuda_pointer(norm.bias, torch.float32),
+            mix=cuda_pointer(mix),
+            cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
+            token_rows=cuda_pointer(token_rows(inputs), torch.int64) if ragged else None,
+            read_slots=cuda_pointer(inputs.read_slots, torch.int64),
+            write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=shift.stride(0),
             tokens=tokens,
             width=width,
@@ -152,18 +152,18 @@ class CudaOps:
         rows = len(inputs.read_slots)
         f32 = torch.float32
         args = WkvArgs(
-            **{name: pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
-            v_gate=pointer(p.v_gate) if residual else None,
-            v_first=pointer(v_first) if residual else None,
-            **{name: pointer(getattr(layer, name), f32) for name in ("w0", "a0", "k_k", "k_a", "r_k")},
-            v0=pointer(residual.v0, f32) if residual else None,
-            ln_weight=pointer(layer.ln_x.weight, f32),
-            ln_bias=pointer(layer.ln_x.bias, f32),
-            y=pointer(y),
+            **{name: cuda_pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
+            v_gate=cuda_pointer(p.v_gate) if residual else None,
+            v_first=cuda_pointer(v_first) if residual else None,
+            **{name: cuda_pointer(getattr(layer, name), f32) for name in ("w0", "a0", "k_k", "k_a", "r_k")},
+            v0=cuda_pointer(residual.v0, f32) if residual else None,
+            ln_weight=cuda_pointer(layer.ln_x.weight, f32),
+            ln_bias=cuda_pointer(layer.ln_x.bias, f32),
+            y=cuda_pointer(y),
             state=slots_pointer(wkv, (torch.float16, f32)),
-            cu_seqlens=pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
-            read_slots=pointer(inputs.read_slots, torch.int64),
-            write_slots=pointer(inputs.write_slots, torch.int64),
+            cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
+            read_slots=cuda_pointer(inputs.read_slots, torch.int64),
+            write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),
             rows=rows,
             heads=width // HEAD_SIZE,
@@ -184,10 +184,10 @@ class CudaOps:
         ffn = layer.ffn_key.weight.shape[0]
         if is_grouped(rows, layer.ffn_key.weight):
             hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
-            multiply([Map(layer.ffn_key.weight, x, hidden, "relu_square")])
+            multiply([Map(layer.ffn_key.weight, x, hidden, Activation.RELU_SQUARED)])
         else:
             hidden = layer.ffn_key(x)
-            library().call("rwkv_relu_square", pointer(hidden), hidden.numel())
+            library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
         if rows <= MAX_SPARSE_ROWS:
             return self.sparse_value(layer, hidden)
         return multiply_transposed(hidden, layer.value_rows)
@@ -198,7 +198,7 @@ class CudaOps:
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
         many = value.dense is not None and rows > MAX_WIDE_ROWS  # then the activation is the next kernel's
-        multiply_into([QuantMap(key, x, hidden, "none" if many else "relu_square")])
+        multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else Activation.RELU_SQUARED)])
         if rows <= MAX_SPARSE_ROWS:
             return self.sparse_value_quantised(value, hidden)
         if value.dense is None or value.dense.is_few(rows):
@@ -211,10 +211,10 @@ class CudaOps:
         """As sparse_value, of small codes."""
         rows, packed, work = len(hidden), value.packed, self.workspaces[hidden.device]
         y = hidden.new_empty(rows, packed.columns)
-        places = packed.codes.data_ptr(), packed.scales.data_ptr(), pointer(y)
-        partial, counters = pointer(work.partial, torch.float32), pointer(work.counters, torch.int32)
+        places = packed.codes.data_ptr(), packed.scales.data_ptr(), cuda_pointer(y)
+        partial, counters = cuda_pointer(work.partial, torch.float32), cuda_pointer(work.counters, torch.int32)
         sizes = NUMBERS[packed.format], rows, packed.columns, packed.rows
-        library().call("rwkv_sparse_value_quant", pointer(hidden), *places, partial, counters, *sizes)
+        library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, partial, counters, *sizes)
         return y
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
@@ -226,11 +226,11 @@ class CudaOps:
         work = self.workspaces[hidden.device]
         library().call(
             "rwkv_sparse_value",
-            pointer(hidden),
-            pointer(layer.value_rows),
-            pointer(y),
-            pointer(work.partial, torch.float32),
-            pointer(work.counters, torch.int32),
+            cuda_pointer(hidden),
+            cuda_pointer(layer.value_rows),
+            cuda_pointer(y),
+            cuda_pointer(work.partial, torch.float32),
+            cuda_pointer(work.counters, torch.int32),
             rows,
             width,
             ffn,
@@ -240,9 +240,16 @@ class CudaOps:
     def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
         """LayerNorm of some rows of x [T, C]: rows [R] int64 -> [R, C] fp16."""
         out = torch.empty(len(rows), x.shape[1], dtype=x.dtype, device=x.device)
-        weight, bias = pointer(norm.weight, torch.float32), pointer(norm.bias, torch.float32)
+        weight, bias = cuda_pointer(norm.weight, torch.float32), cuda_pointer(norm.bias, torch.float32)
         library().call(
-            "rwkv_norm_rows", pointer(x), pointer(rows, torch.int64), weight, bias, pointer(out), len(rows), x.shape[1]
+            "rwkv_norm_rows",
+            cuda_pointer(x),
+            cuda_pointer(rows, torch.int64),
+            weight,
+            bias,
+            cuda_pointer(out),
+            len(rows),
+            x.shape[1],
         )
         return out
 
@@ -295,9 +302,10 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
     else:
         _rkv_in_codes(layer, mixed[:3], rkv)
     maps += [
-        Map(layer.low_in[i], mixed[first + i], low[i], "tanh" if i == groups - 2 else "none") for i in range(groups)
+        Map(layer.low_in[i], mixed[first + i], low[i], Activation.TANH if i == groups - 2 else Activation.NONE)
+        for i in range(groups)
     ]
-    multiply([*maps, Map(layer.gate_in, mixed[5], gate, "sigmoid")])
+    multiply([*maps, Map(layer.gate_in, mixed[5], gate, Activation.SIGMOID)])
     maps = [Map(layer.low_out[i], low[i], out[i]) for i in range(groups)]
     multiply([*maps, Map(layer.gate_out, gate, out[groups])])
     v_gate = out[0] if groups == 3 else None
@@ -325,11 +333,11 @@ def _project_batched(
     with torch.cuda.stream(sides[0]):
         torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2), out=low)
         decay = low[groups - 2]
-        library().call("rwkv_low_rank_act", pointer(decay), decay.numel(), None, 0)
+        library().call("rwkv_low_rank_act", cuda_pointer(decay), decay.numel(), None, 0)
         torch.bmm(low, layer.low_out.transpose(1, 2), out=out)
     with torch.cuda.stream(sides[1]):
         torch.mm(mixed[5], layer.gate_in.T, out=gate)
-        library().call("rwkv_low_rank_act", None, 0, pointer(gate), gate.numel())
+        library().call("rwkv_low_rank_act", None, 0, cuda_pointer(gate), gate.numel())
         torch.mm(gate, layer.gate_out.T, out=g)
     if layer.rkv is not None:
         torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)

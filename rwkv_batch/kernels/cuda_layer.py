@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
-from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.layer import MIX_ORDER, Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.mmap_release import release
 
 RANK_STEP = 64
 TRANSPOSED_ROWS = 512
 """Rows of a weight that are on the device twice while it is transposed."""
-MIX_ORDER = (0, 2, 3, 1, 4, 5)
-"""r, k, v, w, a, g out of r, w, k, v, a, g: neighbours are multiplied by one batched product."""
+GROUPED_ORDER = "rkvwag"
+"""The time mix's inputs as these kernels keep them: neighbours are multiplied by one batched product."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ def prepare_layer(layer: Layer) -> CudaLayer:
         rkv = _stack([layer.receptance, layer.key, layer.value], width, width, device)
         value_rows = _transpose(layer.ffn_value, device)
     values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    values["att_mix"] = layer.att_mix[list(MIX_ORDER)].half().contiguous()
+    values["att_mix"] = layer.att_mix[[MIX_ORDER.index(name) for name in GROUPED_ORDER]].half().contiguous()
     values["ffn_mix"] = layer.ffn_mix.half().contiguous()
     return CudaLayer(
         **values,

@@ -173,8 +173,11 @@ def hopper_library() -> Kernels:
     return Kernels(build.load(build.Library("rwkv_hopper", sources, arch_specific=True)), HOPPER_SIGNATURES)
 
 
-def pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:
-    """Address of a contiguous CUDA tensor of the given type; None stays None. Raises ValueError otherwise."""
+def cuda_pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:
+    """Address of a contiguous CUDA tensor of the given type; None stays None. Raises ValueError otherwise.
+
+    native.binding.pointer checks more; this one is on the way of every launch.
+    """
     if tensor is None:
         return None
     alignment = 16 if dtype.is_floating_point else dtype.itemsize

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, library, pointer
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, has_wide, launch_wide
 from rwkv_batch.model.linear import Linear
 
@@ -21,8 +21,6 @@ MAX_SKINNY_ROWS = 16
 LEAST_WIDE_DEPTH = 4096
 """Inputs from which on Hopper's kernel multiplies few rows too. Measured: faster at 4096 with 1 to 16 rows; at 2048
 slower with 1 to 8, and equal with 12 and 16 (docs/performance.md)."""
-Activation = Literal["none", "tanh", "sigmoid", "relu_square"]
-ACTIVATIONS: dict[Activation, int] = {"none": 0, "tanh": 1, "sigmoid": 2, "relu_square": 3}
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class Map:
     weight: Tensor
     x: Tensor
     y: Tensor
-    activation: Activation = "none"
+    activation: Activation = Activation.NONE
 
 
 def fits_skinny(weight: Tensor) -> bool:
@@ -56,7 +54,7 @@ def multiply(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
     rows, weight = maps[0].x.shape[0], maps[0].weight
     if is_wide(rows, weight):
-        launch_wide([(m.weight, m.x, m.y, ACTIVATIONS[m.activation]) for m in maps], transposed=False)
+        launch_wide([(m.weight, m.x, m.y, m.activation) for m in maps], transposed=False)
     else:
         skinny(maps)
 
@@ -73,9 +71,9 @@ def skinny(maps: Sequence[Map]) -> None:
             raise ValueError(
                 f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other"
             )
-        slot.weight, slot.x, slot.y = pointer(m.weight), pointer(m.x), pointer(m.y, m.y.dtype)
+        slot.weight, slot.x, slot.y = cuda_pointer(m.weight), cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
         slot.n, slot.k, slot.ld_y = n, k, n
-        slot.activation, slot.float_out = ACTIVATIONS[m.activation], m.y.dtype == torch.float32
+        slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
         slot.warps_k = 8 if k >= 512 else 4 if k >= 256 else 2 if k >= 128 else 1
     library().call("rwkv_skinny", ctypes.byref(args))
 
@@ -85,7 +83,7 @@ def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
     if not is_wide(len(x), transposed, transposed=True):
         return torch.mm(x, transposed)
     y = x.new_empty(len(x), transposed.shape[1])
-    launch_wide([(transposed, x, y, ACTIVATIONS["none"])], transposed=True)
+    launch_wide([(transposed, x, y, Activation.NONE)], transposed=True)
     return y
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, library, pointer
-from rwkv_batch.kernels.cuda_linear import ACTIVATIONS, Activation
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, cuda_pointer, library
 from rwkv_batch.kernels.cuda_wide import Fp8Map, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
@@ -53,7 +53,7 @@ class Packed:
         """[rows, columns] fp16."""
         out = torch.empty(self.rows, self.columns, dtype=torch.float16, device=self.codes.device)
         library().call(
-            "rwkv_dequantise", self.codes.data_ptr(), self.scales.data_ptr(), pointer(out), NUMBERS[self.format],
+            "rwkv_dequantise", self.codes.data_ptr(), self.scales.data_ptr(), cuda_pointer(out), NUMBERS[self.format],
             self.transposed, self.rows, self.columns,
         )  # fmt: skip
         return out
@@ -66,7 +66,7 @@ class QuantMap:
     linear: CudaQuantLinear
     x: Tensor
     y: Tensor
-    activation: Activation = "none"
+    activation: Activation = Activation.NONE
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class CodeMap:
     codes: Tensor
     scales: Tensor
     y: Tensor
-    activation: Activation = "none"
+    activation: Activation = Activation.NONE
 
 
 class CudaQuantLinear(Linear):
@@ -204,10 +204,10 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
 
 def apply_activation(y: Tensor, activation: Activation) -> None:
     """In place, of those that follow a matrix in small codes."""
-    if activation == "relu_square":
-        library().call("rwkv_relu_square", pointer(y), y.numel())
-    elif activation != "none":
-        raise ValueError(f"no product of small codes is followed by {activation}")
+    if activation is Activation.RELU_SQUARED:
+        library().call("rwkv_relu_square", cuda_pointer(y), y.numel())
+    elif activation is not Activation.NONE:
+        raise ValueError(f"no product of small codes is followed by {activation.name}")
 
 
 def multiply_codes(maps: Sequence[CodeMap]) -> None:
@@ -216,10 +216,7 @@ def multiply_codes(maps: Sequence[CodeMap]) -> None:
     rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
     if first.y.dtype == torch.float16 and fits_wide_fp8(rows, n, k, first.y.device):
         launch_wide_fp8(
-            [
-                Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, ACTIVATIONS[m.activation])
-                for m in maps
-            ]
+            [Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, m.activation) for m in maps]
         )
         return
     for m in maps:
@@ -241,9 +238,9 @@ def multiply_few(maps: Sequence[QuantMap]) -> None:
                 f"{packed.format} [{n}, {k}], {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit each other"
             )
         slot.codes, slot.scales = packed.codes.data_ptr(), packed.scales.data_ptr()
-        slot.x, slot.y = pointer(m.x), pointer(m.y, m.y.dtype)
+        slot.x, slot.y = cuda_pointer(m.x), cuda_pointer(m.y, m.y.dtype)
         slot.n, slot.k, slot.ld_y = n, k, n
-        slot.activation, slot.float_out = ACTIVATIONS[m.activation], m.y.dtype == torch.float32
+        slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
         chunks = k // INPUT_STEP[format_]
         slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
     library().call("rwkv_skinny_quant", ctypes.byref(args))
@@ -255,7 +252,13 @@ def quantise_rows(x: Tensor, relu_square: bool = False) -> tuple[Tensor, Tensor]
     codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     library().call(
-        "rwkv_quantise_rows", pointer(x), codes.data_ptr(), pointer(scales, torch.float32), rows, k, relu_square
+        "rwkv_quantise_rows",
+        cuda_pointer(x),
+        codes.data_ptr(),
+        cuda_pointer(scales, torch.float32),
+        rows,
+        k,
+        relu_square,
     )
     return codes, scales
 

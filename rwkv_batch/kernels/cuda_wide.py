@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from native import build, machine
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, WideFp8Args, hopper_library, pointer
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, WideFp8Args, cuda_pointer, hopper_library
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,8 @@ def plan_wide(
     return Plan(next(size for size in TILE_ROWS if size >= rows), max(fitting, default=1))
 
 
-def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], transposed: bool) -> None:
-    """Up to 8 maps (weight, x, y, activation's number) over the same rows; weights [n, k], or [k, n] if transposed."""
+def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, Activation]], transposed: bool) -> None:
+    """Up to 8 maps (weight, x, y, activation) over the same rows; weights [n, k], or [k, n] if transposed."""
     rows, device = maps[0][1].shape[0], maps[0][1].device
     if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
@@ -122,7 +123,7 @@ def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, int]], transposed: 
         shape = WideShape(*(reversed(weight.shape) if transposed else weight.shape))
         if not fits_wide(shape, transposed) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
             raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
-        slot.weight, slot.x, slot.y = pointer(weight), pointer(x), pointer(y)
+        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation
         shapes.append(shape)
     plan = plan_wide(rows, tuple(shapes), len(work.partial), not shares_processors())
@@ -166,7 +167,7 @@ def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
             raise ValueError(
                 f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit together"
             )
-        slot.weight, slot.x, slot.y = pointer(m.weight, CODES), pointer(m.x, CODES), pointer(m.y)
+        slot.weight, slot.x, slot.y = cuda_pointer(m.weight, CODES), cuda_pointer(m.x, CODES), cuda_pointer(m.y)
         slot.weight_scales, slot.input_scales = m.weight_scales.data_ptr(), m.x_scales.data_ptr()
         slot.n, slot.k, slot.activation = n, k, m.activation
         shapes.append(WideShape(n, k))

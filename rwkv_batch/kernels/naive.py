@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
 
 DECAY_SCALE = -0.6065306597126334
 """-exp(-0.5): log of the smallest decay."""
 GROUP_NORM_EPS = 64e-5
-HEAD_SIZE = 64
 
 
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:

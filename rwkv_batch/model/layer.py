@@ -8,6 +8,11 @@ from torch import Tensor
 
 from rwkv_batch.model.linear import Linear
 
+HEAD_SIZE = 64
+"""Channels of a head: RWKV-7 knows no other size."""
+MIX_ORDER = "rwkvag"
+"""The time mix's inputs in the order in which a layer keeps their token-shift weights."""
+
 
 @dataclass(slots=True)
 class Norm:
@@ -34,7 +39,7 @@ class Layer:
     ln1: Norm
     ln2: Norm
     att_mix: Tensor
-    """[6, C]: token-shift weights in the order r, w, k, v, a, g"""
+    """[6, C]: token-shift weights, in MIX_ORDER"""
     receptance: Linear
     key: Linear
     value: Linear

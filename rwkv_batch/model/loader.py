@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rwkv_batch.model.layer import Layer, Norm, ValueResidual
+from rwkv_batch.model.layer import MIX_ORDER, Layer, Norm, ValueResidual
 from rwkv_batch.model.linear import Linear, QuantLinear
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.weights import Weights
 
-MIX_ORDER = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")
 PROGRESS_FROM_BYTES = 256 << 20
 FOLD_ROWS = 8192
 NORM_EPS = 1e-5
@@ -124,7 +123,7 @@ class LayerLoader:
         return Layer(
             ln1=self._norm(f"blocks.{i}.ln1"),
             ln2=self._norm(f"blocks.{i}.ln2"),
-            att_mix=torch.stack([self._vector(f"{att}.{name}") for name in MIX_ORDER]),
+            att_mix=torch.stack([self._vector(f"{att}.x_{name}") for name in MIX_ORDER]),
             receptance=self._linear(f"{att}.receptance.weight"),
             key=self._linear(f"{att}.key.weight"),
             value=self._linear(f"{att}.value.weight"),

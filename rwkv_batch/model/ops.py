@@ -48,10 +48,14 @@ class PreparesLayers(Protocol):
 class RunsLayers(Protocol):
     """A backend that runs a stage's layers in one call instead of piece by piece."""
 
+    def can_run_layers(self, state: StateArena) -> bool:
+        """Whether it takes states of this type; else the layers are run piece by piece."""
+        ...
+
     def run_layers(
         self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """As model.forward_layers."""
+        """As rwkv7.forward_layers."""
         ...
 
 

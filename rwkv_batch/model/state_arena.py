@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HEAD_SIZE = 64
+from rwkv_batch.model.layer import HEAD_SIZE
 
 
 class StateArena:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.mmap_release import release
-
-HEAD_SIZE = 64
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
 FOREIGN = (

@@ -80,7 +80,7 @@ class Stage:
         """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
         assert self.state is not None, "allocate_slots comes first"
         with self._device:
-            if isinstance(self.ops, RunsLayers):
+            if isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
                 return self.ops.run_layers(self.layers, x, v_first, self.state, inputs)
             return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
 

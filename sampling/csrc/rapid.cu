@@ -10,6 +10,7 @@
 // Shared memory of a block: Shared | uint32 marks[words]
 #include <cuda_runtime.h>
 
+#include "early_launch.cuh"
 #include "rapid_list.cuh"
 
 namespace sampling {
@@ -26,19 +27,6 @@ struct Launch {
   uint32_t* arrived;         // [max_rows], zero between launches
   int32_t rows, vocab, max_rows, capacity, parts, chunk_batches;
 };
-
-// Earlier kernels' writes are visible after this.
-__device__ __forceinline__ void wait_for_inputs() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // The changed logit of a token with an entry.
 template <class T>

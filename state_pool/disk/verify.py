@@ -8,6 +8,7 @@ import sqlite3
 
 from state_pool.codec import (
     CHUNKS_PER_STATE,
+    ITEM_BYTES,
     LAYOUT_VERSION,
     Layout,
     checksum,
@@ -147,10 +148,7 @@ class Loader:
 
 def part_sizes(layout: Layout) -> dict[str, int]:
     """Bytes of each part."""
-    return {name: math.prod(shape) * _ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}
-
-
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "int8": 1}
+    return {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}
 
 
 def stored_layout(text: str) -> Layout:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import SPARSE_COLUMNS, SPARSE_SHARE
 from rwkv_batch.kernels.cuda_library import library
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Activation, Map, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, multiply, multiply_transposed, skinny
 from rwkv_batch.kernels.cuda_wide import has_wide
 
 GPU = torch.device("cuda", 0)
@@ -19,10 +20,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 ROWS = (1, 5, 8, 9, 16, 17, 32, 50, 64, 90, 97, 130, 180, 200, 256)
 ACTIVATIONS = {
-    "none": lambda v: v,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "relu_square": lambda v: torch.relu(v).square(),
+    Activation.NONE: lambda v: v,
+    Activation.TANH: torch.tanh,
+    Activation.SIGMOID: torch.sigmoid,
+    Activation.RELU_SQUARED: lambda v: torch.relu(v).square(),
 }
 
 
@@ -66,8 +67,8 @@ def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
 def test_grouped_maps(run: Callable[[list[Map]], None], rows: int) -> None:
     """Maps of several shapes and activations in one launch; nothing is written past the last row."""
     skip_where_missing(rows)
-    shapes: list[tuple[int, int, Activation]] = [(768, 768, "none"), (96, 768, "tanh"), (160, 768, "sigmoid")]
-    shapes += [(512, 64, "relu_square"), (1056, 320, "none")]
+    shapes: list[tuple[int, int, Activation]] = [(768, 768, Activation.NONE), (96, 768, Activation.TANH)]
+    shapes += [(160, 768, Activation.SIGMOID), (512, 64, Activation.RELU_SQUARED), (1056, 320, Activation.NONE)]
     maps = [Map(weight(n, k), normal(rows, k), poisoned(rows, n), activation) for n, k, activation in shapes]
     run([Map(m.weight, m.x, m.y[:rows], m.activation) for m in maps])
     for m in maps:

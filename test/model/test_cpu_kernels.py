@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from native.build import BuildError
 from rwkv_batch.kernels import cpu_library
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu import CpuOps
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.kernels.registry import choose_ops
@@ -19,6 +22,7 @@ from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
+from rwkv_batch.runner.stage import Stage
 
 needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
 CPU = torch.device("cpu")
@@ -117,7 +121,12 @@ def test_fp16_states_take_the_plain_path() -> None:
     inputs, stage = random_inputs(BATCHES[2]), STAGES[0]
     x = normal(len(inputs.tokens), WIDTH, seed=1)
     fast, naive = (random_state(stage, torch.float16) for _ in range(2))
-    out, _ = CpuOps().run_layers(layers(stage, CpuOps()), x, None, fast, inputs)
+    weights = weights_from(random_weights(LAYERS, WIDTH, 256, seed=3, ranks=(20, 24, 12, 40)))
+    prepared = Stage(weights, *stage, Precision(CPU, torch.float32, torch.float32, torch.float16), CpuOps())
+    prepared.state = fast
+    out, _ = prepared.forward(x, None, inputs)
+    with pytest.raises(ValueError, match="over fp32 states"):
+        CpuOps().run_layers(prepared.layers, x, None, fast, inputs)
     wanted, _ = forward_layers(layers(stage, NaiveOps()), x, None, naive, inputs, NaiveOps())
     assert (out - wanted).abs().max() < 1e-2
     assert (fast.wkv - naive.wkv).abs().max() < 1e-2 and (fast.shift - naive.shift).abs().max() < 1e-2
@@ -164,3 +173,9 @@ def test_without_a_compiler_the_reason_is_given_and_naive_serves(monkeypatch: py
 
 def test_another_device_is_refused() -> None:
     assert "on a CPU" in str(CpuOps.why_not(torch.device("cuda")))
+
+
+def test_activations_have_the_numbers_of_the_header() -> None:
+    header = (cpu_library.SOURCES / "activation.h").read_text()
+    numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", header)}
+    assert numbers == {activation.name: activation.value for activation in Activation}

@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "early_launch.cuh"
+
 #define RWKV_API extern "C" __attribute__((visibility("default")))
 
 constexpr int HEAD = 64;                       // head size N: keys and values of one head
@@ -110,20 +112,6 @@ inline void launch_streaming(void (*kernel)(Params...), dim3 grid, int threads, 
         if (split < places * own) split = larger;
     const int padding = max(0, split / (places + 1) + 128 - own);
     launch_with_split(kernel, grid, threads, padding, split * 100LL / machine.shared_in_all, stream, args...);
-}
-
-// Everything that earlier kernels wrote is visible after this.
-__device__ __forceinline__ void wait_for_inputs() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// The next kernel's blocks may take what room this one leaves.
-__device__ __forceinline__ void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // Fast reciprocals (2 ulp of fp32) where an exact division would cost a dozen instructions; +inf gives 0.

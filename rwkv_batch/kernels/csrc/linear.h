@@ -2,9 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "activation.h"
 #include "team.h"
-
-enum Activation : int64_t { NONE = 0, TANH = 1, SIGMOID = 2, RELU_SQUARED = 3 };
 
 // A packed matrix. The binding writes these as five int64.
 struct Map {

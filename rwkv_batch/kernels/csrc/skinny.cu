@@ -12,13 +12,13 @@
 //
 // Bytes: 2nk per map, read past L1; x comes through L1 (2 * rows * k once per multiprocessor). A thread keeps
 // 8 x 16 bytes in flight, a multiprocessor 64 KiB.
+#include "activation.h"
 #include "common.cuh"
 
 constexpr int WARPS = 8;
 constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
 constexpr int MAX_MAPS = 8;
 
-enum Activation { NONE, TANH, SIGMOID, RELU_SQUARE };
 
 struct Map {
     const __half* weight;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 __device__ __forceinline__ float activate(float v, int activation) {
     if (activation == TANH) return tanh_exp(v);
     if (activation == SIGMOID) return sigmoidf(v);
-    if (activation == RELU_SQUARE) {
+    if (activation == RELU_SQUARED) {
         v = fmaxf(v, 0.0f);
         return v * v;
     }

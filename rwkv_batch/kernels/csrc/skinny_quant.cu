@@ -18,7 +18,6 @@ constexpr int PARTS = 2;
 constexpr int RED_PAD = 4;
 constexpr int MAX_MAPS = 8;
 
-enum Activation { NONE, TANH, SIGMOID, RELU_SQUARE };
 
 struct QuantMap {
     const uint8_t* codes;
@@ -50,7 +49,7 @@ __device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
 __device__ __forceinline__ float activate(float v, int activation) {
     if (activation == TANH) return tanh_exp(v);
     if (activation == SIGMOID) return sigmoidf(v);
-    if (activation == RELU_SQUARE) {
+    if (activation == RELU_SQUARED) {
         v = fmaxf(v, 0.0f);
         return v * v;
     }

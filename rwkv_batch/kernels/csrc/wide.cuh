@@ -17,6 +17,7 @@
 
 #include <cuda.h>
 
+#include "activation.h"
 #include "common.cuh"
 
 constexpr int MAX_WIDE_MAPS = 8;
@@ -30,7 +31,6 @@ enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8 };
 template <WideKind KIND>
 constexpr int DEPTH = KIND == WIDE_FP8 ? 128 : 64;  // k of a tile
 
-enum WideActivation { WIDE_NONE, WIDE_TANH, WIDE_SIGMOID, WIDE_RELU_SQUARE };
 
 // What a launch needs on the device; the tensor maps say where W and x are.
 struct WideLaunch {
@@ -75,11 +75,11 @@ __device__ __forceinline__ WidePlace wide_place(const WideLaunch& p, int tile) {
     return {map, (tile - p.first_tile[map]) * OUTPUTS};
 }
 
-template <WideActivation ACTIVATION>
+template <Activation ACTIVATION>
 __device__ __forceinline__ float wide_activate(float v) {
-    if constexpr (ACTIVATION == WIDE_RELU_SQUARE) return fmaxf(v, 0.0f) * fmaxf(v, 0.0f);
-    if constexpr (ACTIVATION == WIDE_TANH) return tanh_exp(v);
-    if constexpr (ACTIVATION == WIDE_SIGMOID) return sigmoidf(v);
+    if constexpr (ACTIVATION == RELU_SQUARED) return fmaxf(v, 0.0f) * fmaxf(v, 0.0f);
+    if constexpr (ACTIVATION == TANH) return tanh_exp(v);
+    if constexpr (ACTIVATION == SIGMOID) return sigmoidf(v);
     return v;
 }
 
@@ -102,7 +102,7 @@ struct WideOut {
 };
 
 // 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
-template <int CHUNKS, WideKind KIND, WideActivation ACTIVATION, int SUMS>
+template <int CHUNKS, WideKind KIND, Activation ACTIVATION, int SUMS>
 __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
     constexpr int PITCH = STAGING_PITCH;
     float of_output[2] = {1.0f, 1.0f};
@@ -346,10 +346,10 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                 out.weight_scales = p.weight_scales[at.map] + first_output, out.input_scales = p.input_scales[at.map];
             }
             switch (p.activation[at.map]) {
-                case WIDE_NONE: write_out<CHUNKS, KIND, WIDE_NONE>(sums, out, mine, lane); break;
-                case WIDE_TANH: write_out<CHUNKS, KIND, WIDE_TANH>(sums, out, mine, lane); break;
-                case WIDE_SIGMOID: write_out<CHUNKS, KIND, WIDE_SIGMOID>(sums, out, mine, lane); break;
-                case WIDE_RELU_SQUARE: write_out<CHUNKS, KIND, WIDE_RELU_SQUARE>(sums, out, mine, lane); break;
+                case NONE: write_out<CHUNKS, KIND, NONE>(sums, out, mine, lane); break;
+                case TANH: write_out<CHUNKS, KIND, TANH>(sums, out, mine, lane); break;
+                case SIGMOID: write_out<CHUNKS, KIND, SIGMOID>(sums, out, mine, lane); break;
+                case RELU_SQUARED: write_out<CHUNKS, KIND, RELU_SQUARED>(sums, out, mine, lane); break;
             }
         }
     }
