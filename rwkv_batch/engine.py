@@ -16,7 +16,6 @@ from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import Phase
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.state_manager import StateManager, as_service_error
 from rwkv_batch.core.throughput import Throughput
@@ -254,7 +253,7 @@ class Engine:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
         launched: list[Launched] = []
         for planned in self.machine.parts(rows):
-            part = [row for row in planned if row.sequence.phase is not Phase.DONE]  # else its job has failed just now
+            part = [row for row in planned if row.sequence.is_in_steps]  # else its job has failed just now
             if not part:
                 continue
             try:
@@ -286,7 +285,7 @@ class Engine:
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
         if self.machine.is_out_of_memory(error):
             info = _no_memory()
-        for job in dict.fromkeys(row.sequence.job for row in rows if row.sequence.phase is not Phase.DONE):
+        for job in dict.fromkeys(row.sequence.job for row in rows if row.sequence.is_in_steps):
             self.jobs.fail(job, info)
 
 

@@ -90,13 +90,13 @@ class FairQueue:
     def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
         """Rows that wait, behind the job's others."""
         if not job.waiting:
-            self.of(job.job.client).jobs.append(job)
+            self.of(job.client).jobs.append(job)
         job.waiting.extend(sequences)
         self.num_waiting += len(sequences)
 
     def add_forked(self, job: RunningJob, sequences: list[Sequence]) -> None:
         """Rows that wait and go before all others of their client: they free the slot that they share."""
-        jobs = self.of(job.job.client).jobs
+        jobs = self.of(job.client).jobs
         if job.waiting:
             jobs.remove(job)
         jobs.appendleft(job)
@@ -108,17 +108,17 @@ class FairQueue:
         """Take back a job's waiting rows."""
         sequences = list(job.waiting)
         if sequences:
-            self.of(job.job.client).jobs.remove(job)
+            self.of(job.client).jobs.remove(job)
             job.waiting.clear()
         for sequence in sequences:
             self.forked.pop(sequence, None)
         self.num_waiting -= len(sequences)
-        self._tidy(job.job.client)
+        self._tidy(job.client)
         return sequences
 
     def start(self, job: RunningJob, index: int) -> Sequence:
         """The job's waiting row number `index` gets a place; the client's next turn is another job's."""
-        rows, sequence = self.of(job.job.client), job.waiting[index]
+        rows, sequence = self.of(job.client), job.waiting[index]
         del job.waiting[index]
         self.forked.pop(sequence, None)
         self.num_waiting -= 1
@@ -130,7 +130,7 @@ class FairQueue:
 
     def resume(self, sequence: Sequence) -> None:
         """A paused row gets a place again."""
-        rows = self.of(sequence.job.job.client)
+        rows = self.of(sequence.job.client)
         del rows.paused[sequence]
         self.num_paused -= 1
         self._place(rows, sequence)
@@ -143,7 +143,7 @@ class FairQueue:
 
     def pause(self, sequence: Sequence) -> None:
         """A running row gives its place up, and wants it back."""
-        rows = self.of(sequence.job.job.client)
+        rows = self.of(sequence.job.client)
         del rows.running[sequence]
         rows.paused[sequence] = None
         self.num_running -= 1
@@ -152,7 +152,7 @@ class FairQueue:
 
     def end(self, sequence: Sequence) -> bool:
         """A running or paused row wants its place no more. Returns whether it was paused."""
-        client = sequence.job.job.client
+        client = sequence.job.client
         rows = self.of(client)
         if sequence in rows.running:
             del rows.running[sequence]

@@ -52,7 +52,7 @@ class JobTable:
 
     def count_by_label(self) -> dict[str, int]:
         """How many jobs run or wait, by their label."""
-        return dict(Counter(job.job.label for job in self._jobs.values()))
+        return dict(Counter(job.spec.label for job in self._jobs.values()))
 
     # Coming in -----------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class JobTable:
         """The rows to run at first: for `n` continuations of a longer prompt, the row that reads it for all."""
         rows: list[Sequence] = []
         number = 0
-        for request in job.job.rows:
+        for request in job.spec.rows:
             if request.n > 1 and len(request.prompt) > 1:
                 shared = self._sequence(job, number, request, request.prompt[:-1], draws=False)
                 shared.stands_for = request.n
@@ -256,7 +256,7 @@ class JobTable:
 
     def cancel_label(self, label: str) -> int:
         """Cancel all jobs that bear a label; returns how many."""
-        jobs = [job for job in self._jobs.values() if job.job.label == label]
+        jobs = [job for job in self._jobs.values() if job.spec.label == label]
         for job in jobs:
             self._end_job(job, FinishReason.CANCELLED)
         return len(jobs)
@@ -314,10 +314,10 @@ class JobTable:
             self._leased.pop(sequence, None)
             self._drop(sequence)
         self._changed.pop(job, None)
-        if self._jobs.get(job.job.job_id) is job:
-            del self._jobs[job.job.job_id]
+        if self._jobs.get(job.job_id) is job:
+            del self._jobs[job.job_id]
             told = error if job.unfinished else None
-            job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=True, error=told))
+            job.sink(JobEvents(job_id=job.job_id, deltas=job.deltas, done=True, error=told))
             self.when_delivered()
 
     def fail_all(self, error: ErrorInfo) -> None:
@@ -340,8 +340,8 @@ class JobTable:
         for job in self._changed:
             done = job.unfinished == 0
             if done:
-                self._jobs.pop(job.job.job_id, None)
-            job.sink(JobEvents(job_id=job.job.job_id, deltas=job.deltas, done=done))
+                self._jobs.pop(job.job_id, None)
+            job.sink(JobEvents(job_id=job.job_id, deltas=job.deltas, done=done))
             job.deltas = []
         self._changed.clear()
         self.when_delivered()

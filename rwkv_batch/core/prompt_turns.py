@@ -20,7 +20,7 @@ def share_out(
     """
     clients: dict[str, dict[RunningJob, deque[Sequence]]] = {}
     for sequence in reading:
-        clients.setdefault(sequence.job.job.client, {}).setdefault(sequence.job, deque()).append(sequence)
+        clients.setdefault(sequence.job.client, {}).setdefault(sequence.job, deque()).append(sequence)
     part = budget // max(1, len(clients))
     queues = deque(
         (_in_turn(jobs, turn // len(clients)), max(LEAST_SHARE, part // len(jobs))) for jobs in clients.values()

@@ -166,4 +166,4 @@ class Scheduler:
         """The row leaves the steps. Its slot is the caller's to give back."""
         self.places.give_up_seat(sequence)
         self.leave(sequence)
-        sequence.phase = Phase.DONE
+        sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE

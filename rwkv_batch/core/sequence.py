@@ -27,7 +27,10 @@ class Phase(enum.Enum):
     """reads its prompt or decodes"""
     CLOSING = enum.auto()
     """has answered; reads the last tokens that its session state must contain"""
+    ANSWERED = enum.auto()
+    """has answered and left the steps; tells of its end when its turn is stored"""
     DONE = enum.auto()
+    """has ended and left nothing behind"""
 
 
 NO_SLOT = -1
@@ -63,7 +66,8 @@ class RollbackState:
 class RunningJob:
     """A job that was admitted. Owned by the engine thread."""
 
-    job: Job
+    spec: Job
+    """what was asked"""
     sink: Sink
     unfinished: int
     """rows that have not sent their finish"""
@@ -80,12 +84,22 @@ class RunningJob:
     """see `Job.is_batch`"""
 
     def __post_init__(self) -> None:
-        self.is_batch = self.job.is_batch
+        self.is_batch = self.spec.is_batch
+
+    @property
+    def job_id(self) -> str:
+        """See `Job.job_id`."""
+        return self.spec.job_id
+
+    @property
+    def client(self) -> str:
+        """See `Job.client`."""
+        return self.spec.client
 
     @property
     def deadline(self) -> float | None:
         """Monotonic time at which it times out."""
-        return None if self.job.timeout_s is None else self.submitted_at + self.job.timeout_s
+        return None if self.spec.timeout_s is None else self.submitted_at + self.spec.timeout_s
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +171,17 @@ class Sequence:
     @property
     def has_answered(self) -> bool:
         """Whether its turn is recorded: it draws no more, and what is left is to be told that the turn is stored."""
-        return bool(self.output.tokens) and self.seat == NO_SEAT
+        return self.phase in (Phase.CLOSING, Phase.ANSWERED)
+
+    @property
+    def is_in_steps(self) -> bool:
+        """Whether steps may hold it: it has begun and not ended."""
+        return self.phase in (Phase.RUNNING, Phase.CLOSING)
+
+    @property
+    def sampler(self) -> str:
+        """The sampler that its job prefers, by name; "" = none."""
+        return self.job.spec.sampler
 
     @property
     def num_uncomputed_tokens(self) -> int:

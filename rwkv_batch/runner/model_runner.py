@@ -268,7 +268,7 @@ class ModelRunner:
         step = Launched(rows, [row for row in rows if row.draws])
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(step.drawing):
-            groups.setdefault(row.sequence.job.job.sampler, []).append(i)
+            groups.setdefault(row.sequence.sampler, []).append(i)
         if self._graphs is not None and all(row.sequence.last_is_drawn for row in rows):
             try:
                 self._launch_graph(self._graphs, step, groups)

@@ -20,7 +20,7 @@ def end(plan: Scheduler, slots: Slots, sequence: Sequence) -> None:
 
 
 def clients(plan: Scheduler) -> Counter[str]:
-    return Counter(row.sequence.job.job.client for row in plan.schedule())
+    return Counter(row.sequence.job.client for row in plan.schedule())
 
 
 def test_hi_beside_three_bulk_requests_of_one_client() -> None:
@@ -161,7 +161,7 @@ def test_clients_share_the_prompt_budget() -> None:
     tokens: Counter[str] = Counter()
     for _ in range(10):
         for row in plan.schedule():
-            tokens[row.sequence.job.job.client] += row.num_tokens
+            tokens[row.sequence.job.client] += row.num_tokens
     assert tokens == {"many": 320, "one": 320}
 
 
