@@ -265,7 +265,7 @@ class JobTable:
         """End what is past its deadline, and rows whose session failed under them."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, job = heapq.heappop(self._deadlines)
-            if self._jobs.get(job.job.job_id) is job:
+            if self._jobs.get(job.job_id) is job:
                 self._end_job(job, FinishReason.TIMEOUT)
         for sequence in list(self._leased):
             error = self._keeper.failure(sequence)
@@ -276,7 +276,7 @@ class JobTable:
     def _forget_ended_deadlines(self) -> None:
         """Keep the heap within twice the jobs there are."""
         if len(self._deadlines) > 2 * len(self._jobs) + DEADLINES_KEPT:
-            self._deadlines = [entry for entry in self._deadlines if self._jobs.get(entry[2].job.job_id) is entry[2]]
+            self._deadlines = [entry for entry in self._deadlines if self._jobs.get(entry[2].job_id) is entry[2]]
             heapq.heapify(self._deadlines)
 
     def _forget_waiting(self, sequence: Sequence) -> None:

@@ -227,3 +227,20 @@ def test_forgetting_a_job_empties_the_queue() -> None:
     plan.schedule()
     assert len(plan.forget_waiting(running)) == 4  # one sits, one seat is kept for other jobs
     assert plan.places.waiting_rows == 0 and len(plan.running_of(running)) == 1
+
+
+def test_only_a_row_that_closed_its_turn_has_answered() -> None:
+    plan, _ = scheduler()
+    running, rows = job(2)
+    plan.add(running, rows)
+    plan.schedule()
+    for row in rows:
+        row.output.push(ord("a"))
+    cancelled, closing = rows
+    plan.remove(cancelled)
+    assert (cancelled.phase, cancelled.has_answered) == (Phase.DONE, False)  # although it has drawn and has no seat
+    closing.phase = Phase.CLOSING
+    plan.give_up_seat(closing)
+    assert closing.has_answered and closing.is_in_steps
+    plan.remove(closing)
+    assert (closing.phase, closing.has_answered, closing.is_in_steps) == (Phase.ANSWERED, True, False)

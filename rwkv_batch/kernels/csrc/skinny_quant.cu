@@ -8,6 +8,7 @@
 // A map: codes [n, k] (n a multiple of 32, k of 128, or 256 for 4 bits), scales fp8 [n] fp32, int8 [k / 128][n] fp16,
 // int4 [k / 128][n] pairs of fp16 (scale, 1024 + zero); x [rows, k] fp16, y [rows, ld_y] fp16 or fp32.
 // Bytes: nk or nk / 2 per map, read past L1, and the scales.
+#include "activation.h"
 #include "fragments.cuh"
 #include "quant.cuh"
 
