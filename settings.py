@@ -140,6 +140,12 @@ def _networks(text: str) -> tuple[str, ...]:
     return names
 
 
+def _layer_counts(text: str) -> tuple[int, ...]:
+    """`9,8,8,7`, also in brackets."""
+    one = _whole(1, 1000)
+    return tuple(one(part.strip()) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
+
+
 def _samplers(text: str) -> tuple[str, ...]:
     one = _one_of(*_default(EngineConfig, "samplers"))
     return tuple(one(name.strip()) for name in text.split(","))
@@ -229,6 +235,9 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("model_name", str, "name under which the model is listed"),
         Flag("dtype", _one_of(*DTYPES), "weights; auto: fp16 on CUDA, fp32 on a CPU; fp8, int8, int4: small ones"),
         Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
+        Flag(
+            "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
+        ),
         Flag(
             "micro_batches",
             _whole(0, 64),

@@ -31,6 +31,7 @@ from rwkv_batch.model.quant.formats import Format, format_of
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import graph_stages
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
@@ -142,9 +143,9 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
     """One whole decode step, and the same without the draw."""
     stage.allocate_slots(batch + 2)
     sampler, name = mixed_sampler(batch + 1)
-    graphs = DecodeGraphs(stage, batch, sampler)
+    graphs = DecodeGraphs(graph_stages([stage], batch, 2), batch, sampler)
     seats, slots = list(range(batch)), list(range(2, batch + 2))
-    graphs.remember(seats, torch.randint(VOCAB, (batch,)))
+    graphs.tokens.remember(seats, torch.randint(VOCAB, (batch,)))
     with watched() as power:
         ms = timed(lambda: graphs.run(seats, slots, slots), seconds)
     bare_ms = timed(lambda: graphs.run_logits(seats, slots, slots), seconds / 2)

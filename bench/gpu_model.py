@@ -76,3 +76,15 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
         shares[batch] = sum(counts) / len(counts)
     stage.ops.channel_mix = plain  # type: ignore[method-assign]
     return shares
+
+
+def write_random_file(size: str, path: Path, device: torch.device) -> Path:
+    """A random model of a released shape as bf16 `.safetensors`, made on a GPU; as sparse as `random_stage`'s."""
+    from safetensors.torch import save_file
+
+    layers, width, ranks = SIZES[size]
+    tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.bfloat16, device=device)
+    for i in range(layers):
+        _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+    return path

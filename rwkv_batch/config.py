@@ -17,6 +17,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     of the large matrices, the rest is as with auto."""
     devices: tuple[str, ...] = ("auto",)
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
+    layers: tuple[int, ...] = ()
+    """Layers of each of `devices`; (): dealt so that all take equal time, within their memory."""
     micro_batches: int = 0
     """Groups that rows which decode are dealt into, so that devices work at once; 0: as many as devices that can."""
     kernels: str = "auto"

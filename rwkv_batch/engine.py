@@ -252,12 +252,13 @@ class Engine:
     def _launch(self, rows: list[ScheduledRow]) -> list[Launched]:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
         launched: list[Launched] = []
+        oldest = self._in_flight[0].parts if self._in_flight else ()
         for planned in self.machine.parts(rows):
             part = [row for row in planned if row.sequence.is_in_steps]  # else its job has failed just now
             if not part:
                 continue
             try:
-                step = self.machine.launch(part)
+                step = self.machine.launch(part, oldest)
                 step.launched = time.monotonic()
             except Exception as error:
                 self._fail_step(part, error)

@@ -24,6 +24,12 @@ class Limits:
     """0: three quarters of `max_waiting_rows`"""
 
     @property
+    def rows_in_step(self) -> int:
+        """Most rows that decode in one step: a group and what it may have beyond its share (`Scheduler._even_out`)."""
+        share = -(-self.max_running // self.groups)
+        return self.max_running if self.groups == 1 else min(self.max_running, share + max(1, share // 8))
+
+    @property
     def waiting_rows_per_client(self) -> int:
         """Rows of one client that may wait."""
         return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)

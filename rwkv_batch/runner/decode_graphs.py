@@ -1,18 +1,18 @@
-"""Decode steps as CUDA graphs: one per padded batch size, over slots and seats, the token fed back on the device.
+"""Decode steps as CUDA graphs: one per padded batch size and stage, over slots and seats, tokens fed back on devices.
 
 Engine thread only. How a loop uses it:
 
-    graphs = DecodeGraphs(stage, max_rows=960, sampler=rapid)   # nothing is captured yet
+    graphs = DecodeGraphs(graph_stages(stages, 960, depth=2), seats=960, sampler=rapid)   # nothing is captured yet
     graphs.warm_up()                                            # capture all sizes now, not each when it is first met
-    graphs.remember([seat], first_tokens)                       # after a prefill: the token each seat feeds next
-    drawn = graphs.run(seats, read_slots, write_slots)          # [B] int64 on the device; returns at once
-    host = graphs.to_host(drawn)                                # starts the copy; host.read() waits for it
+    graphs.tokens.remember([seat], first_tokens)                # after a prefill: the token each seat feeds next
+    drawn = graphs.run(seats, read_slots, write_slots)          # [B] int64 on the last device; returns at once
 
-Each `run` embeds `last_tokens[seat]`, runs all layers, draws and writes the token back to `last_tokens[seat]`, so
-step n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row
-that has to be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same
-without the draw, for steps whose rows need a sampler that has no device face. A graph that cannot be captured
-raises CaptureError before any row's state has changed, so the step may be run without.
+Each `run` embeds the last token of each seat, runs all layers of all stages, draws and keeps the new tokens, so step
+n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row that has to
+be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same without the draw,
+for
+steps whose rows need a sampler that has no device face. A graph that cannot be captured raises CaptureError before any
+row's state has changed, so the step may be run without.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,8 +27,10 @@ from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import Recorder, StagedArrays
+from rwkv_batch.runner.graph_capture import StagedArrays
+from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import GraphStage
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -52,52 +53,84 @@ class Greedy:
         torch.argmax(logits, dim=-1, out=out)
 
 
-@dataclass(slots=True)
-class HostTokens:
-    """Tokens on their way to the host."""
+class LastTokens:
+    """The token each seat has drawn last: written on the last device, read on the first, which may be another."""
 
-    pinned: Tensor
-    event: torch.cuda.Event
+    def __init__(self, seats: int, first: torch.device, last: torch.device, depth: int) -> None:
+        """One seat more than `seats`, for padding; `depth`: steps on their way at once, each in two parts at most."""
+        self.drawn = torch.zeros(seats + 1, dtype=torch.int64, device=last)
+        """[seats + 1] int64 on the last device"""
+        self.to_feed = self.drawn if first == last else torch.zeros(seats + 1, dtype=torch.int64, device=first)
+        """the same on the first, as of the last `bring`"""
+        self._link = None if first == last else Link(last, first, seats + 1, torch.int64, 2 * depth + 4)
 
-    def read(self) -> list[int]:
-        """The token ids; waits for the copy, not for later steps."""
-        self.event.synchronize()
-        return self.pinned.tolist()
+    @property
+    def link_kind(self) -> str | None:
+        """How tokens come back to the first device; None where they are there."""
+        return None if self._link is None else self._link.how
+
+    @torch.inference_mode()
+    def remember(self, seats: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
+        """Tokens [n] of these seats, on the last device or on the host; returns the number to `bring` them by."""
+        values = torch.as_tensor(tokens, dtype=torch.int64).to(self.drawn.device, non_blocking=True)
+        self.drawn[on_device(seats, torch.int64, self.drawn.device)] = values
+        return self.send()
+
+    def send(self) -> int:
+        """Start to carry all tokens drawn so far to the first device: a number that grows."""
+        return 0 if self._link is None else self._link.send(self.drawn)
+
+    def bring(self, number: int) -> None:
+        """Have the first device wait for what `send` numbered so, unless it has come or a later one has."""
+        if self._link is not None and number > self._link.received:
+            self._link.receive(number, self.to_feed)
+
+    def bring_all(self) -> None:
+        """Have the first device wait for everything that was sent."""
+        if self._link is not None:
+            self.bring(self._link.sent)
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps of a one-stage pipeline; the sizes share one memory pool."""
+    """Captures and replays decode steps; the sizes of a stage share one memory pool."""
 
     def __init__(
-        self, stage: Stage, max_rows: int, sampler: DeviceSampler | None = None, num_seats: int | None = None
+        self,
+        places: Sequence[GraphStage],
+        max_rows: int,
+        sampler: DeviceSampler | None = None,
+        seats: int | None = None,
+        depth: int = 2,
     ) -> None:
-        """Steps of at most `max_rows` rows, which sit on any of `num_seats` seats (None: as many as rows)."""
-        self.stage = stage
+        """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way."""
+        self.places = list(places)
         self.max_rows = max_rows
-        self.dummy_seat = max_rows if num_seats is None else num_seats
+        self.dummy_seat = seats = max_rows if seats is None else seats
         self.sizes = padded_sizes(max_rows)
         self._sampler = sampler or Greedy()
-        self._device = stage.precision.device
-        self._padded_rows = self.sizes[-1]
+        self._padded_rows = padded = self.sizes[-1]
         names = ("read_slots", "write_slots", "seats", "seats32")
-        self._staged = StagedArrays(dict.fromkeys(names, self._padded_rows), self._device, {"seats32": torch.int32})
-        self._identity = torch.arange(self._padded_rows + 1, device=self._device)
-        self.last_tokens = torch.zeros(self.dummy_seat + 1, dtype=torch.int64, device=self._device)
-        self._drawn = torch.zeros(self._padded_rows, dtype=torch.int64, device=self._device)
-        self.recorder = Recorder(self._device)
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        assert stage.head is not None, "graphs draw from the logits of the last stage"
-        vocab = stage.head.linear.weight.shape[0]
-        self.logits = torch.empty(self._padded_rows, vocab, dtype=torch.float32, device=self._device)
+        self._staged = [
+            StagedArrays(dict.fromkeys(names, padded), place.device, depth, {"seats32": torch.int32})
+            for place in self.places
+        ]
+        self._identity = [torch.arange(padded + 1, device=place.device) for place in self.places]
+        last = self.places[-1]
+        self.tokens = LastTokens(seats, self.places[0].device, last.device, depth)
+        self._drawn = torch.zeros(padded, dtype=torch.int64, device=last.device)
+        self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        """by stage, size, and whether it draws (the last stage's only)"""
+        assert last.stage.head is not None, "graphs draw from the logits of the last stage"
+        vocab = last.stage.head.linear.weight.shape[0]
+        self.logits = torch.empty(padded, vocab, dtype=torch.float32, device=last.device)
         """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
 
     @staticmethod
     def why_not(stages: Sequence[Stage], sampler: object) -> str | None:
         """Why these stages cannot decode by graphs, drawing with `sampler`; None if they can."""
-        if len(stages) != 1:
-            return "decode graphs serve one device, not several pipeline stages"
-        if stages[0].ops.name != "cuda":
-            return f"decode graphs need the cuda kernels, not {stages[0].ops.name}"
+        others = {stage.ops.name for stage in stages} - {"cuda"}
+        if others:
+            return f"decode graphs need the cuda kernels on every device, not {', '.join(sorted(others))}"
         if not isinstance(sampler, DeviceSampler):
             return f"decode graphs need a sampler whose work can be captured, not {type(sampler).__name__}"
         return None
@@ -107,18 +140,13 @@ class DecodeGraphs:
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for sampled in (True, False):
-                self._graph(size, sampled)
+                for number in range(len(self.places)):
+                    self._graph(number, size, sampled)
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
-    def remember(self, seats: Sequence[int], tokens: Tensor | Sequence[int]) -> None:
-        """The token that each seat feeds in its next step; a device tensor stays on the device."""
-        values = torch.as_tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
-        self.last_tokens[on_device(seats, torch.int64, self._device)] = values
-
-    @torch.inference_mode()
     def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
-        """Launch one step over B rows: [B] int64 drawn tokens, overwritten by the next run."""
+        """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run."""
         self._replay(seats, read_slots, write_slots, sampled=True)
         return self._drawn[: len(seats)]
 
@@ -128,36 +156,36 @@ class DecodeGraphs:
         self._replay(seats, read_slots, write_slots, sampled=False)
         return self.logits[: len(seats)]
 
-    def to_host(self, drawn: Tensor) -> HostTokens:
-        """Start copying drawn tokens to the host."""
-        pinned = torch.empty(len(drawn), dtype=torch.int64, pin_memory=True)
-        pinned.copy_(drawn, non_blocking=True)
-        return HostTokens(pinned, torch.cuda.current_stream(self._device).record_event())
-
     def _replay(
         self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], sampled: bool
     ) -> None:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
-        graph = self._graph(next(size for size in self.sizes if size >= len(seats)), sampled)
-        self._fill(seats, read_slots, write_slots)
-        graph.replay()
+        size = next(size for size in self.sizes if size >= len(seats))
+        graphs = [self._graph(number, size, sampled) for number in range(len(self.places))]
+        before = None
+        for number, (place, graph) in enumerate(zip(self.places, graphs, strict=True)):
+            with place.current():
+                self._fill(number, seats, read_slots, write_slots)
+            place.run(graph.replay, size, before)
+            before = place
 
-    def _graph(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
-        if (size, sampled) not in self._captured:
+    def _graph(self, number: int, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
+        """The graph of a stage; only the last one's has a draw or not."""
+        key = (number, size, sampled and number == len(self.places) - 1)
+        if key not in self._captured:
             started = time.perf_counter()
-            self._captured[size, sampled] = self._capture(size, sampled)
+            with self.places[number].current():
+                self._fill(number, [], [], [])
+                name = f"a decode graph of {size} rows on {self.places[number].device}"
+                self._captured[key] = self.places[number].recorder.record(lambda: self._step(*key), name)
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
-        return self._captured[size, sampled]
+        return self._captured[key]
 
-    def _capture(self, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
-        self._fill([], [], [])
-        return self.recorder.record(lambda: self._step(size, sampled), f"a decode graph of {size} rows")
-
-    def _fill(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> None:
-        """One step's rows on their way to the device; all rows beyond are padding."""
+    def _fill(self, number: int, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> None:
+        """One step's rows on their way to a stage's device; all rows beyond are padding."""
         rows, dummy = len(seats), self.dummy_seat
-        with self._staged.filling() as host:
+        with self._staged[number].filling() as host:
             for name, values, padding in (
                 ("read_slots", read_slots, ZERO_SLOT),
                 ("write_slots", write_slots, DUMMY_SLOT),
@@ -167,24 +195,27 @@ class DecodeGraphs:
                 host[name][:rows] = values
                 host[name][rows:] = padding
 
-    def _step(self, size: int, sampled: bool) -> None:
+    def _step(self, number: int, size: int, sampled: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        staged, rows = self._staged.on_device, self._identity[:size]
+        place, staged, rows = self.places[number], self._staged[number].on_device, self._identity[number]
         seats = staged["seats"][:size]
+        fed = self.tokens.to_feed[seats] if number == 0 else None
         inputs = StepInputs(
-            tokens=self.last_tokens[seats],
-            cu_seqlens=self._identity[: size + 1],
+            tokens=rows[:size] if fed is None else fed,
+            cu_seqlens=rows[: size + 1],
             read_slots=staged["read_slots"][:size],
             write_slots=staged["write_slots"][:size],
-            logit_tokens=rows,
+            logit_tokens=rows[:size],
             max_seqlen=1,
         )
-        x, _ = self.stage.forward(self.stage.embed(inputs.tokens), None, inputs)
-        logits = self.stage.logits(x, inputs, self.logits)
+        x = place.forward(inputs, fed)
+        if number < len(self.places) - 1:
+            return
+        logits = place.stage.logits(x, inputs, self.logits)
         if sampled:
             drawn = self._drawn[:size]
             self._sampler.sample_on_device(logits, staged["seats32"][:size], drawn)
-            self.last_tokens[seats] = drawn
+            self.tokens.drawn[seats] = drawn
 
 
 def padded_sizes(max_rows: int) -> list[int]:

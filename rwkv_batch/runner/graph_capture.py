@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STAGING_BUFFERS = 4
 WARM_UP_RUNS = 2
 ALIGNMENT = 16
 Array = np.ndarray[Any, Any]
@@ -37,7 +36,8 @@ class Recorder:
         try:
             torch.cuda.synchronize(self._device)
             self.is_recording = True
-            with torch.cuda.stream(self._stream):  # also brings the stream back that was current, whatever happens
+            # Entering the stream makes its device current, and leaving brings back what was, whatever happens.
+            with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UP_RUNS):
                     step()
                 self._stream.synchronize()
@@ -62,9 +62,13 @@ class StagedArrays:
     """Named arrays in one block of device memory, where graphs find them; the host fills all by one copy per step."""
 
     def __init__(
-        self, lengths: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None
+        self,
+        lengths: Mapping[str, int],
+        device: torch.device,
+        depth: int,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """`dtypes` of those that are not int64."""
+        """`depth`: steps on their way at once; `dtypes` of those that are not int64."""
         places, size = {}, 0
         for name, length in lengths.items():
             dtype = (dtypes or {}).get(name, torch.int64)
@@ -75,16 +79,16 @@ class StagedArrays:
             return {name: block[at : at + count].view(dtype) for name, (at, count, dtype) in places.items()}
 
         self._block = torch.empty(size, dtype=torch.uint8, device=device)
-        self._staging = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(STAGING_BUFFERS)]
+        self._staging = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(depth + 2)]
         self._hosts = [{name: view.numpy() for name, view in views(staging).items()} for staging in self._staging]
-        self._events = [torch.cuda.Event() for _ in range(STAGING_BUFFERS)]
+        self._events = [torch.cuda.Event() for _ in range(depth + 2)]
         self._turn = 0
         self.on_device = views(self._block)
 
     @contextmanager
     def filling(self) -> Iterator[dict[str, Array]]:
         """The host's arrays: fill what the step reads of them. When the block ends, their copy is on its way."""
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        self._turn = (self._turn + 1) % len(self._staging)
         event = self._events[self._turn]
         event.synchronize()
         yield self._hosts[self._turn]

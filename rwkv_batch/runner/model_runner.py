@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,12 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import WeightsError, open_weights
 from rwkv_batch.request import TokenLogprob
-from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
+from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.pipeline import Pipeline
-from rwkv_batch.runner.prefill_graphs import PrefillGraphs
+from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
+from rwkv_batch.runner.stage_graphs import graph_stages
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.registry import COMPILED_AT_FIRST_USE, choose_sampler, order
@@ -56,6 +57,8 @@ class Launched:
     started: float = field(default_factory=time.monotonic)
     launched: float = 0.0
     """when its launch ended"""
+    tokens_sent: int = 0
+    """number under which what it draws comes to the first device (`LastTokens.bring`)"""
 
 
 class ModelRunner:
@@ -69,7 +72,9 @@ class ModelRunner:
         self.tokenizer = Tokenizer()
         try:
             self.weights = open_weights(config.model_path)
-            self.pipeline = Pipeline(self.weights, config.devices, config.dtype, config.kernels, config.wkv_state)
+            self.pipeline = Pipeline(
+                self.weights, config.devices, config.dtype, config.kernels, config.wkv_state, config.layers
+            )
         except (WeightsError, ValueError) as error:
             raise StartupError(str(error)) from error
         self.vocab = self.weights.shape.vocab
@@ -94,12 +99,9 @@ class ModelRunner:
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
         self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
-        self._last_tokens = (
-            self._graphs.last_tokens
-            if self._graphs is not None
-            else torch.zeros(self.limits.num_seats, dtype=torch.int64, device=self.device)
-        )
-        """[seats] the token each row has drawn last"""
+        self._tokens = self._graphs.tokens if self._graphs is not None else self._make_last_tokens()
+        self._known = 0
+        """number under which the tokens of the last step that the host has read come to the first device"""
         self._logits = self._graphs.logits if self._graphs is not None else None
         """[rows, V] where steps leave their logits; None: each in memory of its own"""
         if config.warmup and self.device.type == "cuda":
@@ -114,7 +116,8 @@ class ModelRunner:
 
     def _limits(self) -> Limits:
         on_gpu = self.device.type == "cuda"
-        rows = self._config.max_running or self._affordable_rows(GPU_ROWS if on_gpu else CPU_ROWS)
+        groups = self._config.micro_batches or self.pipeline.concurrency
+        rows = self._config.max_running or self._affordable_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
         prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
         beside = self._config.prefill_tokens_beside or (GPU_PREFILL_BESIDE if on_gpu else prefill_tokens)
         return Limits(
@@ -124,7 +127,7 @@ class ModelRunner:
             prefill_tokens_per_step=prefill_tokens,
             prefill_chunk=self._config.prefill_chunk,
             prefill_tokens_beside=min(beside, prefill_tokens),
-            groups=self._config.micro_batches or self.pipeline.concurrency,
+            groups=groups,
         )
 
     def _affordable_rows(self, wanted: int) -> int:
@@ -178,10 +181,19 @@ class ModelRunner:
     def _make_graphs(self) -> DecodeGraphs:
         sampler = self.sampler("")
         assert isinstance(sampler, DeviceSampler)
-        return DecodeGraphs(self.pipeline.stages[0], self.limits.max_running, sampler, self.limits.num_seats)
+        rows, stages = self.limits.rows_in_step, self.pipeline.stages
+        most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in usable_sizes(stages, rows)), 1)
+        places = graph_stages(stages, most_tokens, self.steps_in_flight)
+        return DecodeGraphs(places, rows, sampler, self.limits.num_seats, self.steps_in_flight)
 
     def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
-        return PrefillGraphs(self.pipeline.stages[0], graphs.recorder, graphs.logits)
+        return PrefillGraphs(graphs.places, graphs.logits, self.steps_in_flight)
+
+    def _make_last_tokens(self) -> LastTokens:
+        first, last = self.pipeline.devices[0], self.device
+        if first.type != last.type:  # the host carries them
+            first = last
+        return LastTokens(self.limits.num_seats, first, last, self.steps_in_flight)
 
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.
@@ -199,7 +211,7 @@ class ModelRunner:
                     self._prefill_graphs.warm_up()
             except CaptureError as error:
                 self._give_up_graphs(error)
-        longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.max_running
+        longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
         beside = 0 if self._graphs is not None else 1  # a token of each row that decodes
         sizes = [2**i for i in reversed(range(longest.bit_length()))]
         steps = [[max(1, longest // rows) + beside] * rows]
@@ -210,7 +222,8 @@ class ModelRunner:
                 drawing = list(range(min(count, rows)))
                 inputs = step_inputs(prompts, [ZERO_SLOT] * count, [DUMMY_SLOT] * count, drawing)
                 self.pipeline.forward(inputs, self._logits)
-            torch.cuda.synchronize(self.device)
+            for device in self._gpus:
+                torch.cuda.synchronize(device)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"too little memory on the GPU for a step of {sum(steps[0])} tokens over {rows} rows; "
@@ -263,9 +276,13 @@ class ModelRunner:
         return [part for part in parts if part]
 
     @torch.inference_mode()
-    def launch(self, rows: list[ScheduledRow]) -> Launched:
-        """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device."""
+    def launch(self, rows: list[ScheduledRow], after: Sequence[Launched] = ()) -> Launched:
+        """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
+
+        `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn.
+        """
         step = Launched(rows, [row for row in rows if row.draws])
+        self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(step.drawing):
             groups.setdefault(row.sequence.sampler, []).append(i)
@@ -286,7 +303,8 @@ class ModelRunner:
                 return self._prefill_graphs.run(inputs, size)
             except CaptureError as error:
                 self._give_up_graphs(error)
-        return self.pipeline.forward(inputs, self._logits)
+        holds_all = self._logits is not None and len(inputs.logit_tokens) <= len(self._logits)
+        return self.pipeline.forward(inputs, self._logits if holds_all else None)
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, groups: dict[str, list[int]]) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
@@ -296,6 +314,7 @@ class ModelRunner:
         in_graph = len(groups) == 1 and self.sampler(next(iter(groups))) is self.sampler("")
         if in_graph and all(sequence.request.sampling.top_logprobs is None for sequence in sequences):
             drawn = graphs.run(seats, *slots)
+            step.tokens_sent = self._tokens.send()
             step.draws.append((list(range(len(seats))), False, HostCopy(drawn)))
         else:
             self._draw_groups(step, groups, graphs.run_logits(seats, *slots))
@@ -317,9 +336,10 @@ class ModelRunner:
         ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
         if ahead:
             inputs = inputs.to(self.pipeline.devices[0])
-            seats = on_device([sequences[i].seat for i in ahead], torch.int64, self.device)
+            fed = self._tokens.to_feed
+            seats = on_device([sequences[i].seat for i in ahead], torch.int64, fed.device)
             at = inputs.cu_seqlens[on_device(ahead, torch.int64, inputs.cu_seqlens.device)]
-            inputs.tokens[at] = self._last_tokens[seats].to(inputs.tokens.device)
+            inputs.tokens[at] = fed[seats].to(inputs.tokens.device)
         return inputs
 
     def _draw_groups(self, step: Launched, groups: dict[str, list[int]], logits: Tensor) -> None:
@@ -332,7 +352,7 @@ class ModelRunner:
                 if len(sequence.token_ids) == sequence.prompt_end:  # its first draw
                     sampler.admit(sequence.seat, sequence.request.sampling)
             sampled = sampler.sample(picked, seats)
-            self._last_tokens[on_device(seats, torch.int64, self.device)] = sampled.token_ids
+            step.tokens_sent = self._tokens.remember(seats, sampled.token_ids)
             told = sampled.logprobs
             rest = (told.chosen, told.top_ids, told.top) if told is not None else ()
             step.draws.append((members, told is not None, HostCopy(sampled.token_ids, *rest)))
@@ -340,6 +360,7 @@ class ModelRunner:
     def read(self, step: Launched) -> list[tuple[int, TokenLogprob | None]]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
         drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(step.drawing)
+        self._known = max(self._known, step.tokens_sent)
         for members, with_logprobs, fetch in step.draws:
             tokens, *told = fetch.read()
             results: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens.tolist()]
@@ -389,6 +410,16 @@ class ModelRunner:
             found[str(device)] = (torch.cuda.memory_reserved(device) - self._weight_bytes[device] - slots) >> 20
         return found
 
+    def _pipeline_status(self) -> dict[str, Any]:
+        """How the layers lie, how many groups of rows are on their way, and how values go from device to device."""
+        places = [] if self._graphs is None else self._graphs.places
+        return {
+            "layers": [len(stage.layers) for stage in self.pipeline.stages],
+            "micro_batches": self.limits.groups,
+            "steps_in_flight": self.steps_in_flight,
+            "links": [place.link_kind for place in places if place.link_kind is not None],
+        }
+
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data."""
         shape = self.weights.shape
@@ -404,6 +435,7 @@ class ModelRunner:
             "wkv_state": str(self.pipeline.stages[0].precision.wkv_state).removeprefix("torch."),
             "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
             "decode_graphs": self.graph_refusal or "used",
+            "pipeline": self._pipeline_status(),
             "samplers": {
                 "used": {name or "default": sampler.name for name, sampler in self._samplers.items()},
                 "refused": self.sampler_refusals,

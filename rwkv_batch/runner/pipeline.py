@@ -8,7 +8,8 @@ from torch import Tensor
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.stage import Stage, precision_for, split_layers
+from rwkv_batch.runner.layer_split import split_layers
+from rwkv_batch.runner.stage import Stage, precision_for
 
 
 class Pipeline:
@@ -21,7 +22,10 @@ class Pipeline:
         dtype: str = "auto",
         kernels: str = "auto",
         wkv_state: str = "auto",
+        layers: tuple[int, ...] = (),
+        memory_share: float = 0.8,
     ) -> None:
+        """`layers` of each device, else dealt; `memory_share`: of a GPU's free memory, that weights may take."""
         self.weights = weights
         self.devices = [resolve_device(name) for name in devices]
         if len(devices) > weights.shape.layers:
@@ -31,10 +35,13 @@ class Pipeline:
             )
         self.kernel_refusals: dict[str, str] = {}
         self.stages: list[Stage] = []
-        for device, (first, last) in zip(self.devices, split_layers(weights.shape.layers, len(devices)), strict=True):
-            ops, refusals = choose_ops(kernels, device)
+        precisions = [precision_for(device, dtype, wkv_state) for device in self.devices]
+        item_bytes = [precision.weights.itemsize for precision in precisions]
+        places = split_layers(weights, self.devices, item_bytes, memory_share, layers)
+        for precision, (first, last) in zip(precisions, places, strict=True):
+            ops, refusals = choose_ops(kernels, precision.device)
             self.kernel_refusals |= refusals
-            self.stages.append(Stage(weights, first, last, precision_for(device, dtype, wkv_state), ops))
+            self.stages.append(Stage(weights, first, last, precision, ops))
 
     @property
     def concurrency(self) -> int:

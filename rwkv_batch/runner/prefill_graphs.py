@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import Recorder, StagedArrays
+from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import GraphStage
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 4, 16, 48)
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 MOST_WORK = 2.5e12
-"""Tokens times weights, from which on the GPU takes as long as the host, and padding is a loss: 360 tokens of 7.2B."""
+"""Tokens times weights of a GPU, from which on padding is a loss: it takes as long as the host (360 tokens of 7.2B)."""
 
 
 class PrefillSize(NamedTuple):
@@ -45,28 +47,24 @@ SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize
 
 
 class PrefillGraphs:
-    """Captures and replays forwards of short prompts on a one-stage pipeline. Engine thread only."""
+    """Captures and replays forwards of short prompts over all stages. Engine thread only."""
 
-    def __init__(self, stage: Stage, recorder: Recorder, logits: Tensor) -> None:
-        """logits [rows, V] fp32: where the steps leave theirs."""
-        weights = 13 * stage.width**2 * len(stage.layers)
-        self.sizes = tuple(s for s in SIZES if s.rows <= len(logits) and s.tokens * weights <= MOST_WORK)
-        self._stage = stage
-        self._recorder = recorder
+    def __init__(self, places: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
+        """logits [rows, V] fp32: where the steps leave theirs; `depth`: steps on their way at once."""
+        self.sizes = usable_sizes([place.stage for place in places], len(logits))
+        self._places = list(places)
         self._logits = logits
-        self._captured: dict[PrefillSize, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
         rows, tokens = max(ROWS) + 1, max(TOKENS)
-        self._staged = StagedArrays(
-            {
-                "tokens": tokens,
-                "token_rows": tokens,
-                "cu_seqlens": rows + 1,
-                "read_slots": rows,
-                "write_slots": rows,
-                "logit_tokens": rows,
-            },
-            stage.precision.device,
-        )
+        lengths = {
+            "tokens": tokens,
+            "token_rows": tokens,
+            "cu_seqlens": rows + 1,
+            "read_slots": rows,
+            "write_slots": rows,
+            "logit_tokens": rows,
+        }
+        self._staged = [StagedArrays(lengths, place.device, depth) for place in places]
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """The smallest graph for a step; None: it has none, or its tokens are not known to the host."""
@@ -79,34 +77,44 @@ class PrefillGraphs:
         """Capture every size now, largest first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
-            self._graph(size)
+            for number in range(len(self._places)):
+                self._graph(number, size)
         logger.info("captured %d graphs of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
         """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run."""
-        graph = self._graph(size)
-        self._fill(inputs, size)
-        graph.replay()
+        graphs = [self._graph(number, size) for number in range(len(self._places))]
+        arrays = padded(inputs, size)
+        before = None
+        for number, (place, graph) in enumerate(zip(self._places, graphs, strict=True)):
+            with place.current():
+                self._fill(number, arrays)
+            place.run(graph.replay, size.tokens, before)
+            before = place
         return self._logits[: len(inputs.logit_tokens)]
 
-    def _graph(self, size: PrefillSize) -> torch.cuda.CUDAGraph:
-        if size not in self._captured:
+    def _graph(self, number: int, size: PrefillSize) -> torch.cuda.CUDAGraph:
+        key = (number, size)
+        if key not in self._captured:
             nothing = torch.zeros(0, dtype=torch.int64)
-            self._fill(StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), size)
-            name = f"a graph of {size.tokens} tokens in {size.rows} rows"
-            self._captured[size] = self._recorder.record(lambda: self._step(size), name)
-        return self._captured[size]
+            place = self._places[number]
+            with place.current():
+                empty = StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
+                self._fill(number, padded(empty, size))
+                name = f"a graph of {size.tokens} tokens in {size.rows} rows on {place.device}"
+                self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
+        return self._captured[key]
 
-    def _fill(self, inputs: StepInputs, size: PrefillSize) -> None:
-        """A step and its padding on their way to the device."""
-        with self._staged.filling() as host:
-            for name, values in padded(inputs, size).items():
+    def _fill(self, number: int, arrays: Mapping[str, np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
+        """A step and its padding on their way to a stage's device."""
+        with self._staged[number].filling() as host:
+            for name, values in arrays.items():
                 host[name][: len(values)] = values
 
-    def _step(self, size: PrefillSize) -> None:
+    def _step(self, number: int, size: PrefillSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        staged, rows = self._staged.on_device, size.rows + 1
+        place, staged, rows = self._places[number], self._staged[number].on_device, size.rows + 1
         inputs = StepInputs(
             tokens=staged["tokens"][: size.tokens],
             cu_seqlens=staged["cu_seqlens"][: rows + 1],
@@ -116,8 +124,15 @@ class PrefillGraphs:
             max_seqlen=size.tokens,  # at most; the kernels ask only whether it is one
             token_rows=staged["token_rows"][: size.tokens],
         )
-        x, _ = self._stage.forward(self._stage.embed(inputs.tokens), None, inputs)
-        self._stage.logits(x, inputs, self._logits)
+        x = place.forward(inputs, inputs.tokens if number == 0 else None)
+        if number == len(self._places) - 1:
+            place.stage.logits(x, inputs, self._logits)
+
+
+def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, ...]:
+    """The sizes that are worth a graph: with more tokens each stage's GPU takes as long as the host."""
+    weights = max(13 * stage.width**2 * len(stage.layers) for stage in stages)
+    return tuple(size for size in SIZES if size.rows <= max_rows and size.tokens * weights <= MOST_WORK)
 
 
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:

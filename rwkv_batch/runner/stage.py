@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -93,15 +91,6 @@ class Stage:
             else:
                 rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
             return self.head.linear.to_fp32(rows, None if out is None else out[: len(rows)])
-
-
-def split_layers(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Even runs of layers, the earlier stages taking what is left over."""
-    size, rest = divmod(layers, stages)
-    ends = [0]
-    for i in range(stages):
-        ends.append(ends[-1] + size + (1 if i < rest else 0))
-    return list(itertools.pairwise(ends))
 
 
 def precision_for(device: torch.device, dtype: str, wkv_state: str) -> Precision:

@@ -188,7 +188,7 @@ def test_mixed_parameters_share_a_step(engine: Engine) -> None:
 def test_a_failing_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     free = wait_until_idle(engine)["free_slots"]
     with monkeypatch.context() as patch:
-        patch.setattr(engine.machine, "launch", lambda rows: 1 / 0)
+        patch.setattr(engine.machine, "launch", lambda *_: 1 / 0)
         failed = submit(engine, ask("x")).wait()
     assert failed.events[-1].error is not None and "ZeroDivisionError" in failed.events[-1].error.message
     assert run(engine, ask("x", max_tokens=2)).finishes[0].completion_tokens == 2
@@ -228,7 +228,7 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
         running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
         assert running.started.wait(30)
         monkeypatch.setattr(engine.machine, "is_lost", lambda: True)
-        monkeypatch.setattr(engine.machine, "launch", lambda rows: 1 / 0)
+        monkeypatch.setattr(engine.machine, "launch", lambda *_: 1 / 0)
         lost = running.wait().events[-1].error
         assert lost is not None and lost.kind is ErrorKind.ENGINE_LOST
         engine._thread.join(30)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ class StandIn:
 
     def __init__(self, machine: ModelRunner) -> None:
         self._machine = machine
+        self.places: list[Any] = []
         self.steps: list[int] = []
         """rows of each step"""
         self.fails = False
@@ -36,7 +38,7 @@ class StandIn:
         if self.fails:
             raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
         self.steps.append(len(seats))
-        tokens = self._machine._last_tokens[list(seats)].tolist()
+        tokens = self._machine._tokens.to_feed[list(seats)].tolist()
         rows = list(range(len(seats)))
         inputs = step_inputs([[token] for token in tokens], list(read_slots), list(write_slots), rows)
         return self._machine.pipeline.forward(inputs)
@@ -44,7 +46,7 @@ class StandIn:
     def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
         logits = self.run_logits(seats, read_slots, write_slots)
         drawn = self._machine.sampler("").sample(logits, list(seats)).token_ids
-        self._machine._last_tokens[list(seats)] = drawn
+        self._machine._tokens.drawn[list(seats)] = drawn
         return drawn
 
 
@@ -98,9 +100,9 @@ def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pyt
     """So the first token of a new row is there before the next ones of all others."""
     launch, parts = engine.machine.launch, []
 
-    def launching(rows: list[ScheduledRow]) -> Launched:
+    def launching(rows: list[ScheduledRow], *after: Any) -> Launched:
         parts.append("read" if rows[0].num_tokens > 1 else "decode")
-        return launch(rows)
+        return launch(rows, *after)
 
     monkeypatch.setattr(engine.machine, "launch", launching)
     bulk = submit(engine, *[ask("bulk", max_tokens=100, ignore_eos=True)] * 20)
@@ -152,10 +154,10 @@ def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.Monk
     free = call(engine, "status")["free_slots"]
     launch, failing = engine.machine.launch, threading.Event()
 
-    def sometimes(rows: list[ScheduledRow]) -> Launched:
+    def sometimes(rows: list[ScheduledRow], *after: Any) -> Launched:
         if failing.is_set() and any(row.num_tokens > 1 for row in rows):
             raise RuntimeError("broken")
-        return launch(rows)
+        return launch(rows, *after)
 
     monkeypatch.setattr(engine.machine, "launch", sometimes)
     both = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), ask("y " * 5000, max_tokens=2))

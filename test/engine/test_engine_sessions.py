@@ -161,10 +161,10 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
         conversation(engine, "s", ["one"], max_tokens=6)
         free, launch = call(engine, "status")["free_slots"], engine.machine.launch
 
-        def failing(rows: list[ScheduledRow]) -> Launched:
+        def failing(rows: list[ScheduledRow], *after: Any) -> Launched:
             if any(row.sequence.phase is Phase.CLOSING for row in rows):
                 raise RuntimeError("broken")
-            return launch(rows)
+            return launch(rows, *after)
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.machine, "launch", failing)
@@ -233,7 +233,7 @@ def test_a_turn_that_is_recorded_at_the_end_is_told_its_fate(
 def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(rows: list[ScheduledRow]) -> Launched:
+    def lost(rows: list[ScheduledRow], *after: Any) -> Launched:
         raise RuntimeError("the device is lost")
 
     pool = PoolConfig(state_db=str(tmp_path / "s.db"))

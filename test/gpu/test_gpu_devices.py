@@ -65,7 +65,7 @@ def test_mixed_batches_give_the_text_of_one_device(model: Path, devices: tuple[s
             assert (
                 same(half.all_texts[40:], wanted[40:]) >= 0.75
             )  # drawn: a logit that differs in the last bit may turn
-        assert (call(engine, "status")["decode_graphs"] == "used") is (len(devices) == 1)
+        assert call(engine, "status")["decode_graphs"] == "used"
 
 
 def remembered(engine: Engine) -> list[bool]:
@@ -117,3 +117,47 @@ def test_a_state_comes_back_to_the_bit(model: Path, devices: tuple[str, ...]) ->
         assert stage.state is not None
         assert torch.equal(stage.state.wkv[42:62], stage.state.wkv[2:22])
         assert torch.equal(stage.state.shift[42:62], stage.state.shift[2:22])
+
+
+@pytest.mark.parametrize("peer", [True, False], ids=["peer", "pinned memory"])
+def test_what_is_handed_over_arrives_whole(
+    devices: tuple[str, ...], peer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many sends in flight, both streams kept busy, places poisoned with NaN, what was sent overwritten at once."""
+    from rwkv_batch.runner.links import Link
+
+    if len(set(devices)) < 2:
+        pytest.skip("one device hands nothing over")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: peer)
+    source, target = torch.device(devices[0]), torch.device(devices[1])
+    size, depth = 1 << 20, 5
+    link = Link(source, target, size, torch.float16, depth)
+    for place in link._places:
+        place.fill_(float("nan"))
+    made = torch.empty(size, dtype=torch.float16, device=source)
+    busy = [torch.randn(2048, 2048, device=device) for device in (source, target)]
+    got, numbers = [], []
+    for i in range(40):
+        for k in range(2):
+            busy[k] = torch.nn.functional.normalize(busy[k] @ busy[k])
+        made.fill_(i)
+        numbers.append(link.send(made))
+        made.fill_(float("nan"))
+        if i >= depth - 2:
+            into = torch.full((size,), float("nan"), dtype=torch.float16, device=target)
+            link.receive(numbers[i - depth + 2], into)
+            got.append(into)
+    for i, values in enumerate(got):
+        assert torch.equal(values, torch.full_like(values, i))
+
+
+def test_one_row_alone_and_many_give_the_same_state(model: Path, devices: tuple[str, ...]) -> None:
+    """Micro-batches: a greedy row's text alone and beside rows that come and go on all stages."""
+    with started_engine(model, devices=devices, **ON_GPU) as engine:
+        alone = [run(engine, row).all_texts for row in translations(8)]
+        beside = [submit(engine, *[ask(f"English: {i}\n\nChinese:", max_tokens=8 + i)]) for i in range(60)]
+        again = [submit(engine, row) for row in translations(8)]
+        texts = [one.wait().all_texts for one in again]
+        for one in beside:
+            one.wait()
+        assert same(texts, alone) >= 0.85  # another batch size takes other kernels

@@ -163,7 +163,7 @@ from test.harness import ask, started_engine, submit
 from demo.files import ensure_model
 
 def breaking(engine):
-    engine.machine._last_tokens.fill_(10**9)  # no such token: reading its embedding breaks the device, inside a graph
+    engine.machine._tokens.drawn.fill_(10**9)  # no such token: reading its embedding breaks the device, inside a graph
 
 with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_tokens_per_step=256) as engine:
     job = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True, chunk_size=1))

@@ -15,7 +15,9 @@ from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import graph_stages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -156,16 +158,16 @@ def test_graph_equals_eager(stages: tuple[Stage, Stage], batch: int) -> None:
     """Padded, replayed, fed back on the device: the tokens that eager steps choose; padding writes only slot 1."""
     stage = stages[0]
     assert stage.state is not None
-    graphs = DecodeGraphs(stage, max_rows=40)
+    graphs = DecodeGraphs(graph_stages([stage], 40, 2), 40)
     size = next(size for size in graphs.sizes if size >= batch)
     slots = list(range(2, 2 + batch))
     forward(stage, step_inputs(random_rows([6] * batch), [0] * batch, slots, []))
     wkv, shift = stage.state.wkv.clone(), stage.state.shift.clone()
     seats = [(7 * i) % 40 for i in range(batch)]
     tokens = [row[0] for row in random_rows([1] * batch, seed=3)]
-    graphs.remember(seats, tokens)
-    drawn = [graphs.to_host(graphs.run(seats, slots, slots)) for _ in range(3)]
-    graphed = [tokens_.read() for tokens_ in drawn]
+    graphs.tokens.remember(seats, tokens)
+    drawn = [HostCopy(graphs.run(seats, slots, slots)) for _ in range(3)]
+    graphed = [copy.read()[0].tolist() for copy in drawn]
     after = stage.state.wkv.clone()
     stage.state.wkv.copy_(wkv)
     stage.state.shift.copy_(shift)
@@ -184,9 +186,9 @@ def test_rows_may_change_between_replays(stages: tuple[Stage, Stage]) -> None:
     stage = stages[0]
     results = []
     for order in ([0, 1, 2], [2, 0, 1]):
-        graphs = DecodeGraphs(stage, max_rows=8)
+        graphs = DecodeGraphs(graph_stages([stage], 8, 2), 8)
         forward(stage, step_inputs(random_rows([6] * 3), [0] * 3, [2, 3, 4], []))
-        graphs.remember([5, 6, 7], [1, 2, 3])
+        graphs.tokens.remember([5, 6, 7], [1, 2, 3])
         graphs.run([5, 6, 7], [2, 3, 4], [2, 3, 4])
         slots = [2 + i for i in order]
         logits = graphs.run_logits([5 + i for i in order], slots, slots)

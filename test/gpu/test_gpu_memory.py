@@ -15,6 +15,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import graph_stages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -82,7 +83,7 @@ def idle_after_steps() -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that plain pools of other streams and pools of graphs hold for nothing, after eager and graphed steps."""
     stage = make_stage(make_weights())
     stage.allocate_slots(ROWS + 2)
-    graphs = DecodeGraphs(stage, ROWS)
+    graphs = DecodeGraphs(graph_stages([stage], ROWS, 2), ROWS)
     inputs = decode()
     for _ in range(2):
         stage.forward(stage.embed(inputs.tokens), None, inputs)

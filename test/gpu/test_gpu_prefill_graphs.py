@@ -15,6 +15,7 @@ from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillGraphs
 from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import graph_stages
 from state_pool.arena import DUMMY_SLOT
 from test.model.test_prefill_graphs import STEPS
 
@@ -39,12 +40,12 @@ def stage() -> Stage:
 
 @pytest.fixture(scope="module")
 def decode(stage: Stage) -> DecodeGraphs:
-    return DecodeGraphs(stage, 48)
+    return DecodeGraphs(graph_stages([stage], 48, 2), 48)
 
 
 @pytest.fixture(scope="module")
 def graphs(stage: Stage, decode: DecodeGraphs) -> PrefillGraphs:
-    graphs = PrefillGraphs(stage, decode.recorder, decode.logits)
+    graphs = PrefillGraphs(decode.places, decode.logits)
     graphs.warm_up()
     return graphs
 
@@ -104,10 +105,10 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
     randomise(stage)
     seats, slots = [0, 1, 2], [40, 41, 42]
     kept = stage.state.wkv[slots].clone(), stage.state.shift[slots].clone()
-    decode.remember(seats, [5, 6, 7])
+    decode.tokens.remember(seats, [5, 6, 7])
     wanted = [decode.run(seats, slots, slots).tolist() for _ in range(4)]
     stage.state.wkv[slots], stage.state.shift[slots] = kept
-    decode.remember(seats, [5, 6, 7])
+    decode.tokens.remember(seats, [5, 6, 7])
     got = []
     for lengths in ([9], [3, 3], [200], [5] * 16):
         inputs = step_inputs([[1] * n for n in lengths], [0] * len(lengths), list(range(2, 2 + len(lengths))), [0])
@@ -122,5 +123,5 @@ def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGr
     assert graphs.size_for(prompts([512])) is None
     assert graphs.size_for(prompts([1] * 49)) is None
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
-    few = PrefillGraphs(stage, decode.recorder, decode.logits[:4])
+    few = PrefillGraphs(decode.places, decode.logits[:4])
     assert {size.rows for size in few.sizes} == {1, 4} and few.sizes == SIZES[: len(few.sizes)]

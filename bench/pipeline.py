@@ -1,0 +1,119 @@
+"""Several GPUs against one: the engine alone under clients who ask again as soon as they are answered, side by side.
+
+    python -m bench.pipeline --size 7.2b --devices 1,2,4 --clients 1,32,320,960,1920,3840
+
+The same random model and the same load (bench/traffic.py) on the first 1, 2, 4 ... GPUs of the machine, in one run:
+tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy), and
+each figure against that of one GPU with as many clients. What bounds it: the slowest stage (layers are dealt whole, and
+the head counts), the hand-over between devices, and the host, which schedules and reads every row's every token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import commit
+from bench.gpu_model import SIZES, write_random_file
+from bench.traffic import measure, numbers
+from rwkv_batch.engine import Engine
+from settings import parse_settings
+
+
+@contextmanager
+def busy_shares(devices: int) -> Iterator[list[float]]:
+    """Median of nvidia-smi's utilisation of each GPU, 0..1, over the block's later half; empty without nvidia-smi."""
+    shares: list[float] = []
+    command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+    try:
+        sampler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        yield shares
+        return
+    try:
+        yield shares
+    finally:
+        sampler.terminate()
+        seen: dict[int, list[float]] = {}
+        for line in sampler.communicate()[0].splitlines():
+            index, _, percent = line.partition(",")
+            if index.strip().isdigit() and percent.strip().isdigit():
+                seen.setdefault(int(index), []).append(float(percent) / 100)
+        for index in range(devices):
+            late = seen.get(index, [])[len(seen.get(index, [])) // 2 :]
+            shares.append(round(statistics.median(late), 2) if late else 0.0)
+
+
+def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, flags: list[str]) -> list[dict[str, Any]]:
+    """All client counts on the first so many GPUs."""
+    named = ",".join(map(str, range(devices)))
+    own = ["--model-path", str(model), "--state-db", str(folder / f"{devices}.db"), "--pp-devices", named]
+    engine = Engine(parse_settings([*own, *flags], os.environ).engine)
+    engine.start()
+    try:
+        results = []
+        for clients in args.clients:
+            with busy_shares(devices) as shares:
+                figures = measure(engine, clients, args)
+            results.append({"devices": devices, **figures, "busy": shares})
+            print(json.dumps(results[-1]), flush=True)
+        results[0]["layers"] = [len(stage.layers) for stage in engine.machine.pipeline.stages]
+        return results
+    finally:
+        engine.stop()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each figure against one device's with as many clients."""
+    alone = {one["clients"]: one["tokens_per_s"] for one in results if one["devices"] == 1}
+    for one in results:
+        if one["clients"] in alone:
+            one["ratio"] = round(one["tokens_per_s"] / alone[one["clients"]], 3)
+    return results
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="7.2b")
+    parser.add_argument("--model-path", type=Path, help="instead of a random model of --size")
+    parser.add_argument("--devices", type=numbers, default=(1, 2, 4))
+    parser.add_argument("--clients", type=numbers, default=(1, 32, 320, 960, 1920, 3840))
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--prompt-tokens", type=int, default=20)
+    parser.add_argument("--drawn", type=numbers, default=(128, 256))
+    parser.add_argument("--folder", type=Path, help="where the random model is written (and kept)")
+    parser.add_argument("--out", type=Path, help="file for the last line")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    args, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:
+        folder = args.folder or Path(temporary)
+        model = args.model_path or folder / f"random-{args.size}.safetensors"
+        if not model.exists():
+            write_random_file(args.size, model, torch.device("cuda:0"))
+            torch.cuda.empty_cache()
+        results = [one for count in args.devices for one in run_on(count, model, Path(temporary), args, flags)]
+    head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": args.commit or commit()}
+    load = {"size": args.size, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "seconds": args.seconds}
+    line = json.dumps({**head, **load, "results": with_ratios(results)})
+    if args.out:
+        args.out.write_text(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

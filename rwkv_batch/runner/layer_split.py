@@ -1,0 +1,118 @@
+"""Which layers go to which device: so that all stages take equal time, and none more memory than it has."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+
+from rwkv_batch.model.weights import Weights
+
+HEAD_FACTOR = 1.2
+"""What a weight of the head costs beside one of a layer: logits are written, and drawn from."""
+PROBE_MATRIX = 2048
+PROBE_S = 0.02
+
+
+def split_layers(
+    weights: Weights,
+    devices: Sequence[torch.device],
+    item_bytes: Sequence[int],
+    memory_share: float,
+    given: Sequence[int],
+) -> list[tuple[int, int]]:
+    """(first, last + 1) layer of each stage: as `given`, or so that stages take equal time within the devices' memory.
+
+    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take.
+    Raises ValueError when it cannot be done.
+    """
+    layers = weights.shape.layers
+    sizes = {name: tensor.numel() for name, tensor in weights.tensors.items()}
+    layer = sum(size for name, size in sizes.items() if name.startswith(f"blocks.{layers - 1}."))
+    if given:
+        counts = check_layers(given, layers, len(devices))
+    elif len(devices) == 1:
+        counts = [layers]
+    else:
+        most = [
+            _layers_that_fit(device, layer * item, memory_share / devices.count(device), layers)
+            for device, item in zip(devices, item_bytes, strict=True)
+        ]
+        counts = deal_layers(layers, HEAD_FACTOR * sizes["head.weight"] / layer, relative_speeds(devices), most)
+    ends = [0, *itertools.accumulate(counts)]
+    return list(itertools.pairwise(ends))
+
+
+def _layers_that_fit(device: torch.device, layer_bytes: int, share: float, layers: int) -> int:
+    if device.type != "cuda":
+        return layers  # from a mapped file; what is too much for the host shows when it is read
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(min(layers, free * share // layer_bytes))
+
+
+def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
+    """Layers of each stage, in order: the slowest stage is as fast as can be, the earlier ones take what is over.
+
+    `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
+    other; `most` layers that each has memory for. Every stage has at least one. Raises ValueError if they do not fit.
+    """
+    stages = len(speeds)
+    if sum(most) < layers or min(most) < 1:
+        raise ValueError(
+            f"the devices have memory for {', '.join(map(str, most))} layers, together {sum(most)}, of the model's "
+            f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
+        )
+    beside = [0.0] * (stages - 1) + [head]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        # Each further layer goes where the stage is done first with it.
+        free = [i for i in range(stages) if counts[i] < most[i]]
+        counts[min(free, key=lambda i: ((counts[i] + 1 + beside[i]) / speeds[i], i))] += 1
+    return counts
+
+
+def check_layers(given: Sequence[int], layers: int, stages: int) -> list[int]:
+    """`--pp-layers` as given. Raises ValueError unless it has a count for each device and they make up the model."""
+    if len(given) != stages or sum(given) != layers or min(given) < 1:
+        raise ValueError(
+            f"--pp-layers {','.join(map(str, given))} gives {len(given)} devices {sum(given)} layers; the model has "
+            f"{layers}, for {stages} devices, each with one at least"
+        )
+    return list(given)
+
+
+def relative_speeds(devices: Sequence[torch.device]) -> list[float]:
+    """Speeds of the devices relative to each other: equal for equal ones, else measured on a product of matrices."""
+    names = {_name(device) for device in devices}
+    if len(names) == 1:
+        return [1.0] * len(devices)
+    measured = {device: _products_per_s(device) for device in set(devices)}
+    return [measured[device] / devices.count(device) for device in devices]
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _products_per_s(device: torch.device) -> float:
+    """Vectors through a matrix per second: bound by memory, as decoding is."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    matrix = torch.ones(PROBE_MATRIX, PROBE_MATRIX, dtype=dtype, device=device)
+    x = torch.ones(PROBE_MATRIX, 8, dtype=dtype, device=device)
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(3):
+        matrix @ x
+    finish()
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < PROBE_S:
+        for _ in range(8):
+            matrix @ x
+        finish()
+        count += 8
+    return count / (time.perf_counter() - started)

@@ -1,0 +1,52 @@
+"""Which layers go to which device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.layer_split import check_layers, deal_layers, relative_speeds, split_layers
+from rwkv_batch.runner.pipeline import Pipeline
+from test.harness import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_the_head_counts() -> None:
+    assert deal_layers(32, 1.48, [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
+    assert deal_layers(32, 1.48, [1.0] * 2, [32] * 2) == [17, 15]
+    assert deal_layers(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
+
+
+def test_a_faster_device_gets_more() -> None:
+    assert deal_layers(30, 0.0, [2.0, 1.0], [30, 30]) == [20, 10]
+
+
+def test_memory_bounds_a_stage_and_the_others_take_the_rest() -> None:
+    assert deal_layers(32, 1.5, [1.0, 1.0], [10, 32]) == [10, 22]
+    with pytest.raises(ValueError, match="memory for 10, 20 layers, together 30, of the model's 32"):
+        deal_layers(32, 1.5, [1.0, 1.0], [10, 20])
+
+
+def test_every_stage_has_a_layer_even_beside_a_large_head() -> None:
+    assert deal_layers(3, 9.0, [1.0] * 3, [3] * 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("given", [(2, 2), (1, 1, 1, 1), (4, 0, -1), (1, 1)])
+def test_counts_that_do_not_make_up_the_model_are_refused(given: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="--pp-layers"):
+        check_layers(given, 3, 3)
+
+
+def test_given_counts_are_taken(tmp_path: Path) -> None:
+    weights = open_weights(tiny_model(tmp_path))
+    assert split_layers(weights, [CPU] * 2, [4, 4], 0.8, (2, 1)) == [(0, 2), (2, 3)]
+    pipeline = Pipeline(weights, ("cpu", "cpu"), layers=(1, 2))
+    assert [len(stage.layers) for stage in pipeline.stages] == [1, 2]
+
+
+def test_equal_devices_are_not_measured() -> None:
+    assert relative_speeds([CPU, CPU]) == [1.0, 1.0]
