@@ -80,6 +80,10 @@ class ModelRunner:
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
+        if len(self._gpus) > 1:
+            # In a device's default stream a copy to another device waits for all work on both, and all later work for it.
+            for device in self._gpus:
+                torch.cuda.set_stream(torch.cuda.Stream(device))
         if self._gpus:
             torch.cuda.set_device(self.device if self.device.type == "cuda" else self._gpus[-1])
             torch.cuda.empty_cache()  # what loading has left over
