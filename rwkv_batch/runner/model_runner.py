@@ -81,7 +81,7 @@ class ModelRunner:
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
         if len(self._gpus) > 1:
-            # In a device's default stream a copy to another device waits for all work on both, and all later work for it.
+            # In a default stream a copy to another device waits for all work of both, and all later work waits for it.
             for device in self._gpus:
                 torch.cuda.set_stream(torch.cuda.Stream(device))
         if self._gpus:
