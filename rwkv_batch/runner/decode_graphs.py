@@ -135,6 +135,11 @@ class DecodeGraphs:
             return f"decode graphs need a sampler whose work can be captured, not {type(sampler).__name__}"
         return None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a graph of any stage is being captured, of these or of prompts."""
+        return any(place.recorder.is_recording for place in self.places)
+
     def warm_up(self) -> None:
         """Capture every size now, largest first, so that the smaller ones fit into its memory."""
         started = time.perf_counter()

@@ -262,7 +262,7 @@ class ModelRunner:
     @property
     def is_making_ready(self) -> bool:
         """Whether a sampler or a graph is being made, which may take longer than any step. Any thread."""
-        return self._makes_sampler or (self._graphs is not None and self._graphs.recorder.is_recording)
+        return self._makes_sampler or (self._graphs is not None and self._graphs.is_recording)
 
     def penalty_exempt_ids(self) -> list[int]:
         """Ids that never add to the penalty count, those beyond this model's vocabulary left out."""
