@@ -50,8 +50,8 @@ async function send(path, { method = "GET", body, type, signal } = {}) {
   }
 }
 
-/** A header's bytes are Latin-1 to fetch and UTF-8 to the service. */
-const asHeader = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+/** A password beyond printable ASCII is sent percent-encoded. */
+const asHeader = (text) => (/^[\x20-\x7e]*$/.test(text) ? text : encodeURIComponent(text));
 
 async function failure(response) {
   const text = await response.text();

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.ipc.device_figures import DeviceFigures, DeviceWatch
+from rwkv_batch.ipc.token_times import TokenTimes
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
 
@@ -58,7 +62,30 @@ class Metrics:
             ["client", "kind"],
             registry=self._registry,
         )
+        self._refused = Counter(
+            "rwkv_jobs_refused", "Jobs that the engine did not take, by reason.", ["kind"], registry=self._registry
+        )
+        self._devices = {
+            name: Gauge(f"rwkv_device_{name}", f"A device's {name}.", ["device"], registry=self._registry)
+            for name in DeviceFigures._fields
+        }
+        self._watch = DeviceWatch()
+        self._times = TokenTimes()
+        self._registry.register(self._times)
         self._gauges: dict[str, Gauge] = {}
+
+    def observe_arrival(self, job_id: str) -> None:
+        """A job was submitted to the engine."""
+        self._times.arrived(job_id, time.monotonic())
+
+    def observe_refusal(self, job_id: str, kind: ErrorKind) -> None:
+        """The engine did not take the job."""
+        self.forget(job_id)
+        self._refused.labels(kind.value).inc()
+
+    def forget(self, job_id: str) -> None:
+        """Nothing more will be seen of the job."""
+        self._times.forget(job_id)
 
     def observe_request(self, seen: Observe) -> None:
         """Count one HTTP request that has ended."""
@@ -79,6 +106,7 @@ class Metrics:
 
     def observe_events(self, events: Sequence[JobEvents]) -> None:
         """Count what one step brought."""
+        self._times.observe(events, time.monotonic())
         deltas = [delta for events in events for delta in events.deltas]
         self._completion_tokens.inc(sum(delta.num_tokens for delta in deltas))
         for delta in deltas:
@@ -93,6 +121,10 @@ class Metrics:
         self._jobs.clear()
         for label, count in jobs.items():
             self._jobs.labels(label).set(count)
+        for device in dict.fromkeys(status.get("devices", ())):
+            for name, value in self._watch.figures(device)._asdict().items():
+                if value is not None:
+                    self._devices[name].labels(device).set(value)
         for name, value in _numbers({**status, "model_shape": None, "jobs": None}):
             self._gauge(name).set(value)
         return generate_latest(self._registry).decode()

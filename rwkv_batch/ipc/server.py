@@ -105,6 +105,7 @@ class Peer:
             self._link.close()
             for job_id in list(self.jobs):
                 self._engine.cancel(job_id)
+                self._metrics.forget(job_id)
 
     def _handle(self, message: ToEngine, ask: Ask) -> None:
         match message:
@@ -120,8 +121,10 @@ class Peer:
                 self.name, self.pid = name, pid
 
     def _submit(self, job: Job) -> None:
+        self._metrics.observe_arrival(job.job_id)
         refusal = self._quotas.enter(job)
         if refusal is not None:
+            self._metrics.observe_refusal(job.job_id, refusal.kind)
             self._link.send(Admitted(job.job_id, refusal))
             return
         self.jobs.add(job.job_id)
@@ -145,6 +148,7 @@ class Peer:
         if refusal is not None:
             self.jobs.discard(job_id)
             self._quotas.take_back(job_id)
+            self._metrics.observe_refusal(job_id, refusal.info.kind)
         self._link.send(Admitted(job_id, None if refusal is None else refusal.info))
 
     def _answer(self, call_id: int, value: Any) -> None:

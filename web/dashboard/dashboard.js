@@ -1,2 +1,97 @@
-import { html } from "../ui.js";
-export const Dashboard = () => html`<p></p>`;
+// The dashboard: what /metrics and /status say, now and over the last fifteen minutes.
+
+import { number, t, useLanguage } from "../i18n.js";
+import { service } from "../monitor.js";
+import { html, useStore } from "../ui.js";
+import { Plot } from "./plot.js";
+import { total } from "./prometheus.js";
+
+const MIB = 1024 * 1024;
+
+/** A table of names and values; `figures`: [label, value, metric's name]. */
+function Figures({ title, figures }) {
+  const known = figures.filter(([, value]) => value !== undefined && value !== null);
+  if (!known.length) return null;
+  return html`<section class="figures-box"><h2>${title}</h2><table><tbody>
+    ${known.map(([label, value, metric]) => html`<tr><th scope="row">${label}</th><td data-metric=${metric}>${typeof value === "number" ? number(value, Number.isInteger(value) ? 0 : 1) : value}</td></tr>`)}
+  </tbody></table></section>`;
+}
+
+function requestFigures(metrics) {
+  const by = new Map();
+  for (const { labels, value } of metrics.get("rwkv_http_requests_total") ?? []) by.set(labels.status, (by.get(labels.status) ?? 0) + value);
+  return [...by].sort().map(([status, count]) => [`HTTP ${status}`, count, `rwkv_http_requests_total:${status}`]);
+}
+
+const labelled = (metrics, name, label, text) =>
+  (metrics.get(name) ?? []).map(({ labels, value }) => [text(labels[label]), value, `${name}:${labels[label]}`]);
+
+function deviceFigures(metrics) {
+  const of = (name, unit, factor) =>
+    (metrics.get(name) ?? []).map(({ labels, value }) => [`${labels.device}: ${t(`device.${unit}`)}`, value / factor, `${name}:${labels.device}`]);
+  return [
+    ...of("rwkv_device_memory_used_bytes", "used", MIB).map(([label, value, metric]) => [label, Math.round(value), metric]),
+    ...of("rwkv_device_memory_total_bytes", "total", MIB).map(([label, value, metric]) => [label, Math.round(value), metric]),
+    ...of("rwkv_device_power_watts", "power", 1),
+  ];
+}
+
+function Refused({ title, entries }) {
+  const list = Object.entries(entries ?? {});
+  return list.length ? html`<h3>${title}</h3><ul>${list.map(([name, why]) => html`<li><b>${name}</b>: ${why}</li>`)}</ul>` : null;
+}
+
+function Machine({ status }) {
+  const workers = status.processes?.http_workers ?? [];
+  const shown = (value) => (typeof value === "object" && value ? Object.values(value).join(", ") : value);
+  return html`<section class="figures-box wide"><h2>${t("dash.machine")}</h2><table><tbody>
+    ${[
+      [t("dash.model"), [status.model, status.model_file].filter(Boolean).join(" · ")],
+      [t("dash.devices"), (status.devices ?? []).join(", ")],
+      [t("dash.dtype"), status.dtype],
+      [t("dash.samplers"), shown(status.samplers?.used)],
+      [t("dash.kernels"), shown(status.kernels?.used)],
+      [t("dash.workers"), workers.map((one) => `${one.name} (${one.pid}, ${number(one.jobs)} ${t("dash.jobs")})`).join(", ")],
+      [t("dash.up"), status.processes ? `${number(status.processes.engine.up_s)} s` : ""],
+    ].filter(([, value]) => value).map(([label, value]) => html`<tr><th scope="row">${label}</th><td>${value}</td></tr>`)}
+  </tbody></table>
+  <${Refused} title=${t("dash.refusedSamplers")} entries=${status.samplers?.refused} />
+  <${Refused} title=${t("dash.refusedKernels")} entries=${status.kernels?.refused} />
+  </section>`;
+}
+
+export function Dashboard({ visible }) {
+  useLanguage();
+  const { metrics, status } = useStore(service);
+  const of = (name) => (metrics ? total(metrics, name) : undefined);
+  const one = (key, name) => [t(key), of(name), name];
+  return html`<div class="dashboard"><h1 class="unseen">${t("panel.dashboard")}</h1>
+    <div class="plots">
+      <${Plot} title=${t("dash.tokens")} names=${["generated", "read"]} labels=${[t("dash.generated"), t("dash.read")]} unit="/s" visible=${visible} />
+      <${Plot} title=${t("dash.rows")} names=${["running", "waiting"]} labels=${[t("dash.running"), t("dash.waiting")]} unit="" visible=${visible} />
+      <${Plot} title=${t("dash.first")} names=${["first_p50", "first_p95"]} labels=${["p50", "p95"]} unit="ms" visible=${visible} />
+      <${Plot} title=${t("dash.between")} names=${["between_p50", "between_p95"]} labels=${["p50", "p95"]} unit="ms" digits=${1} visible=${visible} />
+    </div>
+    ${metrics && html`<div class="boxes">
+      <${Figures} title=${t("dash.totals")} figures=${[
+        one("dash.generatedTokens", "rwkv_completion_tokens_total"), one("dash.promptTokens", "rwkv_prompt_tokens_total"),
+        one("dash.cachedTokens", "rwkv_cached_prompt_tokens_total"), one("dash.running", "rwkv_running_rows"), one("dash.waiting", "rwkv_waiting_rows"),
+      ]} />
+      <${Figures} title=${t("dash.sessions")} figures=${[
+        one("dash.kept", "rwkv_pool_sessions"), one("dash.vram", "rwkv_pool_l1_sessions"), one("dash.ram", "rwkv_pool_l2_sessions"),
+        one("dash.slotsFree", "rwkv_pool_slots_free"), one("dash.slots", "rwkv_pool_slots_total"),
+      ]} />
+      <${Figures} title=${t("dash.prefix")} figures=${[
+        one("dash.hits", "rwkv_pool_prefix_cache_hits"), one("dash.misses", "rwkv_pool_prefix_cache_misses"),
+        one("dash.saved", "rwkv_pool_prefix_cache_saved_tokens"),
+      ]} />
+      <${Figures} title=${t("dash.devices")} figures=${deviceFigures(metrics)} />
+      <${Figures} title=${t("dash.requests")} figures=${requestFigures(metrics)} />
+      <${Figures} title=${t("dash.ended")} figures=${[
+        ...labelled(metrics, "rwkv_rows_finished_total", "reason", (reason) => reason),
+        ...labelled(metrics, "rwkv_jobs_refused_total", "kind", (kind) => t("dash.refused", { kind })),
+      ]} />
+    </div>`}
+    ${status && html`<${Machine} status=${status} />`}
+  </div>`;
+}

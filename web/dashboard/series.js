@@ -1,1 +1,75 @@
-export function keepSamples() {}
+// The last fifteen minutes of the service's figures, kept by the page: one point for each look at /metrics.
+
+import { INTERVAL_MS, service } from "../monitor.js";
+import { createStore } from "../ui.js";
+import { buckets, quantile, total } from "./prometheus.js";
+
+const KEPT = (15 * 60 * 1000) / INTERVAL_MS;
+const SHARES = { p50: 0.5, p95: 0.95 };
+/** Percentiles are those of so many seconds. */
+const WINDOW_S = 30;
+
+/** Counters whose rate is shown, by the name of their series. */
+const RATES = {
+  generated: "rwkv_completion_tokens_total",
+  read: "rwkv_read_tokens",
+  requests: "rwkv_http_requests_total",
+};
+const GAUGES = { running: "rwkv_running_rows", waiting: "rwkv_waiting_rows" };
+const HISTOGRAMS = { first: "rwkv_first_token_seconds", between: "rwkv_inter_token_seconds" };
+
+/** Points of time (Unix seconds) and, by name, a value for each; null where there is none. */
+export const series = createStore({ times: [], values: {} });
+
+function ratesOf(before, now) {
+  const seconds = before ? (now.at - before.at) / 1000 : 0;
+  const rate = (name) => {
+    const [old, fresh] = [before && total(before.metrics, name), total(now.metrics, name)];
+    // A counter that has shrunk belongs to a new engine.
+    return seconds > 0 && fresh >= old ? (fresh - old) / seconds : null;
+  };
+  return Object.fromEntries(Object.entries(RATES).map(([key, name]) => [key, rate(name)]));
+}
+
+function percentiles(looks, now) {
+  const past = looks.findLast((look) => now.at - look.at >= WINDOW_S * 1000) ?? looks[0];
+  const found = {};
+  for (const [key, name] of Object.entries(HISTOGRAMS)) {
+    const before = past ? buckets(past.metrics, name) : [];
+    for (const [share, part] of Object.entries(SHARES)) {
+      const seconds = quantile(before, buckets(now.metrics, name), part);
+      found[`${key}_${share}`] = seconds === null ? null : seconds * 1000;
+    }
+  }
+  return found;
+}
+
+/** One point of every series. */
+function pointOf(looks, now) {
+  const gauges = Object.fromEntries(Object.entries(GAUGES).map(([key, name]) => [key, total(now.metrics, name) ?? null]));
+  return { ...ratesOf(looks.at(-1), now), ...gauges, ...percentiles(looks, now) };
+}
+
+function append({ times, values }, at, point) {
+  const length = times.length;
+  const next = {};
+  for (const name of new Set([...Object.keys(values), ...Object.keys(point)])) {
+    const known = values[name] ?? new Array(length).fill(null);
+    next[name] = [...known, point[name] ?? null].slice(-KEPT);
+  }
+  return { times: [...times, at / 1000].slice(-KEPT), values: next };
+}
+
+/** From now on enter each look at the service. */
+export function keepSamples() {
+  let looks = [];
+  let last = 0;
+  service.subscribe((now) => {
+    if (now.state !== "ready" || now.at === last) return;
+    last = now.at;
+    if (looks.length && total(now.metrics, RATES.generated) < total(looks.at(-1).metrics, RATES.generated)) looks = [];
+    const point = pointOf(looks, now);
+    looks = [...looks, { at: now.at, metrics: now.metrics }].slice(-Math.ceil((WINDOW_S * 1000) / INTERVAL_MS) - 2);
+    series.set((known) => append(known, now.at, point));
+  });
+}

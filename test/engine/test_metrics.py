@@ -1,0 +1,66 @@
+"""What /metrics says of times, refusals and devices."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.ipc.metrics import Metrics
+from rwkv_batch.ipc.token_times import TokenTimes
+from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents
+
+FINISH = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=9)
+
+
+def sample(text: str, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not in\n{text}"
+    return float(found[1])
+
+
+def rendered(times: TokenTimes) -> str:
+    registry = CollectorRegistry()
+    registry.register(times)
+    return generate_latest(registry).decode()
+
+
+def test_first_tokens_and_the_times_between() -> None:
+    times = TokenTimes()
+    times.arrived("a", 10.0)
+    times.observe([JobEvents(job_id="a", deltas=[Delta(0, b"x", 1)])], 10.2)
+    times.observe([JobEvents(job_id="a", deltas=[Delta(0, b"xx", 4), Delta(1, b"x", 2)])], 10.28)
+    times.observe([JobEvents(job_id="a", deltas=[Delta(1, b"", 0, FINISH)], done=True)], 11.0)
+    text = rendered(times)
+    assert sample(text, "rwkv_first_token_seconds_count") == 2
+    assert sample(text, 'rwkv_first_token_seconds_bucket{le="0.1"}') == 0
+    assert sample(text, 'rwkv_first_token_seconds_bucket{le="0.25"}') == 1
+    assert abs(sample(text, "rwkv_first_token_seconds_sum") - 0.48) < 1e-9
+    # Four tokens came in 80 ms: four times 20 ms.
+    assert sample(text, 'rwkv_inter_token_seconds_bucket{le="0.015"}') == 0
+    assert sample(text, "rwkv_inter_token_seconds_count") == 4
+    assert abs(sample(text, "rwkv_inter_token_seconds_sum") - 0.08) < 1e-9
+
+
+def test_a_row_that_comes_whole_and_a_job_that_is_gone_say_nothing_of_times() -> None:
+    times = TokenTimes()
+    times.arrived("whole", 0.0)
+    times.observe([JobEvents(job_id="whole", deltas=[Delta(0, b"x", 9, FINISH)], done=True)], 5.0)
+    times.arrived("gone", 0.0)
+    times.forget("gone")
+    times.observe([JobEvents(job_id="gone", deltas=[Delta(0, b"x", 1)])], 5.0)
+    assert sample(rendered(times), "rwkv_first_token_seconds_count") == 0
+    assert not times._last
+
+
+def test_refusals_and_devices_are_told() -> None:
+    metrics = Metrics()
+    metrics.observe_arrival("a")
+    metrics.observe_refusal("a", ErrorKind.OVERLOADED)
+    text = metrics.render({"devices": ["cpu", "cpu", "cuda:99"], "running_rows": 3})
+    assert sample(text, 'rwkv_jobs_refused_total{kind="overloaded"}') == 1
+    assert sample(text, "rwkv_running_rows") == 3
+    used = sample(text, 'rwkv_device_memory_used_bytes{device="cpu"}')
+    assert 1e6 < used < sample(text, 'rwkv_device_memory_total_bytes{device="cpu"}')
+    assert 'device="cuda:99"' not in text
