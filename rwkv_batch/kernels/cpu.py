@@ -28,7 +28,7 @@ from rwkv_batch.kernels.cpu_library import (
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Layer, Norm
 from rwkv_batch.model.linear import Linear
-from rwkv_batch.model.quant.formats import Quantised, dequantise
+from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -68,6 +68,36 @@ class CpuLinear(Linear):
         return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)
 
 
+class CpuQuantLinear(CpuLinear):
+    """A matrix of int8 codes on a CPU, a scale per output and 128 inputs: [T, in] fp32 -> [T, out] fp32.
+
+    x is taken as 16-bit codes, a scale per 128 inputs; sums over these are whole numbers.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor) -> None:
+        """Pack codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
+        self.parts, self.kind = 1, Kind.INT8
+        self.out_features, self.in_features = codes.shape
+        self.packed = _empty(self.in_features, self.out_features, self.kind)
+        codes, scales = codes.contiguous(), scales.contiguous()
+        sizes = self.in_features, self.out_features
+        library().rwkv_pack_int8(
+            codes.data_ptr(), scales.data_ptr(), *sizes, self.packed.data_ptr(), torch.get_num_threads()
+        )
+        self.args = MapArgs(self.packed.data_ptr(), *sizes, self.kind, self.parts)
+
+
+def make_quantised(name: str, stored: Quantised) -> Linear:
+    """A matrix of small weights. int4 is kept as int8, without loss; fp8 in bf16: there is no arithmetic for it."""
+    if stored.format is Format.FP8:
+        return CpuLinear(dequantise(stored).bfloat16().float())
+    codes = stored.codes
+    if stored.zeros is not None:
+        zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, : stored.in_features]
+        codes = codes_int4(stored).to(torch.int8) - zeros
+    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT)
+
+
 def run_linears(maps: Sequence[tuple[CpuLinear, Tensor, Activation]]) -> list[Tensor]:
     """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32."""
     rows = maps[0][1].shape[0]
@@ -94,6 +124,7 @@ class CpuOps(NaiveOps):
     """The C++ backend. States in fp16 take the plain path, with packed matrices."""
 
     name = "cpu"
+    make_quantised = staticmethod(make_quantised)
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -106,11 +137,6 @@ class CpuOps(NaiveOps):
     def make_linear(weight: Tensor) -> Linear:
         """Packs a matrix."""
         return CpuLinear(weight)
-
-    @staticmethod
-    def make_quantised(name: str, stored: Quantised) -> Linear:
-        """A matrix of small weights: what the codes stand for, packed."""
-        return CpuLinear(dequantise(stored))
 
     @staticmethod
     def prepare_layer(layer: Layer) -> CpuLayer:
@@ -174,12 +200,17 @@ def _as_bf16_if_exact(weight: Tensor) -> Tensor:
 def _pack(weight: Tensor, kind: Kind) -> Tensor:
     """The matrix in the order csrc/linear.cpp reads it, 64-byte aligned, as bytes."""
     out, inner = weight.shape
-    size = library().rwkv_packed_bytes(inner, out, kind)
-    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
-    packed = memory[-memory.data_ptr() % ALIGNMENT :][:size]
+    packed = _empty(inner, out, kind)
     pack = library().rwkv_pack_bf16 if kind is Kind.BF16 else library().rwkv_pack_fp32
     pack(weight.data_ptr(), *weight.stride(), inner, out, packed.data_ptr(), torch.get_num_threads())
     return packed
+
+
+def _empty(inner: int, out: int, kind: Kind) -> Tensor:
+    """Zeroed memory for a packed matrix."""
+    size = library().rwkv_packed_bytes(inner, out, kind)
+    memory = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:size]
 
 
 def _rows(inputs: StepInputs) -> tuple[int, int, int]:

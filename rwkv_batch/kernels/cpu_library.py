@@ -23,6 +23,7 @@ class Kind(enum.IntEnum):
 
     FP32 = 0
     BF16 = 1
+    INT8 = 2
 
 
 class Failure(enum.IntEnum):
@@ -79,6 +80,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rwkv_packed_bytes": (ctypes.c_int64, [ctypes.c_int64] * 3),
     "rwkv_pack_fp32": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_bf16": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
+    "rwkv_pack_int8": (None, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_linear": (ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]),
     "rwkv_layers": (ctypes.c_int64, [ctypes.c_void_p]),
 }

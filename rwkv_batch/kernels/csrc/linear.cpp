@@ -1,14 +1,16 @@
 // Every output is one sum over the inputs in their order, whatever the number of rows and threads, so
-// that a row's result does not depend on its neighbours. Three kernels:
+// that a row's result does not depend on its neighbours. Four kernels:
 //   fp32 panels       x and W fp32, fused multiply-add
 //   bf16 panels       W bf16 (exact), x fp32, W widened in registers
 //   bf16 panels, AMX  W bf16, x split into 1 (bf16 precision) or 3 (fp32 precision: 3 x 8 bits) bf16 parts
+//   int8 panels       W int8 with a scale per output and 128 inputs (int8.h), x as 16-bit codes, whole-number sums
 #include "linear.h"
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
+#include "int8.h"
 #include "simd.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
@@ -29,7 +31,7 @@ constexpr int64_t TILE = 16 * STEP;    // elements of one AMX tile, 1 KiB
 constexpr int64_t CHUNK = 480;         // rows packed at a time; a multiple of 32 and of 10
 constexpr int MAX_JOBS = 16;
 
-enum Kind : int64_t { FP32 = 0, BF16 = 1 };
+enum Kind : int64_t { FP32 = 0, BF16 = 1, INT8 = 2 };
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -114,13 +116,17 @@ template <int... R>
 Tiles<R...> make_tiles(std::integer_sequence<int, R...>);
 using Table = decltype(make_tiles(std::make_integer_sequence<int, TILE_ROWS>{}));
 
-void vector_panel(const Job& job, int64_t panel, int64_t first_row, int64_t rows) {
+void vector_panel(const Job& job, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   float out[TILE_ROWS * PANEL];
   const int64_t first = panel * PANEL, width = std::min(PANEL, job.map.out - first);
   for (int64_t done = 0; done < rows; done += TILE_ROWS) {
     const int n = int(std::min<int64_t>(TILE_ROWS, rows - done));
     const float* x = job.x + (first_row + done) * job.map.in;
-    if (job.map.kind == FP32) {
+    if (job.map.kind == INT8) {
+      const int64_t groups = int8::groups(job.map.in);
+      const auto* w = static_cast<const int8_t*>(job.map.weight) + panel * groups * int8::GROUP_BYTES;
+      int8::tile(n, packed + done * groups * int8::ROW_ELEMENTS, w, out, groups);
+    } else if (job.map.kind == FP32) {
       Table::fp32[n - 1](x, static_cast<const float*>(job.map.weight) + first * job.map.in, out, job.map.in);
     } else {
       const int64_t padded = divide_up(job.map.in, STEP) * STEP;
@@ -262,6 +268,14 @@ int64_t row_tiles(const Job& job, int64_t rows) { return divide_up(rows, 16 / jo
 
 bool uses_amx(const Job& job) { return job.map.kind == BF16 && amx_allowed(); }
 
+bool is_packed(const Job& job) { return job.map.kind == INT8 || uses_amx(job); }
+
+// Pieces of work that packing `rows` rows is, and elements that a piece takes.
+int64_t pieces(const Job& job, int64_t rows) { return job.map.kind == INT8 ? rows : row_tiles(job, rows); }
+int64_t piece_size(const Job& job) {
+  return job.map.kind == INT8 ? int8::groups(job.map.in) * int8::ROW_ELEMENTS : divide_up(job.map.in, STEP) * TILE;
+}
+
 // Where the tiles and the panels of each job begin among those of all.
 struct Plan {
   int64_t pack_end[MAX_JOBS], panel_end[MAX_JOBS], offset[MAX_JOBS], packs = 0, panels = 0, size = 0;
@@ -270,9 +284,9 @@ struct Plan {
     for (int64_t j = 0; j < count; ++j) {
       const bool amx = uses_amx(jobs[j]);
       offset[j] = size;
-      if (amx) {
-        packs += row_tiles(jobs[j], rows);
-        size += row_tiles(jobs[j], rows) * divide_up(jobs[j].map.in, STEP) * TILE;
+      if (is_packed(jobs[j])) {
+        packs += pieces(jobs[j], rows);
+        size += divide_up(pieces(jobs[j], rows) * piece_size(jobs[j]), 32) * 32;  // the next at 64 bytes again
       }
       pack_end[j] = packs;
       panels += divide_up(jobs[j].map.out, amx ? BF16_PANEL : PANEL);
@@ -282,19 +296,23 @@ struct Plan {
 };
 
 // All jobs for rows first .. first+rows-1, at most CHUNK.
-void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_t rows,
-               [[maybe_unused]] uint16_t* packed) {
+void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_t rows, uint16_t* packed) {
   const Plan plan(jobs, count, rows);
-#if WITH_AMX
   if (plan.packs) {
     me.deal(plan.packs, [&](int64_t t) {
       const int64_t j = std::upper_bound(plan.pack_end, plan.pack_end + count, t) - plan.pack_end;
-      const int64_t tile = t - (j ? plan.pack_end[j - 1] : 0), per_tile = 16 / jobs[j].map.parts;
-      pack_rows(jobs[j], first + tile * per_tile, std::min(per_tile, rows - tile * per_tile),
-                packed + plan.offset[j] + tile * divide_up(jobs[j].map.in, STEP) * TILE);
+      const int64_t piece = t - (j ? plan.pack_end[j - 1] : 0);
+      uint16_t* to = packed + plan.offset[j] + piece * piece_size(jobs[j]);
+      if (jobs[j].map.kind == INT8) {
+        int8::pack_row(jobs[j].x + (first + piece) * jobs[j].map.in, jobs[j].map.in, to);
+        return;
+      }
+#if WITH_AMX
+      const int64_t per_tile = 16 / jobs[j].map.parts;
+      pack_rows(jobs[j], first + piece * per_tile, std::min(per_tile, rows - piece * per_tile), to);
+#endif
     });
   }
-#endif
   me.deal(plan.panels, [&](int64_t p) {
     const int64_t j = std::upper_bound(plan.panel_end, plan.panel_end + count, p) - plan.panel_end;
     const int64_t panel = p - (j ? plan.panel_end[j - 1] : 0);
@@ -304,7 +322,7 @@ void run_chunk(Member& me, const Job* jobs, int64_t count, int64_t first, int64_
       return;
     }
 #endif
-    vector_panel(jobs[j], panel, first, rows);
+    vector_panel(jobs[j], packed + plan.offset[j], panel, first, rows);
   });
 #if WITH_AMX
   if (plan.packs) _tile_release();
@@ -329,6 +347,7 @@ EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
 // Bytes of a packed matrix.
 EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t kind) {
   if (kind == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
+  if (kind == INT8) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
   return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
 }
 
@@ -359,6 +378,19 @@ EXPORT void rwkv_pack_bf16(const uint16_t* weight, int64_t stride_out, int64_t s
       for (int64_t k = 0; k < in; ++k) {
         column[k / STEP * 2 * TILE + k % STEP / 2 * 32 + k % 2] = from[k * stride_in];
       }
+    }
+  }
+}
+
+// codes [out, in] and scales [out, groups] as they lie; packed is zeroed memory.
+EXPORT void rwkv_pack_int8(const int8_t* codes, const float* scales, int64_t in, int64_t out, int8_t* packed,
+                           int64_t threads) {
+  const int64_t groups = int8::groups(in);
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+  for (int64_t panel = 0; panel < divide_up(out, PANEL); ++panel) {
+    for (int64_t o = 0; o < std::min(PANEL, out - panel * PANEL); ++o) {
+      const int64_t output = panel * PANEL + o;
+      int8::pack_output(codes + output * in, scales + output * groups, in, o, packed + panel * groups * int8::GROUP_BYTES);
     }
   }
 }
