@@ -231,14 +231,17 @@ class StatePool:
         self._checkpoint_some()
 
     def _checkpoint_some(self) -> None:
-        """Begin to store states whose log has grown long, that rest, or that will soon have to leave."""
+        """Begin to store states: those whose log must not grow or that rest, then those that may have to leave."""
+        checkpoints = self._tiers.checkpoints
         idle_since = time.time() - self.config.checkpoint_idle_s
         crowded = self._tiers.host_is_crowded
-        for session in [*self._index.l2, *self._index.l1]:
-            long_log = session.log_broken or session.log_tokens >= self.config.checkpoint_tokens
-            leaves_soon = crowded and session.host is not None
-            if session.dirty and (long_log or leaves_soon or session.updated < idle_since):
-                self._tiers.checkpoint(session)
+        dirty = [session for session in [*self._index.l2, *self._index.l1] if session.dirty]
+        for session in dirty:
+            if checkpoints.is_due(session) or session.updated < idle_since:
+                checkpoints.begin(session)
+        for session in dirty:
+            if crowded and session.host is not None and not checkpoints.busy:
+                checkpoints.begin(session)
 
     def _expired(self) -> list[Session]:
         """Sessions past their time, the longest unused first."""
@@ -275,7 +278,7 @@ class StatePool:
             self._turns.begin_saves()
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:
-                self._tiers.checkpoint(session)
+                self._tiers.checkpoints.begin(session)
             outstanding = waiting or store.pending or self._tiers.busy or self._turns.unsaved
             if not outstanding or store.failure is not None:
                 return

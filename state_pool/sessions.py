@@ -94,8 +94,11 @@ class Session:
 
     @property
     def log_tokens(self) -> int:
-        """Tokens that a crash would have to replay."""
-        return self.num_tokens - self.disk_tokens
+        """Tokens to read again if nothing but the disk had it: those behind its newest state, or its parents'."""
+        base: Session = self
+        while base.disk_turn < 0 and base.parent is not None:
+            base = base.parent
+        return self.num_tokens - base.disk_tokens
 
     @property
     def reloadable(self) -> bool:

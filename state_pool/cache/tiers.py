@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from state_pool.arena import ZERO_SLOT, Arena, Copy, HostState
+from state_pool.cache.checkpoints import Checkpoints
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
-from state_pool.disk.operations import Append, Checkpoint, Done, Loaded, SessionRow
+from state_pool.disk.operations import Loaded
 from state_pool.disk.store import Store
 from state_pool.sessions import Session, SessionIndex
 
@@ -42,6 +43,8 @@ class TierCounters:
     promotions: int = 0
     loads: int = 0
     lost: int = 0
+    left_to_log: int = 0
+    """States forgotten because the log gives them back, while the disk was behind."""
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     bytes_from_disk: int = 0
@@ -64,8 +67,7 @@ class Tiers:
         """Sessions on their way from disk to host memory."""
         self._leaving = 0
         """Slots that become free when a copy is done."""
-        self._saving = 0
-        """Copies that will be handed to the writer."""
+        self.checkpoints = Checkpoints(config, store, self.save)
 
     # -- slots -----------------------------------------------------------------------------------------
 
@@ -132,19 +134,20 @@ class Tiers:
 
     def _make_room(self) -> None:
         parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._may_leave(s)]
-        unwanted = (s for s in parked if not s.readers)
         # A state that somebody waits for goes too when he could not pin it: else it would block who could go on.
-        session = next(unwanted, None if self.can_pin or not parked else parked[-1])
+        unwanted = [s for s in parked if not s.readers] or ([] if self.can_pin else parked[-1:])
         other = self.other.oldest() if self.other is not None else None
-        if self.other is not None and other is not None and (session is None or other <= session.updated):
+        if self.other is not None and other is not None and (not unwanted or other <= unwanted[0].updated):
             self.other.evict()
-        elif session is not None:
-            self.demote(session)
+            return
+        for session in unwanted:  # the oldest may have to wait for the disk; then another goes
+            if self.demote(session):
+                return
 
     def _may_leave(self, session: Session) -> bool:
-        if session.slot is None or session.moving or session.pending is not None:
+        if session.slot is None or session.pending is not None or self.slots.holders(session.slot) > 1:
             return False
-        return self.slots.holders(session.slot) <= 1
+        return not session.moving or self.checkpoints.may_replay(session)
 
     # -- between the tiers -----------------------------------------------------------------------------
 
@@ -155,12 +158,8 @@ class Tiers:
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
             self.forget(session)
             return True
-        if not self.host_has_room() and not self._may_overflow():
-            if not session.reloadable:
-                self.checkpoint(session)
-                return False
-            self.forget(session)
-            return True
+        if session.moving or (not self.host_has_room() and not self._may_overflow()):
+            return self._store is not None and self._leave(session)
         reach("before_demotion")
         session.moving = True
 
@@ -175,8 +174,8 @@ class Tiers:
             self._index.l2[session] = None
             self.counters.demotions += 1
             reach("after_demotion")
-            if self.host_is_crowded:
-                self._checkpoint_host(session)
+            if self.host_is_crowded and not self.checkpoints.busy:
+                self.checkpoints.begin(session)
 
         self.save(slot, arrived)
         return True
@@ -237,64 +236,6 @@ class Tiers:
         self.counters.bytes_to_device += self.arena.state_bytes
         self._transfers.append(_Transfer(self.arena.load(slot, host), lambda _: self.slots.drop(slot), slot))
 
-    # -- to disk ---------------------------------------------------------------------------------------
-
-    def checkpoint(self, session: Session) -> bool:
-        """Begin to store a session's state as it is now; False when the writer has no room for it yet."""
-        if session.host is not None:
-            return self._checkpoint_host(session)
-        if session.slot is None or session.moving or session.reloadable or not self._writer_has_room():
-            return False
-        row = row_of(session)
-        session.moving = True
-        self._saving += 1
-
-        def arrived(host: HostState) -> None:
-            self._saving -= 1
-            session.moving = False
-            if not session.deleted:
-                self._store_state(session, Checkpoint(row, host))
-
-        self.save(session.slot, arrived, leaves=False)
-        return True
-
-    def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
-        """Durability "turn": store the whole state after a turn, and with it the turn."""
-        if not self._writer_has_room():
-            return False
-        self._saving += 1
-
-        def arrived(host: HostState) -> None:
-            self._saving -= 1
-            if session.deleted or self._store is None:
-                return  # whoever deleted it has told the turn
-            self._store.submit_state(Checkpoint(turn.session, host, commits=turn), done)
-
-        self.save(slot, arrived, leaves=False)
-        return True
-
-    def _checkpoint_host(self, session: Session) -> bool:
-        if session.host is None or session.moving or session.reloadable or not self._writer_has_room():
-            return False
-        self._store_state(session, Checkpoint(row_of(session), session.host))
-        return True
-
-    def _writer_has_room(self) -> bool:
-        if self._store is None:
-            return False
-        return self._store.writer.queued[1] + self._saving < self._config.transfer_states
-
-    def _store_state(self, session: Session, job: Checkpoint) -> None:
-        assert self._store is not None
-        session.moving = True
-
-        def stored(error: Exception | None) -> None:
-            session.moving = False
-            if error is None:
-                mark_stored(session, job.session)
-
-        self._store.submit_state(job, stored)
-
     # -- housekeeping ----------------------------------------------------------------------------------
 
     @property
@@ -325,21 +266,23 @@ class Tiers:
         excess = len(index.l1) - self._leaving - self._config.l1_sessions
         for session in list(index.l1) if excess > 0 else ():
             if excess > 0 and self._may_leave(session) and not session.readers:
-                if not self.demote(session):
-                    break
-                excess -= 1
+                excess -= self.demote(session)
         self._trim_host()
 
     def _trim_host(self) -> None:
         excess = len(self._index.l2) - self._config.l2_sessions
         for session in list(self._index.l2) if excess > 0 else ():
             if excess > 0 and not session.busy:  # those that somebody waits for are on their way up
-                self._leave_host(session)
-                excess -= 1
+                excess -= self._leave(session)
 
-    def _leave_host(self, session: Session) -> None:
-        if session.moving:
-            return
+    def _leave(self, session: Session) -> bool:
+        """Have the session live on without memory; False: not yet, since its state has to be stored first.
+
+        A state that the log can give back is stored too, if nothing else is: the log is then short when it comes
+        again. But nobody waits for that: when the disk is behind, the tokens are read again instead.
+        """
+        if session.moving and not self.checkpoints.may_replay(session):
+            return False
         if self._store is None:
             self.counters.lost += 1
             self.forget(session)
@@ -348,8 +291,12 @@ class Tiers:
             self.forget(session)
         elif self._store.degraded is not None:
             self._leave_without_disk(session)
+        elif self.checkpoints.may_replay(session) and self.checkpoints.busy:
+            self.counters.left_to_log += 1
+            self.forget(session)
         else:
-            self._checkpoint_host(session)
+            self.checkpoints.begin(session)
+        return session.slot is None and session.host is None
 
     def _leave_without_disk(self, session: Session) -> None:
         """The disk takes no state, and host memory is bounded: an older state and the log have to do."""
@@ -384,26 +331,3 @@ class Tiers:
         if len(self._index.l2) >= most:
             self._trim_host()
         return len(self._index.l2) < most
-
-
-def row_of(
-    session: Session, *, turn: int | None = None, num_tokens: int | None = None, updated: float | None = None
-) -> SessionRow:
-    """The session as a row: as it is now, or as a turn makes it."""
-    return SessionRow(
-        session.row,
-        session.key,
-        None if session.parent is None else session.parent.row,
-        session.turn if turn is None else turn,
-        session.num_tokens if num_tokens is None else num_tokens,
-        session.created,
-        session.updated if updated is None else updated,
-    )
-
-
-def mark_stored(session: Session, row: SessionRow) -> None:
-    """A state was committed: remember which, and that turns may be logged again behind it."""
-    session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
-    session.parent = None  # only a dialogue without a state of its own needs it
-    if row.turn == session.turn:
-        session.log_broken = False

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from state_pool.arena import ZERO_SLOT, HostState
-from state_pool.cache.tiers import Tiers, mark_stored, row_of
+from state_pool.cache.checkpoints import mark_stored, row_of
+from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Append, Checkpoint, Loaded
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Deliveries, Store

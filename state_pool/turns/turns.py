@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from state_pool.cache.tiers import Tiers, mark_stored, row_of
+from state_pool.cache.checkpoints import mark_stored, row_of
+from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete
@@ -171,7 +172,7 @@ class Turns:
         """Durability "turn": the whole state goes to disk, and with it the turn."""
         if session.deleted:
             return True
-        return self._tiers.store_turn(
+        return self._tiers.checkpoints.store_turn(
             session, slot, _append_of(session, turn), lambda error: self._conclude(session, turn, error)
         )
 
@@ -245,8 +246,8 @@ class Turns:
         self._tiers.park(session, turn.slot)
         if self._stores_states:
             mark_stored(session, row_of(session))
-        elif session.log_tokens >= self._config.checkpoint_tokens:
-            self._tiers.checkpoint(session)
+        elif self._tiers.checkpoints.is_due(session):
+            self._tiers.checkpoints.begin(session)
 
     def begin_saves(self) -> None:
         """Hand waiting turns to the writer, in order, as far as its queue takes them."""

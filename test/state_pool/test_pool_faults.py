@@ -439,7 +439,7 @@ def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, dur
         driver.pool.record(lease, [2], outcome)
         driver.pool.checkin(lease, slot)
         if durability == "log":
-            assert driver.pool._tiers.checkpoint(next(iter(driver.pool._index)))
+            assert driver.pool._tiers.checkpoints.begin(next(iter(driver.pool._index)))
         driver.pool.poll()
         assert writer.queued[1] == 1
         assert driver.pool.delete("s") == 1

@@ -1,0 +1,122 @@
+"""States on their way to the database, as few at once as its writer takes. Engine thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from state_pool.arena import HostState
+from state_pool.config import PoolConfig
+from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
+from state_pool.disk.store import Store
+from state_pool.sessions import Session
+
+
+class Save(Protocol):
+    """Copies a slot to host memory and calls back when it is there."""
+
+    def __call__(self, slot: int, finish: Callable[[HostState], None], *, leaves: bool) -> None:
+        """See `Tiers.save`."""
+        ...
+
+
+class Checkpoints:
+    """Begins to store states, and knows which sessions need none because the log gives them back."""
+
+    def __init__(self, config: PoolConfig, store: Store | None, save: Save) -> None:
+        self._config = config
+        self._store = store
+        self._save = save
+        self._saving = 0
+        """Copies that will be handed to the writer."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a state is being stored: others had better not be, unless they must."""
+        return self._store is not None and self._store.writer.queued[1] + self._saving > 0
+
+    @property
+    def _has_room(self) -> bool:
+        if self._store is None:
+            return False
+        return self._store.writer.queued[1] + self._saving < self._config.transfer_states
+
+    def is_due(self, session: Session) -> bool:
+        """Whether the session's log is as long as it may grow, or has a gap: only a state mends that."""
+        return session.dirty and (session.log_broken or session.log_tokens >= self._config.checkpoint_tokens)
+
+    def may_replay(self, session: Session) -> bool:
+        """Whether the state in memory can go because the log gives it back, by a replay of bounded length."""
+        has_log = self._store is not None and self._config.durability != "turn"
+        return has_log and session.unlogged == 0 and not self.is_due(session)
+
+    def begin(self, session: Session) -> bool:
+        """Begin to store a session's state as it is now; False when there is no need, or no room for it yet."""
+        if session.moving or session.reloadable or not self._has_room:
+            return False
+        if session.host is not None:
+            self._store_state(session, Checkpoint(row_of(session), session.host))
+            return True
+        if session.slot is None:
+            return False
+        row = row_of(session)
+        session.moving = True
+        self._saving += 1
+
+        def arrived(host: HostState) -> None:
+            self._saving -= 1
+            session.moving = False
+            if not session.deleted:
+                self._store_state(session, Checkpoint(row, host))
+
+        self._save(session.slot, arrived, leaves=False)
+        return True
+
+    def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
+        """Durability "turn": store the whole state after a turn, and with it the turn."""
+        if not self._has_room:
+            return False
+        self._saving += 1
+
+        def arrived(host: HostState) -> None:
+            self._saving -= 1
+            if session.deleted or self._store is None:
+                return  # whoever deleted it has told the turn
+            self._store.submit_state(Checkpoint(turn.session, host, commits=turn), done)
+
+        self._save(slot, arrived, leaves=False)
+        return True
+
+    def _store_state(self, session: Session, job: Checkpoint) -> None:
+        assert self._store is not None
+        session.moving = True
+
+        def stored(error: Exception | None) -> None:
+            session.moving = False
+            if error is None:
+                mark_stored(session, job.session)
+
+        self._store.submit_state(job, stored)
+
+
+def row_of(
+    session: Session, *, turn: int | None = None, num_tokens: int | None = None, updated: float | None = None
+) -> SessionRow:
+    """The session as a row: as it is now, or as a turn makes it."""
+    return SessionRow(
+        session.row,
+        session.key,
+        None if session.parent is None else session.parent.row,
+        session.turn if turn is None else turn,
+        session.num_tokens if num_tokens is None else num_tokens,
+        session.created,
+        session.updated if updated is None else updated,
+    )
+
+
+def mark_stored(session: Session, row: SessionRow) -> None:
+    """A state was committed: remember which, and that turns may be logged again behind it."""
+    session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
+    session.parent = None  # only a dialogue without a state of its own needs it
+    if row.turn == session.turn:
+        session.log_broken = False

@@ -1,0 +1,111 @@
+"""Many more sessions than memory holds, and a disk that is slow with whole states: turns go on, from the log."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.disk.store import Store
+from state_pool.disk.writer import Writer, _Staging
+from state_pool.sessions import LeaseState
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+
+
+def store_of(driver: Driver) -> Store:
+    """The pool's third tier."""
+    assert driver.pool._store is not None
+    return driver.pool._store
+
+
+def small_pool(folder: Path, **changes: object) -> Driver:
+    """Two sessions in slots and two in host memory."""
+    limits: dict[str, object] = {"l1_sessions": 2, "l2_sessions": 2, "transfer_states": 2}
+    return Driver(FakeArena(num_slots=10, delay=1), config_in(folder, **(limits | changes)))
+
+
+@pytest.mark.parametrize("durability", ["log", "lazy"])
+def test_turns_do_not_wait_for_whole_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str) -> None:
+    """The disk takes turns, and no state at all."""
+    driver = small_pool(tmp_path, durability=durability)
+    names = [f"s{i}" for i in range(24)]
+    with monkeypatch.context() as patched:
+        patched.setattr(store_of(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
+        for turn in range(3):
+            for i, name in enumerate(names):
+                driver.turn(name, [i, turn])
+        assert driver.pool.stats()["counters"]["left_to_log"] > 0
+    for i, name in enumerate(names):
+        assert np.array_equal(driver.state(name), state_of([i, 0, i, 1, i, 2]))
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+    driver = small_pool(tmp_path)
+    assert all(np.array_equal(driver.state(name), state_of([i, 0, i, 1, i, 2])) for i, name in enumerate(names))
+    driver.pool.close()
+
+
+def test_all_that_come_at_once_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every session waits for its state at the same time: none starves, in slots or in host memory."""
+    driver = small_pool(tmp_path)
+    names = [f"s{i}" for i in range(24)]
+    monkeypatch.setattr(store_of(driver).writer, "_write_state", lambda staging: time.sleep(0.001))
+    for i, name in enumerate(names):
+        driver.turn(name, [i])
+    waiting = {i: driver.pool.checkout(name) for i, name in enumerate(names)}
+    outcomes: list[Outcome] = []
+
+    def run_ready() -> bool:
+        """What is ready runs, as in an engine, if there is a slot."""
+        for i, lease in list(waiting.items()):
+            slot = driver.pool.allocate() if lease.poll() is LeaseState.READY else None
+            if slot is not None:
+                driver.arena.run(lease.read_slot, slot, [*lease.replay, 100 + i])
+                outcomes.append(Outcome())
+                driver.pool.record(lease, [100 + i], outcomes[-1])
+                driver.pool.checkin(lease, slot)
+                del waiting[i]
+        return not waiting and all(outcome.known for outcome in outcomes)
+
+    driver.until(run_ready)
+    assert all(outcome.ok for outcome in outcomes)
+    monkeypatch.undo()
+    driver.settle()
+    assert driver.pool.check_integrity() == []
+    driver.pool.close()
+
+
+def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that writes one state while it takes many turns; each session's log is cut in time all the same."""
+    driver = small_pool(tmp_path, checkpoint_tokens=30)
+    write, rounds = Writer._write_state, iter(range(10**9))
+
+    def slowly(writer: Writer, staging: _Staging) -> None:
+        if next(rounds) % 50 == 0:
+            write(writer, staging)
+        else:
+            time.sleep(0.001)  # the turns that wait go first
+
+    monkeypatch.setattr(Writer, "_write_state", slowly)
+    names = [f"s{i}" for i in range(10)]
+    replays = []
+    for turn in range(8):
+        for i, name in enumerate(names):
+            replays.append(len(driver.turn(name, [i, turn, *range(8)]).replay))
+    assert 0 < max(replays) < 30
+    for i, name in enumerate(names):
+        assert np.array_equal(driver.state(name), state_of([t for turn in range(8) for t in (i, turn, *range(8))]))
+    driver.pool.close()
+
+
+def test_a_branch_needs_no_state_of_its_own_behind_a_stored_parent(tmp_path: Path) -> None:
+    driver = small_pool(tmp_path, checkpoint_tokens=30)
+    driver.turn("s", list(range(40)), branch_from=0)
+    driver.until(lambda: store_of(driver).writer.stats.states == 1)
+    driver.settle()
+    child = driver.turn("s", [1], branch_from=1).session
+    assert child.log_tokens == 1
+    assert driver.pool._tiers.checkpoints.may_replay(child)
+    driver.pool.close()
