@@ -66,9 +66,15 @@ def _field_with_surrogate(body: bytes) -> str | None:
         data = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    for name, value in data.items() if isinstance(data, dict) else ():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return shown_name(str(name))
-    return "body"
+    if not isinstance(data, dict):
+        return None if _has_utf8(data) else "body"
+    return next((shown_name(name) for name, value in data.items() if not _has_utf8([name, value])), None)
+
+
+def _has_utf8(value: object) -> bool:
+    """Whether all its text has a UTF-8 form."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

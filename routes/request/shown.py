@@ -27,7 +27,7 @@ def shown(value: Any) -> Any:
 
 def shown_name(name: str) -> str:
     """The name of a field that the request has made up."""
-    text = _encodable(name[:_NAME_CHARACTERS])
+    text = _encodable(name[:_NAME_CHARACTERS]) or '""'
     return text if len(name) <= _NAME_CHARACTERS else f"{text}..."
 
 

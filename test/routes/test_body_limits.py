@@ -214,6 +214,19 @@ def test_a_byte_order_mark_is_skipped(service: Service) -> None:
     assert service.post("/v1/chat/completions", content=b"\xef\xbb\xbf").status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "kind", "named"),
+    [
+        (rb'{"": "\ud800"}', WRONG, '""'),
+        (rb'{"\ud800": 1}', WRONG, "\\ud800"),
+        (rb'["\ud800"]', WRONG, "body"),
+        (rb'{"x": "\u00e9", "y": ' + b"[" * 300 + b"]" * 300 + b"}", TORN, None),
+    ],
+)
+def test_what_has_no_utf8_form_is_told_from_what_is_not_json(body: bytes, kind: str, named: str | None) -> None:
+    assert refused("PromptBody", body)[:2] == (kind, named)
+
+
 def test_text_may_have_any_number_of_commas() -> None:
     text = ',{[:"' * 500_000
     body = json.dumps({"contents": [text]}).encode()

@@ -149,7 +149,8 @@ def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_in_the_first_seconds_has_a_true_status(fake: Service, stream: bool) -> None:
-    answer = fake.post(CHAT, {"contents": ["fail@80 then"], "max_tokens": 5, "stream": stream})
+    session = {"session_id": "fails"} if stream else {}
+    answer = fake.post(CHAT, {"contents": ["fail@80 then"], "max_tokens": 5, "stream": stream, **session})
     assert (answer.status_code, answer.json()["error"]) == (500, "broken on demand")
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
     wait_for(lambda: running_rows(fake) == 0, 10, "nothing is left")
@@ -169,10 +170,11 @@ def test_an_engine_that_is_lost_before_the_first_token_is_503(fake: Service, str
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready")
     answers: list[Any] = []
     body = {"contents": ["fail@100000 waits"], "max_tokens": 5, "stream": stream}
+    body |= {"session_id": "is lost"} if stream else {}
     waiting = threading.Thread(target=lambda: answers.append(fake.post(CHAT, body)))
     waiting.start()
     wait_for(lambda: running_rows(fake) == 1, 10, "it runs")
-    dying = fake.post(CHAT, {"contents": ["die now"], "stream": stream})
+    dying = fake.post(CHAT, {"contents": ["die now"]})
     waiting.join(30)
     assert [answers[0].status_code, dying.status_code] == [503, 503]
     assert "the engine process was lost" in answers[0].json()["error"]

@@ -54,8 +54,9 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/metrics", None),
     ("/openapi.json", None),
     ("/docs", None),
+    ("/", None),
 ]
-CARRIED = {"/state/export", "/state/import", "/state/delete"}
+CARRIED = {"/state/export", "/state/import", "/state/delete", "/web/{file}"}
 """Routes that are asked one after the other, in a test of their own."""
 
 

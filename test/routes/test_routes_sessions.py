@@ -193,7 +193,8 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         assert not thread.is_alive()
         assert '"error":' in answers[0].text
         assert "deleted" in answers[0].text
-        if stream:
+        assert answers[0].status_code in (200, 404)  # by whether the answer had begun
+        if stream and answers[0].status_code == 200:
             assert answers[0].text.endswith("data: [DONE]\n\n")
         assert service.post("/state/delete", {"session_id": session}).status_code == 404
         assert cached(turn(service, session, "begin")) == 0, "the session began anew"

@@ -1,0 +1,220 @@
+"""Bad bodies made from a seed: every route's good example, spoiled. No 5xx, the field named, neighbours unharmed.
+
+RWKV_LONG_TESTS=1 sends 20,000 instead of 1,000. A failure names the seed of its body.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from routes.route import Route
+from routes.table import ROUTES
+from test.serving import NO_TLS, Service
+
+BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
+TAKES_BODY = [route for route in ROUTES if route.body is not None]
+NEIGHBOUR = {"contents": ["The cat", "猫"], "max_tokens": 12, "seed": 3, "ignore_eos": True, "stop_tokens": []}
+CHAT = "/v1/chat/completions"
+REFUSALS = {400, 404, 409, 413, 422, 429}
+RELATED = {
+    "contents": {"messages", "prefix", "suffix", "session_id", "text"},
+    "prefix": {"suffix"},
+    "messages": {"contents"},
+    "prompt": {"suffix", "echo", "session_id"},
+    "n": {"prompt"},
+    "text": {"contents", "messages"},
+    "top_logprobs": {"logprobs"},
+    "echo": {"logprobs"},
+    "best_of": {"n"},
+}
+"""Field that a refusal may name -> fields whose change may have been the reason."""
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def odd_value(dice: random.Random) -> Any:
+    """A value that hardly any field can have."""
+    plain: list[Any] = [
+        None, True, False, -1, 0, 1, 2.5, -2.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 2**31, 2**63,
+        2**64 - 1, 10**30, -(10**30), "", " ", "x", "\n\n", "\x00", "é😀", "\ud800", "\udfff a", "x" * 300, "9" * 400,
+        "auto", "null", [], {}, [[]], [None], [{}], ["a", 1], [1, "a"], [-1], [2**40], [True], ["\ud800"], ["x" * 400],
+        list(range(70)), {"": ""}, {"a": {"b": []}}, {"type": "text"}, {"role": "user"}, nested(20), nested(150),
+        nested(400), ["a"] * 5000,
+    ]  # fmt: skip
+    return copy.deepcopy(dice.choice(plain))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every part of a value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, key))
+
+
+def spoil(dice: random.Random, route: Route, body: dict[str, Any]) -> str:
+    """Change one thing of a body; returns the field that was changed."""
+    assert route.body is not None
+    fields = list(route.body.model_fields)
+    if dice.random() < 0.5:
+        name = dice.choice(fields)
+        body[name] = odd_value(dice)
+        return name
+    path = dice.choice(list(places(body)))
+    holder: Any = body
+    for key in path[:-1]:
+        holder = holder[key]
+    match dice.randrange(4):
+        case 0:
+            del holder[path[-1]]
+        case 1 if isinstance(holder, list):
+            holder.append(odd_value(dice))
+        case 2 if isinstance(holder, dict):
+            holder[dice.choice(["", "x", "\u2028", "\ud83d", *fields])] = odd_value(dice)
+            return ""
+        case _:
+            holder[path[-1]] = odd_value(dice)
+    return str(path[0])
+
+
+def torn(dice: random.Random, text: bytes) -> bytes:
+    """Bytes of a body that is JSON no more, or other JSON than was meant."""
+    at = dice.randrange(len(text) + 1)
+    match dice.randrange(7):
+        case 0:
+            return text[:at]
+        case 1:
+            return text[:at] + bytes([dice.randrange(256)]) + text[at + 1 :]
+        case 2:
+            return (
+                text[:at] + dice.choice([b"\xff", b"\xc3", b"\\ud800", b"\\u", b"\x00", b"[" * 300, b'"']) + text[at:]
+            )
+        case 3:
+            return text + dice.choice([b"{}", b",", b"\xef\xbb\xbf", text])
+        case 4:
+            return dice.choice([b"", b"null", b"[]", b"1", b'"a"', b"\xef\xbb\xbf", b"{}", b"{" * 500, b"NaN", b"-"])
+        case 5:
+            name = json.dumps(dice.choice(list(json.loads(text)) or ["x"])).encode()
+            return text[:-1] + b"," + name + b":" + json.dumps(odd_value(dice)).encode() + b"}"
+        case _:
+            return b"\xef\xbb\xbf" + text.replace(b":", b":1e999,", 1)
+
+
+def generated(seed: int) -> tuple[Route, bytes, str]:
+    """A route, a body, and the one field that was spoiled; "" where that is not known."""
+    dice = random.Random(seed)
+    route = dice.choice(TAKES_BODY)
+    body = copy.deepcopy(route.example or {})
+    body |= {"max_tokens": 2, "stream": dice.random() < 0.3}
+    changed = {spoil(dice, route, body) for _ in range(dice.choice([1, 1, 1, 2, 3]))}
+    text = json.dumps(body).encode()
+    if dice.random() < 0.25:
+        return route, torn(dice, text), ""
+    return route, text, changed.pop() if len(changed) == 1 else ""
+
+
+@pytest.fixture(scope="module")
+def bounded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service of which no request can ask for much."""
+    flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--max-tokens-limit", "64")
+    running = Service(
+        tmp_path_factory.mktemp("generated"), *flags, "--default-timeout-s", "60", "--max-timeout-s", "60"
+    )
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+class Neighbour(threading.Thread):
+    """Asks for the same over and over, and compares."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(daemon=True)
+        self._service = service
+        self._over = threading.Event()
+        self.expected = self._texts()
+        self.asked = 0
+        self.differs: list[Any] = []
+
+    def _texts(self) -> Any:
+        answer = self._service.post(CHAT, NEIGHBOUR)
+        return (
+            [choice["message"]["content"] for choice in answer.json()["choices"]] if answer.is_success else answer.text
+        )
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            if (texts := self._texts()) != self.expected:
+                self.differs.append(texts)
+            self.asked += 1
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(60)
+
+
+def complaint(route: Route, spoiled: str, answer: httpx.Response) -> str:
+    """What is wrong with an answer to a spoiled body; "" if nothing is."""
+    if answer.status_code == 200:
+        return ""
+    if answer.status_code not in REFUSALS:
+        return f"status {answer.status_code}"
+    if len(answer.content) > 3000:
+        return f"an error of {len(answer.content)} bytes"
+    error = answer.json()["error"]
+    message, field = (
+        (error["message"], error["param"]) if isinstance(error, dict) else (error, answer.json().get("field"))
+    )
+    if answer.status_code == 422 and not field:
+        return "no field"
+    top = str(field).partition("[")[0].partition(".")[0]
+    if answer.status_code == 422 and spoiled and top != spoiled and spoiled not in RELATED.get(top, ()):
+        return "" if spoiled in message else f"{field} is named, {spoiled} was spoiled"
+    return ""
+
+
+def test_spoiled_bodies_are_refused_and_harm_nobody(bounded: Service) -> None:
+    neighbour = Neighbour(bounded)
+    neighbour.start()
+    before = bounded.pids()
+    client = httpx.Client(base_url=bounded.url, timeout=90, verify=NO_TLS)
+
+    def send(seed: int) -> tuple[int, str]:
+        route, body, spoiled = generated(seed)
+        answer = client.post(route.path, content=body)
+        wrong = complaint(route, spoiled, answer)
+        return (
+            answer.status_code,
+            f"seed {seed}, {route.path}: {wrong}; {body[:200]!r} -> {answer.text[:300]}" if wrong else "",
+        )
+
+    with client, ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(send, range(BODIES)))
+    neighbour.stop()
+    wrong = [text for _, text in results if text]
+    assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n".join(wrong[:20])
+    statuses = Counter(status for status, _ in results)
+    assert statuses[422] > BODIES // 3 and statuses[400] > BODIES // 20 and statuses[200] > BODIES // 20, statuses
+    assert neighbour.asked > 5 and not neighbour.differs
+    assert bounded.pids() == before
+    assert "Traceback" not in bounded.log.read_text()
+    bounded.wait_idle()
+    print(f"{len(results)} bodies: {dict(statuses)}; a neighbour asked {neighbour.asked} times")
