@@ -285,6 +285,17 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
 }
 
 
+PASSWORD_FILE = ("--password-file", "RWKV_PASSWORD_FILE")
+"""Names a file instead of a value: no field of a config."""
+SETTINGS_PAGE = Path(__file__).resolve().parent / "docs" / "settings.md"
+HEADINGS: dict[Section | type[ServiceConfig], str] = {
+    ServiceConfig: "The service and its processes",
+    HttpConfig: "HTTP",
+    EngineConfig: "Model and engine",
+    PoolConfig: "Sessions and cached prefixes",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingsError(f"{message}; see python app.py --help")
@@ -295,17 +306,20 @@ def _default(section: Any, field: str) -> Any:
     return "" if value is msgspec.NODEFAULT else value
 
 
+def _shown_default(section: Any, flag: Flag) -> str:
+    default = _default(section, flag.field)
+    return ",".join(default) if isinstance(default, tuple) else str(default)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line. Values stay text (None: not given), so that one place reads flag and environment."""
     parser = _Parser(prog="app.py", allow_abbrev=False, description="RWKV-7 batch inference server.")
     for section, flags in FLAGS.items():
         for flag in flags:
-            default = _default(section, flag.field)
-            shown = ",".join(default) if isinstance(default, tuple) else default
-            text = f"{flag.help} (default: {shown!s}; {flag.variable})".replace("%", "%%")
+            text = f"{flag.help} (default: {_shown_default(section, flag)}; {flag.variable})".replace("%", "%%")
             parser.add_argument(flag.option, dest=flag.variable, metavar="X", help=text)
     parser.add_argument(
-        "--password-file", dest="RWKV_PASSWORD_FILE", metavar="X", help="file whose first line is the password"
+        PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="X", help="file whose first line is the password"
     )
     return parser
 
@@ -315,7 +329,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     given = vars(build_parser().parse_args(list(arguments)))
     source = {**environment, **{name: text for name, text in given.items() if text is not None}}
     values = {section: _section_values(flags, given, source) for section, flags in FLAGS.items()}
-    if not values[HttpConfig].get("password") and (path := source.get("RWKV_PASSWORD_FILE")):
+    if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
         values[HttpConfig]["password"] = _first_line(path)
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
     shared: dict[str, Any] = {"drain_timeout_s": engine.drain_timeout_s, "model_name": engine.model_name}
@@ -352,3 +366,25 @@ def _first_line(path: str) -> str:
     if not password:
         raise SettingsError(f"--password-file {path} has no password in its first line")
     return password
+
+
+def markdown() -> str:
+    """docs/settings.md: every flag with its variable, default and meaning."""
+    parts = [
+        "# Settings\n\nMade by `python -m settings` from the table that the command line is read with. Each flag is also "
+        "an environment variable; the command line wins. Lists are separated by commas.\n"
+    ]
+    for section, flags in FLAGS.items():
+        rows = ["| flag | variable | default | meaning |", "|---|---|---|---|"]
+        for flag in flags:
+            default = _shown_default(section, flag)
+            cells = (f"`{flag.option}`", f"`{flag.variable}`", f"`{default}`" if default else "", flag.help)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if section is HttpConfig:
+            rows.append(f"| `{PASSWORD_FILE[0]}` | `{PASSWORD_FILE[1]}` | | file whose first line is the password |")
+        parts.append(f"## {HEADINGS[section]}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    SETTINGS_PAGE.write_text(markdown(), encoding="utf-8")

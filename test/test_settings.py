@@ -9,7 +9,16 @@ import pytest
 
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
-from settings import FLAGS, ServiceConfig, SettingsError, build_parser, default_http_workers, parse_settings
+from settings import (
+    FLAGS,
+    SETTINGS_PAGE,
+    ServiceConfig,
+    SettingsError,
+    build_parser,
+    default_http_workers,
+    markdown,
+    parse_settings,
+)
 from state_pool.config import PoolConfig
 
 DERIVED = {"front_key", "pool", "drain_timeout_s", "model_name"}
@@ -20,6 +29,10 @@ DERIVED = {"front_key", "pool", "drain_timeout_s", "model_name"}
 def test_every_field_has_a_flag(section: type[msgspec.Struct]) -> None:
     fields = {field.name for field in msgspec.structs.fields(section)}
     assert fields - {flag.field for flag in FLAGS[section]} <= DERIVED  # type: ignore[index]
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert SETTINGS_PAGE.read_text(encoding="utf-8") == markdown(), "run: python -m settings"
 
 
 def test_every_flag_and_variable_is_unique() -> None:
