@@ -371,8 +371,8 @@ def _first_line(path: str) -> str:
 def markdown() -> str:
     """docs/settings.md: every flag with its variable, default and meaning."""
     parts = [
-        "# Settings\n\nMade by `python -m settings` from the table that the command line is read with. Each flag is also "
-        "an environment variable; the command line wins. Lists are separated by commas.\n"
+        "# Settings\n\nMade by `python -m settings` from the table that the command line is read with. Each flag is "
+        "also an environment variable; the command line wins. Lists are separated by commas.\n"
     ]
     for section, flags in FLAGS.items():
         rows = ["| flag | variable | default | meaning |", "|---|---|---|---|"]

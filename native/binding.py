@@ -12,9 +12,9 @@ Shape = tuple[int | None, ...]
 
 
 def pointer(tensor: Tensor, name: str, dtype: torch.dtype, shape: Shape, device: torch.device) -> int:
-    """Address of the tensor's data, once it is what the C function takes.
+    """Address of the tensor's data, once it is what the C function takes: contiguous, [*shape] of `dtype` on `device`.
 
-    `shape` may hold None where any size will do. TypeError or ValueError names the argument, what is
+    `shape` may hold None where any size will do. Raises TypeError or ValueError naming the argument, what is
     wanted and what was given.
     """
     if tensor.dtype is not dtype:

@@ -18,12 +18,12 @@ Numbers = Sequence[int] | Sequence[float] | Sequence[list[float]]
 
 
 def on_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list as a tensor on a device. `torch.tensor(..., device=...)` would wait until the device's queue is empty."""
+    """A list [n] as a tensor [n] on a device; `torch.tensor(..., device=...)` would wait until its queue is empty."""
     return pinned(torch.tensor(values, dtype=dtype), device).to(device, non_blocking=True)
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor in host memory from which a copy to the device need not be waited for; unchanged if it is not one."""
+    """A tensor [...] in host memory, in a form from which a copy to the device need not be waited for."""
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
 
 
@@ -31,7 +31,8 @@ def copy_pieces(target: Tensor, source: Tensor) -> None:
     """target <- source, [n, ...] of one type, on the current stream; either may be n pieces that lie apart.
 
     Between a GPU and pinned memory it returns at once; keep both tensors until the copy is done. The copy engine
-    does all of it, where `Tensor.copy_` would gather the pieces on the GPU first.
+    does all of it, where `Tensor.copy_` would gather the pieces on the GPU first. Raises ValueError for two shapes or
+    types, and for pieces that are not contiguous.
     """
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(f"{source.dtype} {tuple(source.shape)} does not fit {target.dtype} {tuple(target.shape)}")

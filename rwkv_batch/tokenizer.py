@@ -59,7 +59,7 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_table(self) -> list[bytes]:
-        """Bytes of each id, [65536]; b"" for id 0 and the unused ids."""
+        """Bytes of each id, [65536]; b"" for id 0 and the unused ids. Raises ValueError for a damaged file."""
         table = [b""] * VOCAB_SIZE
         for line in _vocab_file().read_text(encoding="utf-8").splitlines():
             first, last = line.index(" "), line.rindex(" ")

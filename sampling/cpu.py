@@ -80,6 +80,7 @@ class CpuSampler:
         return machine.why_no_cpp() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
+        """See Sampler. Raises RuntimeError with the reason of `why_not`."""
         reason = self.why_not(device)
         if reason is not None:
             raise RuntimeError(reason)
@@ -107,7 +108,10 @@ class CpuSampler:
         self._library["sampler_admit"](self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
 
     def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
-        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it."""
+        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
+
+        Raises IndexError for a seat that does not exist.
+        """
         rows = len(seats)
         logits = logits.float().contiguous()
         address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)

@@ -55,6 +55,7 @@ class FlashInferSampler:
         return RapidSampler.why_not(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
+        """See Sampler. Raises RuntimeError with the reason of `why_not`."""
         reason = self.why_not(device)
         if reason is not None:
             raise RuntimeError(reason)

@@ -106,7 +106,10 @@ class NaiveSampler:
         self.table.admit(seat, params)
 
     def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
-        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it."""
+        """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
+
+        Raises ValueError for logits of another shape.
+        """
         if logits.shape != (len(seats), self.table.vocab):
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.table.vocab} tokens")
         logits = logits.float().contiguous()
@@ -242,7 +245,11 @@ class Scratch:
 
 
 def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scratch: Scratch) -> Tensor:
-    """Draw for rows with top_k or top_p: from the largest few where they decide, else by sorting the row whole."""
+    """Draw for rows with top_k or top_p: from the largest few where they decide, else by sorting the row whole.
+
+    logits [R, V] fp32, largest [R] fp32: each row's maximum; group: r of these rows; steps [r] int64. Returns
+    token ids [r] int64.
+    """
     rows, vocab = group.rows, logits.shape[1]
     total = torch.zeros(len(group), dtype=torch.float64, device=logits.device)
     with_top_p = (group.top_p < 1).nonzero().flatten()
@@ -264,9 +271,10 @@ def draw_cut(logits: Tensor, largest: Tensor, group: Group, steps: Tensor, scrat
 
 
 def ranked_head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row and their ids, ranked: by value, equal ones by id.
+    """The `count` largest of each row of logits [r, V] and their ids, ranked: by value, equal ones by id.
 
-    Of values equal to the last one returned, others may have been left out.
+    Returns values [r, count] fp32 and ids [r, count] int64. Of values equal to the last one returned, others may
+    have been left out.
     """
     values, ids = logits.topk(count, dim=1)
     ids, by_id = ids.sort(dim=1)
@@ -296,7 +304,7 @@ def best_of(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tens
 
 
 def draw_open(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """Gumbel-max over the whole vocabulary."""
+    """Gumbel-max over the whole vocabulary: logits [R, V] fp32, steps [r] int64 -> token ids [r] int64."""
     drawn = torch.empty_like(group.rows)
     for part in _portions(torch.arange(len(group), device=logits.device)):
         some = group[part]
@@ -307,7 +315,7 @@ def draw_open(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
 
 
 def draw_noise(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """argmax(logits / T + U(0, noise)) over the whole vocabulary."""
+    """argmax(logits / T + U(0, noise)): logits [R, V] fp32, steps [r] int64 -> token ids [r] int64."""
     drawn = torch.empty_like(group.rows)
     for part in _portions(torch.arange(len(group), device=logits.device)):
         some = group[part]

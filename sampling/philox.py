@@ -32,7 +32,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Ten rounds of Philox4x32. All tensors int64 with values in 0 .. 2^32-1, shapes that broadcast."""
+    """Ten rounds of Philox4x32: tensors [...] int64 with values in 0 .. 2^32-1, of shapes that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_number in range(ROUNDS):
@@ -77,10 +77,10 @@ def _blocks(seeds: Tensor, steps: Tensor, blocks: Tensor, domain: int) -> Words:
 
 
 def to_uniform(words: Tensor) -> Tensor:
-    """Words (int64, 0 .. 2^32-1) to fp32 numbers strictly between 0 and 1."""
+    """Words [...] int64, 0 .. 2^32-1, to fp32 numbers [...] strictly between 0 and 1."""
     return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=U_MAX)
 
 
 def to_gumbel(words: Tensor) -> Tensor:
-    """Words to fp32 Gumbel numbers; the logarithms are taken in fp64, so that the result is the rounded true one."""
+    """Words [...] int64 to Gumbel numbers [...] fp32, rounded once: the logarithms are taken in fp64."""
     return to_uniform(words).double().neg_().log1p_().neg_().log_().neg_().float()

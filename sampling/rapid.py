@@ -96,6 +96,7 @@ class RapidSampler:
         return machine.why_no_cuda(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
+        """See Sampler. Raises RuntimeError with the reason of `why_not`."""
         reason = self.why_not(device)
         if reason is None and vocab > MAX_VOCAB:
             reason = f"vocabulary of {vocab} is over the limit of {MAX_VOCAB}"
@@ -186,7 +187,10 @@ class RapidSampler:
         binding.raise_on(code, "rapid_sample")
 
     def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
-        """Draw one token for each row of logits [R, V], then count it. Does not wait for the device."""
+        """Draw one token for each row of logits [R, V], then count it. Does not wait for the device.
+
+        Raises ValueError for logits of another shape.
+        """
         if logits.shape != (len(seats), self.vocab):
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.vocab} tokens")
         logits = (logits if logits.dtype is torch.float16 else logits.float()).contiguous()

@@ -134,7 +134,7 @@ class SeatTable:
         self.num_seen[seats] = known + (~old)
 
     def advance(self, seats: Tensor) -> None:
-        """One step further for these seats."""
+        """One step further for these seats [r] int64."""
         self.steps[seats] += 1
 
 

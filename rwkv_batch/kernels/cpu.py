@@ -99,7 +99,10 @@ def make_quantised(name: str, stored: Quantised) -> Linear:
 
 
 def run_linears(maps: Sequence[tuple[CpuLinear, Tensor, Activation]]) -> list[Tensor]:
-    """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32."""
+    """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32.
+
+    Raises ValueError for an x of another width, MemoryError.
+    """
     rows = maps[0][1].shape[0]
     inputs = [x.to(torch.float32).contiguous() for _, x, _ in maps]
     results = [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
@@ -135,7 +138,7 @@ class CpuOps(NaiveOps):
 
     @staticmethod
     def make_linear(weight: Tensor) -> Linear:
-        """Packs a matrix."""
+        """Packs a matrix [out, in] in bf16, fp16 or fp32."""
         return CpuLinear(weight)
 
     @staticmethod

@@ -78,7 +78,7 @@ class CudaOps:
         return {} if reason is None else {"wide": reason}
 
     def prepare_layer(self, layer: Layer) -> CudaLayer:
-        """A loaded layer in the form the kernels want; called once per layer, at load."""
+        """A loaded layer in the form the kernels want; called once, at load. Raises ValueError for its width."""
         width, device = layer.att_mix.shape[1], layer.att_mix.device
         if width % HEAD_SIZE or width > MAX_WIDTH:
             raise ValueError(f"the cuda kernels take widths up to {MAX_WIDTH}, not {width}; use --kernels naive")
@@ -144,7 +144,7 @@ class CudaOps:
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """As naive, one kernel."""
+        """As naive, one kernel: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32."""
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         y = torch.empty_like(p.r)
@@ -175,7 +175,7 @@ class CudaOps:
         return y, p.v if v_first is None else v_first
 
     def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
-        """As naive; reads only the rows of ffn.value that matter when the batch is small."""
+        """As naive, x [T, C] fp16 -> [T, C] fp16; of a small batch only the rows of ffn.value that matter are read."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if isinstance(layer.ffn_value, CudaQuantValue):
             return self._channel_mix_quantised(layer, layer.ffn_value, x)
@@ -208,7 +208,7 @@ class CudaOps:
         return y
 
     def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor:
-        """As sparse_value, of small codes."""
+        """As sparse_value, of small codes: hidden [B <= 8, 4C] fp16 -> [B, C] fp16."""
         rows, packed, work = len(hidden), value.packed, self.workspaces[hidden.device]
         y = hidden.new_empty(rows, packed.columns)
         places = packed.codes.data_ptr(), packed.scales.data_ptr(), cuda_pointer(y)

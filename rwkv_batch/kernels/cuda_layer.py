@@ -43,7 +43,7 @@ class CudaLayer(Layer):
 def prepare_layer(layer: Layer) -> CudaLayer:
     """Put a loaded layer's maps, wherever they are, in their places on the device of its vectors.
 
-    Its Linears become views of these, so no weight is held twice.
+    Its Linears become views of these, so no weight is held twice. Raises ValueError for weights of another type.
     """
     width, device = layer.att_mix.shape[1], layer.att_mix.device
     small = isinstance(layer.receptance, CudaQuantLinear)

@@ -174,7 +174,7 @@ def hopper_library() -> Kernels:
 
 
 def cuda_pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> int | None:
-    """Address of a contiguous CUDA tensor of the given type; None stays None. Raises ValueError otherwise.
+    """Address of a contiguous CUDA tensor [...] of the given type; None stays None. Raises ValueError otherwise.
 
     native.binding.pointer checks more; this one is on the way of every launch.
     """
@@ -190,7 +190,7 @@ def cuda_pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> i
 
 
 def slots_pointer(slots: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Address of a view of one layer's slots: strided over slots, contiguous inside one."""
+    """Address of a view [num_slots, ...] of one layer: strided over slots, contiguous inside one. Raises ValueError."""
     if not slots.is_cuda or slots.dtype not in dtypes or not slots[0].is_contiguous() or slots.data_ptr() % 16:
         raise ValueError(
             f"slots of {slots.dtype} {tuple(slots.shape)} with strides {slots.stride()} do not fit the kernels"

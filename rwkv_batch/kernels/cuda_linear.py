@@ -34,7 +34,7 @@ class Map:
 
 
 def fits_skinny(weight: Tensor) -> bool:
-    """Whether the few-rows kernel takes a weight of this shape."""
+    """Whether the few-rows kernel takes a weight [n, k] of this shape."""
     return weight.shape[0] % 32 == 0 and weight.shape[1] % 64 == 0
 
 
@@ -46,7 +46,7 @@ def is_wide(rows: int, weight: Tensor, transposed: bool = False) -> bool:
 
 
 def is_grouped(rows: int, weight: Tensor) -> bool:
-    """Whether a kernel of our own multiplies so many rows by such a weight, many maps in one launch."""
+    """Whether a kernel of our own multiplies so many rows by such a weight [n, k], many maps in one launch."""
     return is_wide(rows, weight) or (rows <= MAX_SKINNY_ROWS and fits_skinny(weight))
 
 
@@ -60,7 +60,7 @@ def multiply(maps: Sequence[Map]) -> None:
 
 
 def skinny(maps: Sequence[Map]) -> None:
-    """Run up to 8 maps over the same number of rows (at most 16) in one launch."""
+    """Run up to 8 maps over the same number of rows (at most 16) in one launch. Raises ValueError for more."""
     rows = maps[0].x.shape[0]
     if len(maps) > MAX_MAPS or rows > MAX_SKINNY_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_SKINNY_ROWS} rows, not {len(maps)} of {rows}")
@@ -99,7 +99,7 @@ class CudaLinear(Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 on the way; into `out` if that is given."""
+        """[T, in] fp16 -> [T, out] fp32, not rounded to fp16 before; into `out`. Raises ValueError if it is no such."""
         shape = x.shape[0], self.weight.shape[0]
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)

@@ -115,7 +115,7 @@ class CudaQuantLinear(Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32; into `out` if that is given."""
+        """[T, in] fp16 -> [T, out] fp32; into `out` if that is given. Raises ValueError if it does not fit."""
         shape = x.shape[0], self.packed.rows
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -203,7 +203,7 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
 
 
 def apply_activation(y: Tensor, activation: Activation) -> None:
-    """In place, of those that follow a matrix in small codes."""
+    """In place on y [T, out] fp16, of those that follow a matrix in small codes. Raises ValueError for others."""
     if activation is Activation.RELU_SQUARED:
         library().call("rwkv_relu_square", cuda_pointer(y), y.numel())
     elif activation is not Activation.NONE:
@@ -225,7 +225,7 @@ def multiply_codes(maps: Sequence[CodeMap]) -> None:
 
 
 def multiply_few(maps: Sequence[QuantMap]) -> None:
-    """Up to 8 maps of one format over the same few rows in one launch."""
+    """Up to 8 maps of one format over the same few rows in one launch. Raises ValueError for more, or other shapes."""
     rows, format_ = maps[0].x.shape[0], maps[0].linear.format
     if len(maps) > MAX_MAPS or rows > FEW_ROWS[format_]:
         raise ValueError(f"a launch takes {MAX_MAPS} maps of {FEW_ROWS[format_]} rows, not {len(maps)} of {rows}")

@@ -112,7 +112,10 @@ def plan_wide(
 
 
 def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, Activation]], transposed: bool) -> None:
-    """Up to 8 maps (weight, x, y, activation) over the same rows; weights [n, k], or [k, n] if transposed."""
+    """Up to 8 maps (weight, x, y, activation) over the same rows; weights [n, k], or [k, n] if transposed.
+
+    Raises ValueError for more maps or rows, or shapes that do not fit each other.
+    """
     rows, device = maps[0][1].shape[0], maps[0][1].device
     if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
@@ -154,7 +157,10 @@ def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
 
 
 def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
-    """Up to 8 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done."""
+    """Up to 8 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done.
+
+    Raises ValueError for more maps or rows, or shapes that do not fit each other.
+    """
     rows, device = maps[0].x.shape[0], maps[0].x.device
     if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")

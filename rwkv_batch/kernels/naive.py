@@ -17,7 +17,7 @@ GROUP_NORM_EPS = 64e-5
 
 
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm over the last axis, eps 1e-5, in fp32."""
+    """LayerNorm over the last axis, eps 1e-5: [..., C] of any float type -> [..., C] fp32."""
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)
 
 

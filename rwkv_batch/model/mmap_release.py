@@ -14,7 +14,7 @@ MADV_DONTNEED = 4
 
 
 def release(tensor: Tensor) -> None:
-    """Drop the tensor's whole pages from this process's memory, if they map a file; they stay readable.
+    """Drop the whole pages of a tensor [...] from this process's memory, if they map a file; they stay readable.
 
     The file's tensors are never written to, so nothing is lost. Does nothing outside Linux.
     """

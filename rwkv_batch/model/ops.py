@@ -1,4 +1,21 @@
-"""What a kernel backend provides. `naive.NaiveOps` is the definition; its docstrings hold for all."""
+"""What a kernel backend provides: the kernel contract. `kernels/naive.py` computes the same in plain torch and is what
+every backend is tested against.
+
+Letters: T tokens of the step in all, B rows, R tokens after which logits are wanted, C width of the model, H = C / 64
+heads, N = num_slots. A *row* is a sequence's part of the step, one or more tokens that follow each other; `StepInputs`
+says which tokens are a row's, which slot holds the state before them and which one gets the state after them.
+
+What holds for every operation:
+
+* All tensors of a call are on one device. Activations (x, delta, mixed, projections) are of one type, which the
+  backend chooses: fp32 for `naive` and `cpu`, fp16 for `cuda`. Sums and normalisations are taken in fp32 in each.
+* A row's result depends on its own tokens and state alone, bit for bit where the backend can say so (`cpu` can; on
+  `cuda` the number of tokens chooses the matrix kernels).
+* States are read from `inputs.read_slots` and written to `inputs.write_slots`, no others; the two may be equal.
+  Slot 0 is never written; what the dummy slot 1 holds is meaningless.
+* Nothing waits for the device, and where the device has graphs nothing allocates outside of torch's allocator.
+* Raises ValueError for tensors of a shape, type or stride that it cannot take; it copies none into form silently.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +30,10 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 class Ops(Protocol):
-    """The fused pieces a layer is made of."""
+    """The fused pieces a layer is made of, in the order in which `rwkv7.forward_layers` calls them."""
 
     name: str
+    """As `--kernels` and /status have it."""
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -24,15 +42,45 @@ class Ops(Protocol):
 
     def shift_mix(
         self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Residual add, LayerNorm, token shift and the mixes at the entrance of a half layer.
 
-    def project(self, layer: Layer, mixed: Tensor) -> Projections: ...
+        x [T, C]: the residual stream; not changed. delta [T, C] or None: what the half layer before adds to it.
+        norm: weight and bias [C] fp32, eps 1e-5. mix [M, C]: M = 6 for the time mix, 1 for the channel mix; fp32 in the
+        order MIX_ORDER, or what `prepare_layer` made of it. shift [N, C] of the activations' type, strided over slots:
+        the last normalised token of each sequence; updated.
+
+        With h = LayerNorm(x + delta) and h' the token before (the slot's for a row's first): returns x + delta [T, C]
+        and mixed [M, T, C] = h + (h' - h) * mix, both of the type of x.
+        """
+        ...
+
+    def project(self, layer: Layer, mixed: Tensor) -> Projections:
+        """All linear maps at the entrance of the time mix, with the activations between them.
+
+        mixed [6, T, C] as `shift_mix` returns it. Returns r, w, k, v, a, g [T, C] and v_gate [T, C] (None in layer 0),
+        each of the type of mixed: w = w2 tanh(w1 x), a = a2 a1 x, g = g2 sigmoid(g1 x), v_gate = v2 v1 x; w, a and
+        v_gate without their biases.
+        """
+        ...
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """The WKV recurrence with all that is done to its inputs and its outputs.
 
-    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor: ...
+        p: [T, C] each. v_first [T, C]: the values of layer 0, None in layer 0 itself. wkv [N, H, 64 (value), 64 (key)]
+        fp32 or fp16, strided over slots; updated; the arithmetic is fp32 in both. Returns y [T, C] in the type of p, to
+        which the output map is still to be applied, and v_first [T, C].
+
+        S <- S diag(decay) + (S (-kk)) (kk * a)^T + v k^T and y = S r for each token, with the decays, kk, k, v, the
+        group norm (eps 64e-5), the bonus and the gate as `naive.NaiveOps.time_mix` has them.
+        """
+        ...
+
+    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
+        """F_v relu(F_k x)^2 for x [T, C] -> [T, C], of the type of x."""
+        ...
 
 
 @runtime_checkable
@@ -40,7 +88,7 @@ class PreparesLayers(Protocol):
     """A backend that wants a layer's tensors in a form of its own."""
 
     def prepare_layer(self, layer: Layer) -> Layer:
-        """Called once per layer, at load."""
+        """Called once per layer, at load. Raises ValueError for sizes or types that it cannot take."""
         ...
 
 
@@ -55,7 +103,11 @@ class RunsLayers(Protocol):
     def run_layers(
         self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """As rwkv7.forward_layers."""
+        """As `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both for the next stage.
+
+        `state` is read and updated in place. Raises ValueError for states that `can_run_layers` refuses, IndexError for
+        rows that do not fit the slots, MemoryError.
+        """
         ...
 
 
@@ -73,5 +125,5 @@ class NormsRows(Protocol):
     """A backend with a kernel for the norm before the head."""
 
     def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm of rows [R] of x [T, C] -> [R, C] in the type of x."""
+        """LayerNorm of rows [R] int64 of x [T, C] -> [R, C] in the type of x."""
         ...

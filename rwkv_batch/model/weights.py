@@ -96,7 +96,7 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
-    """Check tensors that came from `path`. Raises WeightsError."""
+    """Check tensors that came from `path`, [out, in] and [C] by the names of the files. Raises WeightsError."""
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)
     fingerprint = _fingerprint(tensors)

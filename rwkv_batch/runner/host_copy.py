@@ -10,6 +10,7 @@ class HostCopy:
     """Starts copying tensors to the host; `read` waits for these copies only, not for steps launched later."""
 
     def __init__(self, *tensors: Tensor) -> None:
+        """Tensors [...] of one device; on a CPU nothing is copied."""
         self._event: torch.cuda.Event | None = None
         self._host = tensors
         if tensors and tensors[0].is_cuda:
@@ -19,7 +20,7 @@ class HostCopy:
             self._event = torch.cuda.current_stream(tensors[0].device).record_event()
 
     def read(self) -> tuple[Tensor, ...]:
-        """The tensors on the host, in the order given."""
+        """The tensors [...] on the host, in the order given, of the same types."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

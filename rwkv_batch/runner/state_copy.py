@@ -17,6 +17,7 @@ class HostTensors:
     """One state in (pinned) host memory. Implements `state_pool.arena.HostState`."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        """Tensors by part, of the arena's layout: "stage0.wkv" [layers, H, 64, 64], "stage0.shift" [layers, 2, C]."""
         self.tensors = tensors
 
     def parts(self) -> dict[str, memoryview]:
@@ -28,6 +29,7 @@ class StateCopy:
     """A copy under way; keep it until it is done. Implements `state_pool.arena.Copy`."""
 
     def __init__(self, host: HostTensors, events: list[torch.cuda.Event]) -> None:
+        """Where the parts go or come from, and what is recorded behind them on each device."""
         self.host = host
         self._events = events
 

@@ -16,6 +16,7 @@ class Slots:
     """
 
     def __init__(self, num_slots: int) -> None:
+        """Raises ValueError if none of so many slots could be lent."""
         if num_slots <= FIRST_FREE_SLOT:
             raise ValueError(f"an arena of {num_slots} slots has none to lend; it needs at least {FIRST_FREE_SLOT + 1}")
         self._free = list(range(FIRST_FREE_SLOT, num_slots))
@@ -37,7 +38,7 @@ class Slots:
         return slot
 
     def hold(self, slot: int) -> None:
-        """Hold a slot that somebody holds already. The zero slot needs no holding."""
+        """Hold a slot that somebody holds already; the zero slot needs no holding. Raises ValueError for a free one."""
         if slot == ZERO_SLOT:
             return
         if self._holders[slot] < 1:
@@ -45,7 +46,7 @@ class Slots:
         self._holders[slot] += 1
 
     def drop(self, slot: int) -> None:
-        """Let go of a slot once."""
+        """Let go of a slot once. Raises ValueError if nobody holds it."""
         if slot == ZERO_SLOT:
             return
         if self._holders[slot] < 1:

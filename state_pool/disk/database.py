@@ -21,6 +21,7 @@ class ProcessLock:
     """`<database>.lock`, held by one live process; the kernel releases it however that process ends."""
 
     def __init__(self, path: str) -> None:
+        """Waits a little for a process that ends. Raises DatabaseUnusable, naming the owner."""
         self._file = open(f"{path}.lock", "a+b")  # noqa: SIM115 - held for the life of the process
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:

@@ -62,7 +62,7 @@ class Turns:
     # -- checkout --------------------------------------------------------------------------------------
 
     def checkout(self, session_id: str, wait: bool) -> Lease:
-        """A turn that continues the plain session; see `StatePool.checkout`."""
+        """A turn that continues the plain session; see `StatePool.checkout`, also for what it raises."""
         key = checked_key(session_id)
         session = self._index.get(key)
         if session is None:
@@ -80,7 +80,7 @@ class Turns:
         return lease
 
     def checkout_branch(self, session_id: str, parent: int) -> Lease:
-        """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`."""
+        """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`, also for what it raises."""
         checked_key(session_id)
         source = None
         if parent != ROOT:

@@ -1,0 +1,109 @@
+"""What a docstring must say: shapes where tensors pass, and what is raised."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("native", "sampling", "state_pool", "rwkv_batch", "routes", "supervisor", "app.py", "settings.py")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+NO_FAILURE = {"StopIteration", "AssertionError", "SystemExit", "NotImplementedError", "AttributeError"}
+
+
+class Documented:
+    """A public function with what is written about it."""
+
+    def __init__(self, file: Path, node: Function, owner: ast.ClassDef | None) -> None:
+        self.node = node
+        self.name = f"{file.relative_to(ROOT)}:{node.lineno} {owner.name + '.' if owner else ''}{node.name}"
+        self.doc = ast.get_docstring(node) or ""
+        if owner is not None and node.name in ("__init__", "__call__"):
+            self.doc += ast.get_docstring(owner) or ""
+        arguments = [*node.args.args, *node.args.kwonlyargs, *filter(None, [node.args.vararg])]
+        annotations = [argument.annotation for argument in arguments] + [node.returns]
+        self.annotations = [ast.unparse(annotation) for annotation in annotations if annotation is not None]
+
+    @property
+    def refers_elsewhere(self) -> bool:
+        """Whether it says whose docstring holds for it."""
+        return self.doc.startswith(("See ", "As naive"))
+
+    @property
+    def is_handler(self) -> bool:
+        """Whether it answers a route: its docstring is shown to clients, and the route lists the failures."""
+        return isinstance(self.node, ast.AsyncFunctionDef) and self.annotations[:1] == ["Context"]
+
+    def raised(self) -> set[str]:
+        """Names of the exceptions that it raises itself."""
+        nodes = (one.exc for one in ast.walk(self.node) if isinstance(one, ast.Raise) and one.exc is not None)
+        names = {ast.unparse(one.func if isinstance(one, ast.Call) else one).split(".")[-1] for one in nodes}
+        return {name for name in names if name in exceptions()} - NO_FAILURE
+
+
+@cache
+def trees() -> tuple[tuple[Path, ast.Module], ...]:
+    files = [
+        file for name in PACKAGES for file in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))
+    ]
+    return tuple((file, ast.parse(file.read_text(encoding="utf-8"))) for file in sorted(files))
+
+
+@cache
+def exceptions() -> frozenset[str]:
+    """Built-in exceptions and classes of ours that derive from an exception, by name."""
+    found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
+    classes = [node for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    while more := {c.name for c in classes if {ast.unparse(base) for base in c.bases} & found} - found:
+        found |= more
+    return frozenset(found)
+
+
+def public_functions() -> Iterator[Documented]:
+    """Functions and methods that neither they nor their classes hide, with __init__ and __call__."""
+
+    def enter(file: Path, node: ast.AST, owner: ast.ClassDef | None) -> Iterator[Documented]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+                yield from enter(file, child, child)
+            elif isinstance(child, Function) and (
+                not child.name.startswith("_") or child.name in ("__init__", "__call__")
+            ):
+                yield Documented(file, child, owner)
+
+    for file, tree in trees():
+        yield from enter(file, tree, None)
+
+
+def test_functions_of_tensors_name_shapes() -> None:
+    silent = [
+        one.name
+        for one in public_functions()
+        if any("Tensor" in annotation.replace("HostTensors", "") for annotation in one.annotations)
+        and "[" not in one.doc
+        and not one.refers_elsewhere
+    ]
+    assert not silent, "say the shapes, as [T, C] fp16: " + ", ".join(silent)
+
+
+def test_functions_that_raise_say_so() -> None:
+    silent = [
+        f"{one.name} ({', '.join(sorted(one.raised()))})"
+        for one in public_functions()
+        if one.raised()
+        and "aises" not in one.doc
+        and not one.refers_elsewhere
+        and not one.is_handler
+        and not any(name in one.doc for name in one.raised())
+    ]
+    assert not silent, "say what is raised: " + ", ".join(silent)
+
+
+def test_the_kernel_contract_is_whole() -> None:
+    tree = ast.parse((ROOT / "rwkv_batch/model/ops.py").read_text(encoding="utf-8"))
+    protocols = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    functions = [node for one in protocols for node in one.body if isinstance(node, Function)]
+    assert functions and all(ast.get_docstring(node) for node in functions)
