@@ -25,7 +25,10 @@ class Pipeline:
         layers: tuple[int, ...] = (),
         memory_share: float = 0.8,
     ) -> None:
-        """`layers` of each device, else dealt; `memory_share`: of a GPU's free memory, that weights may take."""
+        """`layers` of each device, else dealt; `memory_share`: of a GPU's free memory, that weights may take.
+
+        Raises ValueError for devices, types, layers or kernels that cannot serve.
+        """
         self.weights = weights
         self.devices = [resolve_device(name) for name in devices]
         if len(devices) > weights.shape.layers:
