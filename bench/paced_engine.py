@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app import Supervisor, log_style
-from rwkv_batch.calls import EngineCall, GetStatus, Reply
+from rwkv_batch.calls import CountJobs, EngineCall, GetStatus, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import set_up_logging
 from rwkv_batch.protocol import Admitted, Sink
@@ -35,7 +35,7 @@ class _Row:
         request = self.job.rows[0]
         self.drawn += 1
         over = self.drawn >= request.max_tokens
-        if not over and self.drawn % request.chunk_size:
+        if not over and (not request.chunk_size or self.drawn % request.chunk_size):
             return None
         finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=len(request.prompt), completion_tokens=self.drawn)
         deltas = [Delta(0, TEXT, request.chunk_size, finish if over else None)]
@@ -92,7 +92,7 @@ class PacedEngine:
     def call(self, call: EngineCall[Any], reply: Reply[Any]) -> None:
         """Knows GetStatus: `first_s`, seconds from arrival to first token of the rows with chunks of one token."""
         figures = {"jobs": {}, "running_rows": len(self._rows), "first_s": self._first_s}
-        reply(figures if isinstance(call, GetStatus) else None)
+        reply(figures if isinstance(call, GetStatus) else 0 if isinstance(call, CountJobs) else None)
 
     def _run(self) -> None:
         due = time.monotonic()

@@ -5,7 +5,13 @@ when all have begun, `--requests` short requests come one after another. For the
 token less the engine's (from arrival to sinks), which is the time that workers, sockets and Python's lock take, both
 ways. CPU time is told per delta, for the engine's process and the HTTP workers, over the time of the requests.
 
+For the streams themselves: errors, seconds to the first token when all are opened at once, and the memory (PSS) of all
+processes of the service while all are open. Bounds: one client process opens them one after another on the service's
+cores, so the last ones' first tokens hold the time that opening takes; a worker writes at most --max-streams.
+
     python -m bench.streams --streams 240 --step-ms 33
+    python -m bench.streams --streams 1000 --step-ms 100 --http-workers 3
+    python -m bench.streams --streams 1000 --step-ms 100 --http-workers 3 --front nginx
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -45,10 +52,46 @@ def cpu_s(pid: int) -> float:
     return used / 1e9
 
 
-def wait_for(url: str, rows: int) -> None:
-    """Until so many rows run."""
-    while json.loads(fetch(url, "/status", ""))["running_rows"] < rows:
+def wait_for(url: str, rows: int, opening: threading.Thread) -> None:
+    """Until so many rows run. Exits if the clients end before."""
+    while (running := json.loads(fetch(url, "/status", ""))["running_rows"]) < rows:
+        if not opening.is_alive():
+            raise SystemExit(f"the streams ended before all {rows} ran; {running} run")
         time.sleep(0.1)
+
+
+def memory_mb(engine: int) -> dict[str, float]:
+    """Proportional set size in MB of the service's processes, by what they are."""
+    sizes: dict[str, float] = {}
+    supervisor = _parent(engine)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or not _descends(int(entry.name), supervisor):
+            continue
+        try:
+            lines = (entry / "smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        kind = "engine" if int(entry.name) == engine else _kind((entry / "cmdline").read_bytes())
+        size = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
+        sizes[kind] = round(sizes.get(kind, 0.0) + size, 1)
+    return sizes
+
+
+def _kind(command: bytes) -> str:
+    return "nginx" if command.startswith(b"nginx") else "http" if b"forkserver" in command else "supervisor"
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid not in (0, 1, ancestor):
+        pid = _parent(pid)
+    return pid == ancestor
 
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -57,11 +100,13 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     tokens = int(seconds * 1e3 / options.step_ms)
     bulk = Load(ROUTE, options.streams, 1, 1, tokens, 16, options.chunk_size, True, "")
     single = Load(ROUTE, 1, 1, 1, 4, 60, 1, True, "")
-    thread = threading.Thread(target=over_http, args=(bulk, url, options.client_processes))
+    runs: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: runs.append(over_http(bulk, url, options.client_processes)))
     thread.start()
-    wait_for(url, options.streams)
+    wait_for(url, options.streams, thread)
     processes = json.loads(fetch(url, "/status", ""))["processes"]
     engine, workers = processes["engine"]["pid"], [worker["pid"] for worker in processes["http_workers"]]
+    memory = memory_mb(engine)
     begun, before = served_tokens(url, ""), (cpu_s(engine), sum(map(cpu_s, workers)))
     seen = [ask(single, url, 1000 + n) for n in range(options.requests)]
     deltas = (served_tokens(url, "") - begun) / options.chunk_size
@@ -69,7 +114,14 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     told = json.loads(fetch(url, "/status", ""))["first_s"][-options.requests :]
     thread.join()
     added = [client - inside for client, inside in zip(seen, told, strict=True)]
+    first = [figure[0] for figure in runs[0]["figures"] if figure[0]]
+    errors = [figure[2] for figure in runs[0]["figures"] if figure[2]]
     return {
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+        "streams_ttft_ms_p50": percentile(first, 0.5),
+        "streams_ttft_ms_p99": percentile(first, 0.99),
+        "memory_mb": memory,
         "added_ms_p50": percentile(added, 0.5),
         "added_ms_p90": percentile(added, 0.9),
         "added_ms_max": percentile(added, 1.0),
@@ -82,6 +134,8 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure and print; the last line is JSON."""
     options, flags = parse()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ["RWKV_BENCH_STEP_MS"] = str(options.step_ms)
     os.environ["RWKV_BENCH_LAUNCH_MS"] = str(options.launch_ms)
     with service(flags, module="bench.paced_engine") as url:

@@ -20,7 +20,7 @@ from supervisor.child import Child, back_off_s
 
 logger = logging.getLogger("supervisor")
 
-SPARES = 2
+SPARES = 4
 _MOST_FAILED_STARTS = 5
 """So many in a row, and none serves: give up."""
 PRELOADED = "routes.serving.preload"

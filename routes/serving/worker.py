@@ -90,7 +90,7 @@ def run_http_worker(
 def _run(
     config: HttpConfig, address: str, style: LogStyle, listeners: list[socket.socket], supervisor: SupervisorLink
 ) -> None:
-    _leave_no_core()
+    _set_limits()
     _let_others_finish()
     readiness = Readiness(config.engine_wait_s)
 
@@ -154,9 +154,14 @@ def _application(context: Context, cpus: set[int], serving: Callable[[], None]) 
     return app
 
 
-def _leave_no_core() -> None:
-    """Robyn aborts on malformed requests: a core file for each would fill the disk, and take its time."""
+def _set_limits() -> None:
+    """As many connections as the system allows, and no core files.
+
+    Robyn aborts on malformed requests: a core file for each would fill the disk, and take its time.
+    """
     with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         # 1, not 0: Linux then also writes none into a program that collects them.
         resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 

@@ -203,10 +203,7 @@ class EngineClient:
                 admitted(None if error is None else ServiceError.from_info(error))
             case Answer(call_id, value, error):
                 reply, answer_type = self._waiting.calls.pop(call_id)
-                if error is None:
-                    reply(msgspec.msgpack.decode(value, type=answer_type))
-                else:
-                    reply(ServiceError.from_info(error))
+                reply(_decoded(value, answer_type) if error is None else ServiceError.from_info(error))
 
     def _report_engine_lost(self) -> None:
         lost, lost_turn = (_CUT_OFF, _CUT_OFF_TURN) if self.is_ending else (_LOST, _LOST_TURN)
@@ -223,3 +220,12 @@ class EngineClient:
             listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))
         for asked in waiting.calls.values():
             asked.reply(ServiceError.from_info(lost))
+
+
+def _decoded(value: bytes, answer_type: type[Any]) -> Any:
+    """The answer; a ServiceError if it is not of the type that was asked for, so that nobody waits for ever."""
+    try:
+        return msgspec.msgpack.decode(value, type=answer_type)
+    except msgspec.DecodeError as error:
+        logger.exception("the engine's answer to a call cannot be read")
+        return ServiceError(ErrorKind.INTERNAL, f"the engine's answer cannot be read: {error}")
