@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from supervisor.http_workers import SPARES
 from test.serving import Service, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -80,17 +81,17 @@ def test_a_lost_spare_and_a_lost_process_that_forks_them_are_replaced(fake: Serv
     wait_ready_once(fake)
     serving = workers(fake)
     origin = _parent(serving["http-0"])
-    spares = wait_for(lambda: _both_spares(origin, serving), 30, "two spares")
+    spares = wait_for(lambda: _all_spares(origin, serving), 30, "all spares")
     os.kill(origin if victim == "origin" else spares.pop(), signal.SIGKILL)
     wait_for(lambda: victim == "spare" or _changed(fake, serving), 30, "others serve")
     wait_ready_once(fake)
     assert all(fake.post(CHAT, SHORT).status_code == 200 for _ in range(8))
 
 
-def _both_spares(origin: int, serving: dict[str, int]) -> set[int] | None:
+def _all_spares(origin: int, serving: dict[str, int]) -> set[int] | None:
     children = Path(f"/proc/{origin}/task/{origin}/children").read_text().split()
     spares = set(map(int, children)) - set(serving.values())
-    return spares if len(spares) == 2 else None
+    return spares if len(spares) == SPARES else None
 
 
 def _changed(service: Service, before: dict[str, int]) -> bool:
