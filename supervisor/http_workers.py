@@ -152,6 +152,9 @@ class HttpWorkers:
         cause = worker.child.reap()
         if worker.serves:
             logger.error("process %s ended (%s); a spare takes its place", worker.child.name, cause)
+        elif worker.stands_by and worker.socket is None:
+            logger.error("process %s ended (%s); another one is made", worker.child.name, cause)
+            self.next_start = time.monotonic() + back_off_s(1)
         else:
             self._failed_start(worker.complaint or cause)
 
