@@ -9,9 +9,11 @@ import { series } from "./series.js";
 const { uPlot } = globalThis;
 const COLORS = ["#2f7de1", "#e08a1e", "#2a9d5c"];
 const HEIGHT = 170;
-const SPAN_S = 15 * 60;
+const LEAST_SPAN_S = 60;
 
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 function makePlot(place, names, labels, digits) {
   const axis = { stroke: () => ink("--quiet"), grid: { stroke: () => ink("--line"), width: 1 }, ticks: { show: false } };
@@ -21,8 +23,8 @@ function makePlot(place, names, labels, digits) {
       height: HEIGHT,
       legend: { show: false },
       cursor: { show: false },
-      scales: { x: { time: true, range: (_, low, high) => [Math.min(low ?? 0, (high ?? 0) - 60, Math.max((high ?? 0) - SPAN_S, low ?? 0)), high ?? 1] }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.1] } },
-      axes: [axis, { ...axis, size: 60, values: (_, ticks) => ticks.map((tick) => number(tick, tick % 1 ? 1 : 0)) }],
+      scales: { x: { time: true, range: (_, low, high) => [Math.min(low ?? 0, (high ?? 1) - LEAST_SPAN_S), high ?? 1] }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.1] } },
+      axes: [{ ...axis, space: 90, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 60, values: (_, ticks) => ticks.map((tick) => number(tick, tick % 1 ? 1 : 0)) }],
       series: [{}, ...names.map((name, at) => ({ label: labels[at], stroke: COLORS[at], width: 2, points: { show: false }, spanGaps: false }))],
     },
     [[], ...names.map(() => [])],

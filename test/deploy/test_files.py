@@ -1,0 +1,48 @@
+"""deploy/: what the files name exists."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from settings import FLAGS, parse_settings
+from test.serving import ROOT, Service
+
+DEPLOY = ROOT / "deploy"
+_PART = re.compile(r"_(bucket|sum|count)$")
+
+
+def test_the_grafana_dashboard_asks_for_metrics_that_there_are(service: Service) -> None:
+    service.post("/v1/chat/completions", {"contents": ["abc"], "max_tokens": 3, "stream": True})
+    text = service.get("/metrics").text
+    told = {_PART.sub("", name) for name in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)}
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text("utf-8"))
+    asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in names_in(one["expr"])}
+    assert len(asked) > 15
+    assert asked - told - {"rwkv_device_power_watts"} == set()
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def names_in(expression: str) -> set[str]:
+    return {_PART.sub("", name) for name in re.findall(r"\brwkv_\w+", expression)}
+
+
+def test_flags_and_variables_exist() -> None:
+    for name in ("rwkv-batch.service", "Dockerfile", "compose.yml"):
+        text = (DEPLOY / name).read_text("utf-8")
+        names = set(re.findall(r"\b(RWKV_[A-Z_]+)[=:]", text))
+        assert names, name
+        for variable in names:
+            assert is_known(f"--{variable.removeprefix('RWKV_').lower().replace('_', '-')}"), variable
+    for name in ("nginx.conf", "Caddyfile", "haproxy.cfg"):
+        for flag in re.findall(r"(--[a-z-]+)", (DEPLOY / name).read_text("utf-8")):
+            assert is_known(flag), flag
+
+
+def is_known(flag: str) -> bool:
+    return flag in {one.option for flags in FLAGS.values() for one in flags} or flag == "--password-file"
+
+
+def test_the_settings_that_the_proxies_want_are_taken() -> None:
+    made = parse_settings(["--front", "none", "--trusted-proxies", "172.16.0.0/12"], {})
+    assert made.service.front == "none"

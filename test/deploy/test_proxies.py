@@ -1,0 +1,136 @@
+"""deploy/: each proxy's configuration, run by the real program of Debian's in front of a service."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from test.serving import ROOT, Service, free_port, read_all, wait_for
+
+DEPLOY = ROOT / "deploy"
+PROGRAMS = ("nginx", "caddy", "haproxy")
+CHAT = "/v1/chat/completions"
+ENDLESS: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1_000_000, "stream": True, "chunk_size": 1}
+pytestmark = pytest.mark.proxy
+
+NGINX_MAIN = """{user}daemon off; pid {folder}/nginx.pid; error_log stderr; events {{}}
+http {{ access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+fastcgi_temp_path {folder}/a; uwsgi_temp_path {folder}/b; scgi_temp_path {folder}/c; include {site}; }}"""
+
+
+def found(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+
+def write_config(program: str, folder: Path, port: int, service_port: int) -> list[str]:
+    """The configuration as it is shipped but for the two ports, and the command that runs it."""
+    name = {"nginx": "nginx.conf", "caddy": "Caddyfile", "haproxy": "haproxy.cfg"}[program]
+    text = (DEPLOY / name).read_text("utf-8").replace("127.0.0.1:8000", f"127.0.0.1:{service_port}")
+    listen = {"nginx": ("listen 80;", f"listen 127.0.0.1:{port};"), "caddy": (":80 {", f"http://127.0.0.1:{port} {{")}
+    text = text.replace(*listen.get(program, ("bind :80", f"bind 127.0.0.1:{port}")))
+    assert str(port) in text
+    file = folder / name
+    if program == "caddy":
+        text = "{\n\tadmin off\n}\n" + text
+    file.write_text(text, "utf-8")
+    if program == "nginx":
+        main = folder / "main.conf"
+        main.write_text(
+            NGINX_MAIN.format(folder=folder, site=file, user="user root; " if os.getuid() == 0 else ""), "utf-8"
+        )
+        return ["-c", str(main), "-p", str(folder)]
+    return ["run", "--config", str(file), "--adapter", "caddyfile"] if program == "caddy" else ["-f", str(file)]
+
+
+@dataclass
+class Front:
+    """A proxy and the service behind it."""
+
+    url: str
+    port: int
+    service: Service
+
+    def say(self, *pieces: bytes) -> bytes:
+        """What the proxy answers to these bytes."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+            for piece in pieces:
+                connection.sendall(piece)
+            return read_all(connection)
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("behind")
+    flags = ("--front", "none", "--trusted-proxies", "127.0.0.1")
+    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(params=PROGRAMS)
+def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> Iterator[Front]:
+    """One proxy after the other in front of the same service."""
+    program = found(request.param)
+    if program is None:
+        pytest.skip(f"{request.param} is not installed")
+    port = free_port()
+    arguments = write_config(request.param, tmp_path, port, behind.port)
+    log = tmp_path / "proxy.log"
+    with log.open("wb") as output:
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        process = subprocess.Popen([program, *arguments], stdout=output, stderr=output, env=environment)
+    made = Front(f"http://127.0.0.1:{port}", port, behind)
+    try:
+
+        def answers() -> bool:
+            assert process.poll() is None, log.read_text()
+            return httpx.get(f"{made.url}/healthz").status_code == 200
+
+        wait_for(answers, 30, "the proxy answers")
+        yield made
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_answers_go_out_as_they_are_made(front: Front) -> None:
+    with httpx.stream("POST", front.url + CHAT, json=ENDLESS, timeout=20) as response:
+        assert response.status_code == 200
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        assert "abc" in "".join(next(lines) for _ in range(5))  # an endless answer: nobody waits for its end
+    wait_for(lambda: front.service.status()["running_rows"] == 0, 20, "a client that leaves ends its row")
+
+
+def test_requests_come_whole_and_broken_ones_do_not_come(front: Front) -> None:
+    before = front.service.pids()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    broken = front.say((head + "Transfer-Encoding: chunked\r\n\r\n").encode(), b"5\r\nabcde\r\nZZZ\r\n")
+    assert b"choices" not in broken  # Caddy 2.6 answers 200 with nothing, the others an error
+    assert front.service.pids() == before
+    body = b'{"contents": ["abc"], "max_tokens": 3}'
+    middle = len(body) // 2
+    whole = front.say((head + f"Content-Length: {len(body)}\r\n\r\n").encode() + body[:middle], body[middle:])
+    assert whole.startswith(b"HTTP/1.1 200"), whole
+    answer = httpx.post(front.url + CHAT, json={"contents": ["x" * 3_000_000], "max_tokens": 1}, timeout=60)
+    assert answer.status_code in (200, 422), answer.text[:300]
+    too_large = front.say((head + f"Content-Length: {1 << 30}\r\n\r\n").encode() + b"{")
+    assert b"choices" not in too_large
+    assert front.service.pids() == before
+
+
+def test_the_page_comes_through(front: Front) -> None:
+    page = httpx.get(front.url + "/")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert httpx.get(front.url + "/web/app.js").status_code == 200
