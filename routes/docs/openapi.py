@@ -19,7 +19,7 @@ from rwkv_batch.errors import ErrorKind
 
 _ERRORS = {
     ErrorKind.NOT_JSON: "The body is not JSON, or not whole.",
-    ErrorKind.UNAUTHORIZED: "Wrong or missing password.",
+    ErrorKind.UNAUTHORIZED: "Wrong or missing password or API key.",
     ErrorKind.NOT_FOUND: "No such path.",
     ErrorKind.MODEL_NOT_FOUND: "No model of that name is served.",
     ErrorKind.SESSION_NOT_FOUND: "No such session or dialogue, or it was deleted meanwhile.",
@@ -27,7 +27,7 @@ _ERRORS = {
     ErrorKind.SESSION_UNUSABLE: "The session is of another model, or damaged.",
     ErrorKind.BODY_TOO_LARGE: "The body is too large.",
     ErrorKind.INVALID_FIELD: "A field is wrong.",
-    ErrorKind.OVERLOADED: "Overloaded; see Retry-After.",
+    ErrorKind.OVERLOADED: "Overloaded, or the API key has reached a limit; see Retry-After.",
     ErrorKind.DRAINING: "The service is shutting down.",
     ErrorKind.ENGINE_LOST: "The engine is away; try again in a moment.",
     ErrorKind.TIMEOUT: "Timed out.",

@@ -29,16 +29,18 @@ _LIMITS = {
 TITLE = "The HTTP interface"
 INTRODUCTION = (
     "Where a password or a file of API keys is set, every route but the public ones wants one of them, as the "
-    "header `Authorization: Bearer …` or as the JSON field `password`. Unknown fields are ignored, null means the "
-    "default. A stream is server-sent events, ended by `data: [DONE]`; an error after it has begun is an event "
-    '`data: {"error": …}`. Every answer has the header `X-Request-Id`, the client\'s own if it sent one of plain '
-    "letters (at most 128), and every error repeats it as `request_id`. What fails within the first two seconds has"
-    " a true status. An answer that takes longer has begun by then, with status 200, so that a leaving client is "
-    "noticed: a stream with heartbeats, an answer that is not streamed with blanks. A failure after that is the "
-    'JSON body `{"error": …}` under status 200, so look for `error` first; and as something is written every '
-    "quarter of a second, a client's own timeout for a read never fires: `timeout_s` is what limits a request. A "
-    'turn of a session that ends with "timeout" or is cancelled is not kept: the session stays as it was before it.'
-    " If the engine is lost under a turn, the error says that it may have been kept, and how to see whether it was."
+    "header `Authorization: Bearer …` or as the JSON field `password`. Unknown fields are ignored, null means "
+    "the default. A stream is server-sent events, ended by `data: [DONE]`; an error after it has begun is an "
+    'event `data: {"error": …}`. Every answer has the header `X-Request-Id`, the client\'s own if it sent one of'
+    " plain letters (at most 128), and every error repeats it as `request_id`. What fails before its answer has"
+    " begun has a true status. A stream begins when it is admitted, of a session's turn with its first token, "
+    "an answer that is not streamed when it is whole; but each after two seconds at the latest, with status 200"
+    " and heartbeats or blanks, so that a leaving client is noticed. A failure after that is an event of the "
+    'stream, or the JSON body `{"error": …}` under status 200, so look for `error` first; and as something is '
+    "written every quarter of a second, a client's own timeout for a read never fires: `timeout_s` is what "
+    'limits a request. A turn of a session that ends with "timeout" or is cancelled is not kept: the session '
+    "stays as it was before it. If the engine is lost under a turn, the error says that it may have been kept, "
+    "and how to see whether it was."
 )
 
 

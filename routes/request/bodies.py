@@ -42,7 +42,9 @@ class Fields(BaseModel):
 class Body(Fields):
     """What every request body has."""
 
-    password: str = Field("", description="The service's password, where one is set and no Bearer token is sent.")
+    password: str = Field(
+        "", description="The service's password or an API key, where one is wanted and no Bearer token is sent."
+    )
 
 
 def _refused(value: Any) -> Any:

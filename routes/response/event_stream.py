@@ -34,14 +34,17 @@ def new_job_id() -> str:
 class EventStream:
     """A bounded queue with one reader. Closing it cancels the job; a reader that stops reading is cut off."""
 
-    def __init__(self, context: Context, job_id: str) -> None:
+    def __init__(self, context: Context, job: Job) -> None:
         self._engine = context.engine
         self._wake_ups = context.wake_ups
-        self._job_id = job_id
+        self._job_id = job.job_id
         self._stall_timeout_s = context.config.stall_timeout_s
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
-        self._arrived: asyncio.Future[JobEvents] = self._loop.create_future()
+        self._begun: asyncio.Future[JobEvents] | None = None
+        """the first events of a session's turn; others are not waited for, and the loop is not woken"""
+        if any(row.session is not None for row in job.rows):
+            self._begun = self._loop.create_future()
         self._has_begun = False
         self._exchange = current()
         self._box: Box[JobEvents] = Box()
@@ -52,10 +55,9 @@ class EventStream:
 
     def sink(self, events: JobEvents) -> None:
         """Take what a step brought. Runs on the engine client's thread; returns at once."""
-        self._exchange.observe(events)
-        if not self._has_begun:
+        if self._begun is not None and not self._has_begun:
             self._has_begun = True
-            self._loop.call_soon_threadsafe(self._arrived.set_result, events)
+            self._loop.call_soon_threadsafe(self._begun.set_result, events)
         self._wake_ups.put(self._box, events)
         if events.done:
             self._ended.set()
@@ -68,12 +70,21 @@ class EventStream:
     def pull(self, timeout_s: float) -> list[JobEvents]:
         """Everything that waits; waits for at most `timeout_s` seconds, then []."""
         self._last_pull = time.monotonic()
-        return self._wake_ups.take(self._box, timeout_s)
+        batch = self._wake_ups.take(self._box, timeout_s)
+        for events in batch:
+            self._exchange.observe(events)
+        return batch
 
     async def wait_begun(self, timeout_s: float) -> JobEvents | None:
-        """The first events, which are pulled all the same; None if there are none within `timeout_s` seconds."""
-        await asyncio.wait([self._arrived], timeout=timeout_s)
-        return self._arrived.result() if self._arrived.done() else None
+        """The first events of a session's turn, which are pulled all the same; None if there are none in that time.
+
+        A turn may fail for its session, which takes a moment to find. All else that is admitted mostly goes well, and
+        is not waited for: its first token should find the answer begun.
+        """
+        if self._begun is None:
+            return None
+        await asyncio.wait([self._begun], timeout=timeout_s)
+        return self._begun.result() if self._begun.done() else None
 
     async def wait_finished(self, timeout_s: float) -> bool:
         """Whether the last event is there within `timeout_s` seconds."""
@@ -110,7 +121,7 @@ async def submit(context: Context, job: Job) -> EventStream:
         job, client=exchange.client, limits=exchange.limits, timeout_s=time_limit(context.config, job.timeout_s)
     )
     exchange.submit(job)
-    stream = EventStream(context, job.job_id)
+    stream = EventStream(context, job)
     context.engine.submit(job, stream.sink, _settler(loop, admission))
     await admission
     return stream

@@ -205,11 +205,8 @@ async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcri
     if not stream:
         return await run_whole(context, job, transcript, dialect.whole, dialect.error_body)
     events = await submit(context, job)
-    # A turn may fail for its session, which takes a moment to find. All else that is admitted mostly goes well, and its
-    # first token should find the answer begun.
-    is_turn = any(row.session is not None for row in job.rows)
-    begun = await events.wait_begun(GRACE_S) if is_turn else None
+    begun = await events.wait_begun(GRACE_S)
     if begun is not None and (error := _failed_at_once(begun, job.num_rows)) is not None:
         events.close()
-        return error_answer(error, dialect.error_body)
+        raise ServiceError.from_info(error)
     return Stream(SseChunks(events, transcript, dialect), SSE)

@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,10 +26,10 @@ from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents
 from settings import SettingsError, parse_settings
 from test.harness import ask
-from test.serving import NO_TLS, Service, raw_request, wait_for
+from test.serving import NO_TLS, ROOT, Service, raw_request, wait_for
 
 CHAT = "/v1/chat/completions"
-PLAIN, FREE, HASHED = "plain-key-1", "plain-key-2", "plain-key-3"
+PLAIN, FREE, HASHED, NARROW = "plain-key-1", "plain-key-2", "plain-key-3", "plain-key-4"
 FILE = f"""
 [[key]]
 name = "few"
@@ -38,6 +40,11 @@ requests_per_minute = 6
 [[key]]
 name = "free"
 key = "{FREE}"
+
+[[key]]
+name = "narrow"
+key = "{NARROW}"
+rows = 2
 
 [[key]]
 name = "hashed"
@@ -53,7 +60,7 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
-    few, free, hashed = load_keys(written(tmp_path, FILE))
+    few, free, _, hashed = load_keys(written(tmp_path, FILE))
     assert few.limits == ClientLimits(rows=2, requests_per_minute=6)
     assert free.limits == ClientLimits()
     assert hashed.limits == ClientLimits(tokens_per_minute=40)
@@ -62,6 +69,12 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     ring.reload()
     assert [one and one.name for one in map(ring.find, (PLAIN, FREE, HASHED))] == ["few", "free", "hashed"]
     assert [ring.find(wrong) for wrong in ("", PLAIN[:-1], PLAIN + "x", few.digest, "few", "\ud800")] == [None] * 6
+
+
+def test_the_documents_example_is_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "access.md").read_text(encoding="utf-8")
+    example = page.split("```toml\n")[1].split("```")[0]
+    assert [key.name for key in load_keys(written(tmp_path, example))] == ["team-a", "team-b"]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +192,21 @@ def test_the_access_log_can_be_switched_off(caplog: pytest.LogCaptureFixture) ->
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_every_line_says_to_which_request_it_belongs(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "import logging, sys; from routes.exchange import Exchange, work_on; "
+        "from routes.serving.access_log import name_requests; "
+        "from rwkv_batch.ipc.process import LogStyle, set_up_logging; "
+        "set_up_logging('p', LogStyle(sys.argv[1])); name_requests(); logging.getLogger('x').warning('before'); "
+        "work_on(Exchange(request_id='r-1')); logging.getLogger('x').warning('within')"
+    )
+    subprocess.run([sys.executable, "-c", script, form], cwd=ROOT, check=True)
+    before, within = capfd.readouterr().err.splitlines()
+    assert "before" in before and "request_id" not in before
+    assert ('"request_id":"r-1"' if form == "json" else "within request_id=r-1") in within
+
+
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two HTTP workers around an engine without a model; the file of keys is `keys.toml` beside the log."""
@@ -227,6 +255,22 @@ def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> No
     figures = keyed.get("/metrics").text
     assert re.search(r'rwkv_client_requests_total\{client="few",outcome="refused"\} \d', figures)
     assert re.search(r'rwkv_client_tokens_total\{client="few",kind="completion"\} [6-9]', figures)
+
+
+def test_rows_at_once_are_given_back_when_the_client_leaves(keyed: Service) -> None:
+    endless = {"contents": ["a", "b"], "max_tokens": 1_000_000, "stream": True}
+    short = {"contents": ["c"], "max_tokens": 1}
+    with keyed.connect() as connection:
+        extra = f"Authorization: Bearer {NARROW}\r\n"
+        connection.sendall(raw_request(CHAT, json.dumps(endless).encode(), extra=extra))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        refused = keyed.post(CHAT, short, headers=bearer(NARROW))
+        assert refused.status_code == 429
+        assert "2 rows under way and may have 2 at once" in refused.json()["error"]
+        assert keyed.post(CHAT, short).status_code == 200, "another key is not concerned"
+    wait_for(lambda: keyed.post(CHAT, short, headers=bearer(NARROW)).status_code == 200, 20, "its rows are free")
+    never = keyed.post(CHAT, {**short, "contents": ["a"] * 3}, headers=bearer(NARROW))
+    assert (never.status_code, never.json()["given"]) == (422, 3)
 
 
 def test_a_line_for_every_request(keyed: Service) -> None:
