@@ -44,7 +44,7 @@ class StatusBody(Body):
     """Which part of the list of sessions is wanted."""
 
     limit: int = Field(100, ge=0, le=100_000, description="Sessions shown.")
-    offset: int = Field(0, ge=0, lt=2**63, description="Sessions left out before, newest first.")
+    offset: int = Field(0, ge=0, lt=2**53, description="Sessions left out before, newest first.")
 
 
 class DeleteBody(Body):

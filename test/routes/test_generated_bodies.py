@@ -52,8 +52,9 @@ def nested(depth: int) -> Any:
 def odd_value(dice: random.Random) -> Any:
     """A value that hardly any field can have."""
     plain: list[Any] = [
-        None, True, False, -1, 0, 1, 2.5, -2.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 2**31, 2**63,
-        2**64 - 1, 10**30, -(10**30), "", " ", "x", "\n\n", "\x00", "é😀", "\ud800", "\udfff a", "x" * 300, "9" * 400,
+        None, True, False, -1, 0, 1, 2.5, -2.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), 2**31, 2**53 - 1,
+        2**63 - 1, 2**63, 2**64 - 1, 10**30, -(10**30), "", " ", "x",
+        "\n\n", "\x00", "é😀", "\ud800", "\udfff a", "x" * 300, "9" * 400,
         "auto", "null", [], {}, [[]], [None], [{}], ["a", 1], [1, "a"], [-1], [2**40], [True], ["\ud800"], ["x" * 400],
         list(range(70)), {"": ""}, {"a": {"b": []}}, {"type": "text"}, {"role": "user"}, nested(20), nested(150),
         nested(400), ["a"] * 5000,
