@@ -1,0 +1,70 @@
+"""The slots that a session's row takes in the overlapped loop: its own, the state before its turn, the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rwkv_batch.core.sequence import NO_SLOT, Sequence
+from rwkv_batch.engine import Engine
+from state_pool.config import PoolConfig
+from test.harness import call, run, started_engine, submit, tiny_model, turn
+from test.serving import wait_for
+
+PROMPTS = ("User: one\n\nAssistant:", "\n\nUser: two\n\nAssistant:", "\n\nUser: three\n\nAssistant:")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    pool = PoolConfig(state_db="", l1_sessions=2, l2_sessions=100, prefix_cache_slots=0)
+    model = tiny_model(tmp_path_factory.mktemp("model"))
+    with started_engine(model, pool, overlap_on_cpu=True, max_running=32) as engine:
+        yield engine
+
+
+def test_every_seat_may_be_a_sessions(engine: Engine) -> None:
+    names = [f"seat{i}" for i in range(32)]
+    for job in [submit(engine, turn(name, PROMPTS[0], max_tokens=2)) for name in names]:
+        job.wait()
+    endless = [submit(engine, turn(name, PROMPTS[1], max_tokens=10**6, ignore_eos=True)) for name in names]
+    rows = engine.scheduler._running
+    wait_for(lambda: len(rows) == 32, 30, "32 rows run")
+    wait_for(lambda: all(row.spare_slot != NO_SLOT for row in list(rows)), 30, "each has its second slot")
+    for job in endless:
+        engine.cancel(job.job.job_id)
+        job.wait()
+
+
+def conversation(engine: Engine, name: str) -> list[bytes]:
+    free = [run(engine, turn(f"{name}-free", prompt, max_tokens=30, ignore_eos=True)).texts[0] for prompt in PROMPTS]
+    stops = [text.decode(errors="ignore")[4:7].encode() for text in free]
+    told = [
+        run(engine, turn(name, prompt, max_tokens=30, ignore_eos=True, stop_strings=stops)).texts.get(0, b"")
+        for prompt in PROMPTS
+    ]
+    call(engine, "session_delete", session_id=name, delete_prefix=True)
+    return free + told
+
+
+def test_a_row_without_its_second_slot_does_not_run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what it draws too far need not be taken back: it could not be."""
+    wanted = conversation(engine, "with")
+    asked: list[Sequence] = []
+    monkeypatch.setattr(engine.keeper, "add_spare", asked.append)
+    assert conversation(engine, "without") == wanted
+    assert all(row.spare_slot == NO_SLOT for row in asked) and len(asked) > 100, "it asks again at every step"
+
+
+def test_a_row_without_its_second_slot_gets_one_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = conversation(engine, "with")
+    add_spare, asked = engine.keeper.add_spare, []
+
+    def late(sequence: Sequence) -> None:
+        asked.append(sequence)
+        if asked.count(sequence) > 5:
+            add_spare(sequence)
+
+    monkeypatch.setattr(engine.keeper, "add_spare", late)
+    assert conversation(engine, "late") == wanted
+    assert {asked.count(row) for row in asked if len(row.output.tokens) == 30} == {6}, "and then decodes in every step"
