@@ -1,0 +1,220 @@
+"""How rows end at awkward moments, step by step: the engine's loop is turned by the test, on one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.sequence import Phase, Sequence
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import FinishReason
+from state_pool.config import PoolConfig
+from test.harness import Running, ask, submit, tiny_model, turn
+
+HEADER = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
+ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Stepped:
+    """An engine without its thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.engine._drain_inbox()
+            self.engine.step()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            self.step()
+            if not self.rows:
+                time.sleep(0.002)  # the pool's threads are at work
+        raise AssertionError(f"not within 2000 steps: {what}")
+
+    def end(self, job: Running) -> Running:
+        self.until(job.done.is_set, "the job ends")
+        return job
+
+    def cancel(self, job: Running) -> None:
+        self.engine.cancel(job.job.job_id)
+        self.engine._drain_inbox()
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return list(self.engine.scheduler._running)
+
+    @property
+    def free(self) -> int:
+        return self.engine.machine.pool.num_free
+
+    def check_idle(self, free: int | None = None) -> None:
+        """Nothing is left of any row."""
+        self.until(lambda: not self.engine.jobs._jobs, "all jobs have ended")
+        self.step(3)
+        places = self.engine.scheduler.places
+        assert (self.rows, places.waiting_rows, places.paused_rows) == ([], 0, 0)
+        assert len(places.free_seats) == self.engine.machine.limits.num_seats
+        assert free is None or self.free == free
+        assert self.engine.machine.pool.check_integrity() == []
+        assert self.engine.jobs.check_integrity() == []
+
+
+@contextmanager
+def stepped(model: Path, pool: PoolConfig | None = None, **fields: Any) -> Iterator[Stepped]:
+    settings = {"max_running": 4, "prefill_tokens_per_step": 64, "prefill_chunk": 16, **fields}
+    pool = pool or PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
+    engine = Engine(EngineConfig(model_path=str(model), pool=pool, devices=("cpu",), **settings))
+    engine._load()
+    engine._loaded.set()
+    try:
+        yield Stepped(engine)
+    finally:
+        engine.machine.pool.close()
+
+
+@pytest.fixture(scope="module", params=["plain", "overlapped"])
+def loop(model: Path, request: pytest.FixtureRequest) -> Iterator[Stepped]:
+    with stepped(model, overlap_on_cpu=request.param == "overlapped") as loop:
+        yield loop
+
+
+def test_a_border_of_a_cancelled_row_is_not_awaited(loop: Stepped) -> None:
+    """Rows that share a prefix wait for the one that reads it; when it is cancelled, another reads it."""
+    header = "cancelled: " + HEADER
+    first, second = (submit(loop.engine, ask(header + tail, max_tokens=3)) for tail in ("one", "two"))
+    loop.step(2)
+    assert [row.job.job.job_id for row in loop.rows] == [first.job.job_id], "the second waits for what they share"
+    assert loop.rows[0].cache_points
+    loop.cancel(first)
+    assert loop.end(second).finishes[0].completion_tokens == 3
+    loop.check_idle()
+
+
+def test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it(loop: Stepped) -> None:
+    free = loop.free
+    job = submit(loop.engine, ask("hello there", n=3, use_prefix_cache=False, **ENDLESS))
+    loop.until(lambda: any(row.draws for row in job_rows(loop, job)), "the prompt is read for all")
+    assert any(row.shared is not None for row in job_rows(loop, job))
+    loop.cancel(job)
+    loop.end(job)
+    assert {finish.reason for finish in job.finishes.values()} == {FinishReason.CANCELLED} and len(job.finishes) == 3
+    loop.check_idle(free)
+
+
+def job_rows(loop: Stepped, job: Running) -> list[Sequence]:
+    """Rows of a job that have not ended, waiting ones too."""
+    running = loop.engine.jobs._jobs.get(job.job.job_id)
+    return [] if running is None else list(running.live)
+
+
+def test_continuations_of_a_cancelled_job_leave_the_queue(loop: Stepped) -> None:
+    free = loop.free
+    job = submit(loop.engine, ask("hello there", n=12, use_prefix_cache=False, **ENDLESS))
+    loop.until(lambda: sum(row.phase is Phase.RUNNING and row.draws for row in job_rows(loop, job)) >= 3, "some run")
+    assert loop.engine.scheduler.places.waiting_rows >= 8
+    loop.cancel(job)
+    assert loop.engine.scheduler.places.waiting_rows == 0
+    loop.end(job)
+    assert sorted(job.finishes) == list(range(12))
+    loop.check_idle(free)
+
+
+def test_a_prompt_read_for_several_ends_each_row_once(loop: Stepped) -> None:
+    """The row that has read it is none of theirs: it ends with the fork."""
+    job = submit(loop.engine, ask("hello there", n=2, max_tokens=4), ask("other", n=2, max_tokens=9, ignore_eos=True))
+    loop.until(lambda: len(job_rows(loop, job)) == 4, "both prompts are read")
+    assert all(row.draws for row in job_rows(loop, job))
+    loop.end(job)
+    assert sorted(job.finishes) == [0, 1, 2, 3]  # the sink asserts that none ends twice
+    loop.check_idle()
+
+
+def test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for(loop: Stepped) -> None:
+    free = loop.free
+    job = submit(loop.engine, ask("hello there " * 40, n=3, use_prefix_cache=False, **ENDLESS))
+    loop.step(2)
+    assert [row.draws for row in job_rows(loop, job)] == [False]
+    loop.cancel(job)
+    assert sorted(loop.end(job).finishes) == [0, 1, 2]
+    loop.check_idle(free)
+
+
+def test_a_queued_turn_of_a_deleted_session_leaves_the_queue(loop: Stepped) -> None:
+    free = loop.free
+    loop.end(submit(loop.engine, turn("doomed", "begin", max_tokens=2)))
+    busy = submit(loop.engine, *[ask("busy", **ENDLESS)] * 4)
+    loop.until(lambda: len(loop.rows) == 3, "its rows run")
+    others = [submit(loop.engine, ask("busy", **ENDLESS)) for _ in range(3)]
+    loop.until(lambda: len(loop.rows) == 4, "all places are taken")
+    queued = submit(loop.engine, turn("doomed", " go on", **ENDLESS))
+    loop.step(2)
+    waiting = loop.engine.scheduler.places.waiting_rows
+    assert [row.phase for row in job_rows(loop, queued)] == [Phase.WAITING]
+    assert loop.engine.machine.pool.delete("doomed") == 1
+    error = loop.end(queued).finishes[0].error
+    assert error is not None and error.kind is ErrorKind.SESSION_NOT_FOUND
+    assert loop.engine.scheduler.places.waiting_rows == waiting - 1
+    for job in (busy, *others):
+        loop.cancel(job)
+        loop.end(job)
+    loop.check_idle(free)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_a_turn_that_is_kept_is_not_told_that_it_timed_out(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Its deadline passes between its last token and the moment when it is on disk."""
+    with stepped(model, PoolConfig(state_db=str(tmp_path / "s.db")), overlap_on_cpu=overlap) as loop:
+        gate, writer = threading.Event(), loop.engine.machine.pool._store.writer  # type: ignore[union-attr]
+        commit = writer._transaction
+        monkeypatch.setattr(writer, "_transaction", lambda jobs: (gate.wait(), commit(jobs))[1])
+        job = submit(loop.engine, turn("s", "one", max_tokens=4, ignore_eos=True), timeout_s=1000.0)
+        loop.until(lambda: any(row.has_answered for row in job_rows(loop, job)), "the turn is recorded")
+        loop.engine.jobs.expire(time.monotonic() + 2000.0)
+        loop.step(3)
+        assert not job.finishes, "nobody knows yet whether it is kept"
+        gate.set()
+        finish = loop.end(job).finishes[0]
+        assert (finish.reason, finish.error) == (FinishReason.LENGTH, None)
+
+
+def test_a_turn_that_is_still_drawing_times_out(loop: Stepped) -> None:
+    free = loop.free
+    job = submit(loop.engine, turn("late", "one", **ENDLESS), timeout_s=1000.0)
+    loop.until(job.started.is_set, "it draws")
+    loop.engine.jobs.expire(time.monotonic() + 2000.0)
+    assert loop.end(job).finishes[0].reason is FinishReason.TIMEOUT
+    loop.check_idle(free)
+
+
+def test_prompts_read_for_several_never_hold_all_slots(model: Path) -> None:
+    """Each holds a slot until all its continuations run, which need slots too."""
+    pool = PoolConfig(state_db="", l1_sessions=0, l2_sessions=0, prefix_cache_slots=0)
+    with stepped(model, pool, max_running=4) as loop:
+        free = loop.free
+        held = [loop.engine.machine.pool.allocate() for _ in range(free - 4)]  # as sessions would
+        jobs = [submit(loop.engine, ask(f"hello there number {i}", n=3, max_tokens=4)) for i in range(12)]
+        for job in jobs:
+            assert len(loop.end(job).finishes) == 3
+        for slot in held:
+            assert slot is not None
+            loop.engine.machine.pool.free(slot)
+        loop.check_idle(free)
