@@ -15,7 +15,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.request import FinishReason
+from rwkv_batch.request import FinishReason, Priority
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, submit, tiny_model, turn
 
@@ -203,6 +203,27 @@ def test_a_turn_that_is_still_drawing_times_out(loop: Stepped) -> None:
     loop.engine.jobs.expire(time.monotonic() + 2000.0)
     assert loop.end(job).finishes[0].reason is FinishReason.TIMEOUT
     loop.check_idle(free)
+
+
+def test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end(model: Path) -> None:
+    """Its last token was on its way when it was displaced; the session's state still has to read it."""
+    with stepped(model, overlap_on_cpu=True) as loop:
+        free = loop.free
+        job = submit(loop.engine, turn("s", "one", max_tokens=3, ignore_eos=True), priority=Priority.BATCH)
+        loop.until(lambda: any(len(row.token_ids) - row.prompt_end == 3 for row in loop.rows), "it is launched")
+        row, places = loop.rows[0], loop.engine.scheduler.places
+        assert len(row.output.tokens) < 3
+        places.queue_of(row.job).pause(row)
+        loop.engine.scheduler.leave(row)
+        while loop.engine._in_flight:
+            loop.engine._conclude(loop.engine._in_flight.popleft())
+        assert (row.phase, places.paused_rows) == (Phase.CLOSING, 0)
+        assert loop.end(job).finishes[0].reason is FinishReason.LENGTH
+        again = loop.end(submit(loop.engine, turn("s", " two", max_tokens=3, ignore_eos=True)))
+        loop.end(submit(loop.engine, turn("twin", "one", max_tokens=3, ignore_eos=True)))
+        assert loop.end(submit(loop.engine, turn("twin", " two", max_tokens=3, ignore_eos=True))).texts == again.texts
+        assert loop.engine.machine.pool.delete("s") == loop.engine.machine.pool.delete("twin") == 1
+        loop.check_idle(free)
 
 
 def test_prompts_read_for_several_never_hold_all_slots(model: Path) -> None:
