@@ -100,7 +100,7 @@ def test_a_border_of_a_cancelled_row_is_not_awaited(loop: Stepped) -> None:
     header = "cancelled: " + HEADER
     first, second = (submit(loop.engine, ask(header + tail, max_tokens=3)) for tail in ("one", "two"))
     loop.step(2)
-    assert [row.job.job.job_id for row in loop.rows] == [first.job.job_id], "the second waits for what they share"
+    assert [row.job.spec.job_id for row in loop.rows] == [first.job.job_id], "the second waits for what they share"
     assert loop.rows[0].cache_points
     loop.cancel(first)
     assert loop.end(second).finishes[0].completion_tokens == 3
