@@ -37,6 +37,8 @@ class Admission:
         self._steps = steps
         self.interactive = FairQueue()
         self.batch = FairQueue()
+        self._slots_are_out = False
+        """asked for once a step: the pool makes room each time it has none"""
         self.free_seats = list(range(limits.num_seats - 1, -1, -1))
 
     @property
@@ -64,6 +66,7 @@ class Admission:
     def admit(self) -> None:
         """Give out the free places, then let rows give way. Once before each step."""
         limits = self._limits
+        self._slots_are_out = False
         self._fill(self.batch, limits.batch_places, 0)
         self._fill(self.interactive, limits.max_running, 0)
         self._fill(self.batch, limits.max_running, limits.reserved_places)
@@ -110,6 +113,8 @@ class Admission:
             queue.resume(sequence)
             self._steps.enter(sequence)
             return True
+        if self._slots_are_out:
+            return False
         for job in client.jobs:
             if job.seated and not beside_others and not job.is_batch:
                 continue
@@ -118,6 +123,7 @@ class Admission:
                 continue
             slot = self._slots.allocate()
             if slot is None:
+                self._slots_are_out = True
                 return False
             self._seat(queue.start(job, index), slot)
             return True

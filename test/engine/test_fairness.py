@@ -142,6 +142,26 @@ def test_a_row_that_cannot_start_displaces_nobody() -> None:
     assert rows[0] in {row.sequence for row in plan.schedule()}
 
 
+def test_slots_that_are_out_are_asked_for_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool begins to make room at every question; rows that have their slot go on meanwhile."""
+    plan, slots = scheduler(seats=16, slots=16)
+    bulk, bulk_rows = job(50, client="bulk")
+    plan.add(bulk, bulk_rows)
+    read(plan.schedule())
+    chat, chat_rows = job(1, client="first")
+    plan.add(chat, chat_rows)
+    paused = bulk_rows[14]
+    plan.places.batch.pause(paused)
+    plan.leave(paused)
+    asked: list[None] = []
+    monkeypatch.setattr(slots, "allocate", lambda: asked.append(None))
+    for number in range(50):
+        plan.add(*job(1, client=f"chat{number}"))
+    slots.free.clear()
+    rows = {row.sequence for row in plan.schedule()}
+    assert len(asked) == 1 and paused in rows
+
+
 def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter() -> None:
     plan, _ = scheduler(seats=64, budget=64, chunk=64)
     plan.add(*job(20, prompt_tokens=500, client="bulk"))
