@@ -12,7 +12,8 @@ import signal
 import sys
 
 # A manager that signals the whole group means the supervisor, which ends the others in order.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _signal in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(_signal, signal.SIG_IGN)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not live in what is forked
 # Robyn reads sys.argv when it is imported, abbreviations and all.
 sys.argv = [sys.argv[0], "--log-level", "WARN", "--disable-openapi"]
