@@ -38,7 +38,7 @@ function Header() {
     location.reload();
   };
   return html`<header>
-    <div class="brand"><b>rwkv-batch</b> <span class="quiet" id="model">${status?.model ?? ""}</span></div>
+    <div class="brand"><h1>rwkv-batch</h1> <span class="quiet" id="model">${status?.model ?? ""}</span></div>
     <nav aria-label=${t("nav")}>
       ${Object.keys(PANELS).map(
         (name) => html`<a href="#${name}" aria-current=${panel === name ? "page" : null}>${t(`panel.${name}`)}</a>`,
@@ -105,7 +105,8 @@ function App() {
     <${Notice} />
     <main>
       ${Object.entries(PANELS).map(
-        ([name, Panel]) => html`<section key=${name} id="panel-${name}" aria-label=${t(`panel.${name}`)} hidden=${panel !== name}>
+        ([name, Panel]) => html`<section key=${name} id="panel-${name}" aria-label=${t(`panel.${name}`)} hidden=${panel !== name}
+          tabindex=${name === "dashboard" ? "0" : null}>
           <${Panel} visible=${panel === name} />
         </section>`,
       )}

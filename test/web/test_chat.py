@@ -101,3 +101,54 @@ def test_a_session_is_resumed_after_the_server_was_killed(own_demo: Service, ope
     say(page, "What is my name?")
     assert "Anna" in answers(page, 2)[-1]
     expect(page.locator(".tree .dot.hollow")).to_have_count(0)
+
+
+def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Opener, tmp_path: Path) -> None:
+    page = open_page(demo)
+    greedy(page)
+    say(page, "My name is Anna.")
+    answers(page, 1)
+    page.locator(".menu summary").click()
+    files = []
+    for button in ("State of this turn", "Conversation"):
+        with page.expect_download() as waiting:
+            page.get_by_role("button", name=button).click()
+        file = tmp_path / waiting.value.suggested_filename
+        waiting.value.save_as(file)
+        files.append(file)
+    name = page.locator(".sessions li.shown .title").inner_text()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator(".sessions li.shown").get_by_role("button", name="Delete").click()
+    expect(page.locator(".sessions li", has_text=name)).to_have_count(0)
+    for file in files:
+        # The state goes on where it was; the text is read again.
+        page.set_input_files("#import-file", file)
+        expect(page.locator(".tree .node")).to_have_count(2)
+        say(page, "What is my name?")
+        assert "Anna" in answers(page, 2)[-1]
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator(".tree .node")).to_have_count(1)
+
+
+def test_a_session_of_another_browser_is_gone_on_from(demo: Service, open_page: Opener) -> None:
+    turn = {"contents": ["User: My name is Anna.\n\nAssistant:"], "temperature": 0, "max_tokens": 30}
+    assert demo.post("/multi_state/chat/completions", {**turn, "session_id": "elsewhere"}).status_code == 200
+    page = open_page(demo)
+    greedy(page)
+    page.locator(".sessions .name", has_text="elsewhere").click()
+    expect(page.locator(".turn")).to_contain_text("its text is not in this browser")
+    say(page, "What is my name?")
+    assert "Anna" in answers(page, 2)[-1]
+
+
+def test_a_thought_is_folded_away(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake)
+    page.select_option("#think", "on")
+    say(page, ">Let me see.</think>The answer.")
+    expect(page.locator(".turn .markdown")).to_contain_text("The answer.")
+    page.click("#stop")
+    thought = page.locator(".turn details.thought")
+    expect(thought.locator("summary")).to_have_text("Thought")
+    expect(thought.locator(".text")).to_be_hidden()
+    thought.locator("summary").click()
+    expect(thought.locator(".text")).to_have_text("Let me see.")

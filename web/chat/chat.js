@@ -72,7 +72,7 @@ function Transcript({ conversation, path }) {
     follows.current = true;
   }, [conversation.id, path.length]);
   return html`<div class="transcript" ref=${box} onScroll=${scrolled} tabindex="0" role="log" aria-label=${t("chat.transcript")} aria-live="off">
-    ${path.length === 0 && html`<div class="welcome"><h1>${t("chat.welcome")}</h1><p>${t("chat.about")}</p></div>`}
+    ${path.length === 0 && html`<div class="welcome"><h2>${t("chat.welcome")}</h2><p>${t("chat.about")}</p></div>`}
     ${path.map((turn) => html`<${Turn} key=${`${conversation.id}/${turn.id}`} conversation=${conversation} turn=${turn} />`)}
   </div>`;
 }

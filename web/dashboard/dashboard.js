@@ -65,7 +65,7 @@ export function Dashboard({ visible }) {
   const { metrics, status } = useStore(service);
   const of = (name) => (metrics ? total(metrics, name) : undefined);
   const one = (key, name) => [t(key), of(name), name];
-  return html`<div class="dashboard"><h1 class="unseen">${t("panel.dashboard")}</h1>
+  return html`<div class="dashboard">
     <div class="plots">
       <${Plot} title=${t("dash.tokens")} names=${["generated", "read"]} labels=${[t("dash.generated"), t("dash.read")]} unit="/s" visible=${visible} />
       <${Plot} title=${t("dash.rows")} names=${["running", "waiting"]} labels=${[t("dash.running"), t("dash.waiting")]} unit="" visible=${visible} />
