@@ -94,8 +94,8 @@ class Tiers:
 
     @property
     def can_pin(self) -> bool:
-        """Whether one more slot may be pinned."""
-        return len(self._pins) < self.slots.num_usable - 1
+        """Whether one more slot may be pinned: half are left to rows, or turns that wait would keep all of them."""
+        return len(self._pins) < max(1, self.slots.num_usable // 2)
 
     def pin(self, slot: int) -> bool:
         """Hold a slot for somebody who reads it; False when too few would be left for rows to write to."""

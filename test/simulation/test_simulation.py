@@ -29,6 +29,7 @@ def test_worlds(first: int) -> None:
         175,  # an export right after an acknowledged first turn was 404 while the row still read its last token
         207,  # what the disk refused to delete came back with an orderly restart
         274,  # the same in the middle of work
+        387,  # turns that waited held all slots but one, and that one was a prompt's that was read for several rows
     ],
 )
 def test_worlds_that_found_something(seed: int) -> None:
