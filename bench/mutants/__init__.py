@@ -1,0 +1,1 @@
+"""Small wrong changes of the product, and which tests see them: `python -m bench.mutants`."""

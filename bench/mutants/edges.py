@@ -1,0 +1,372 @@
+"""Mutants of the samplers, the HTTP workers and the socket between the processes."""
+
+from __future__ import annotations
+
+from bench.mutants.mutant import Mutant, of
+
+SAMPLING = ("test/sampling/test_sampling.py", "test/sampling/test_sampling_parts.py")
+WIRE = ("test/engine/test_wire.py", "test/engine/test_calls.py")
+BODIES = (
+    "test/routes/test_body_limits.py",
+    "test/routes/test_http_input.py",
+    "test/routes/test_routes_batch.py",
+    "test/routes/test_openai_routes.py",
+    "test/routes/test_routes_sessions.py",
+)
+HTTP = (
+    "test/routes/test_http_auth.py",
+    "test/routes/test_http_input.py",
+    "test/routes/test_http_routes.py",
+    "test/routes/test_http_faults.py",
+)
+ANSWERS = ("test/routes/test_routes_answers.py", "test/routes/test_http_routes.py", "test/routes/test_http_faults.py")
+
+MUTANTS: list[Mutant] = [
+    *of(
+        "sampling/naive.py",
+        SAMPLING,
+        [
+            (
+                "    mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_().double()\n",
+                "    mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_()\n",
+                "masses are summed in fp32",
+            ),
+            (
+                "    before = mass.cumsum(dim=1).sub_(mass)\n",
+                "    before = mass.cumsum(dim=1)\n",
+                "the token that crosses top_p is left out",
+            ),
+            ("    kept[:, 0] = True\n", "", "a tiny top_p leaves no token"),
+            (
+                'return tokens.masked_fill_(largest == -float("inf"), 0)',
+                "return tokens",
+                "a row of NaN draws no token id",
+            ),
+            (
+                "ids.masked_fill(score != best, torch.iinfo(torch.int64).max).amin(dim=1)",
+                "ids.masked_fill(score != best, -1).amax(dim=1)",
+                "of equal tokens the higher id is drawn",
+            ),
+            (
+                '    undecided = ((last <= values[:, -1:]) & (last > -float("inf"))).flatten()\n',
+                "    undecided = torch.zeros(len(values), dtype=torch.bool)\n",
+                "flat distributions are cut short",
+            ),
+            ("        self.table.advance(plan.seats)\n", "", "every token is drawn with the same random number"),
+            ("nan=-infinity, posinf=MAX_LOGIT", "nan=MAX_LOGIT, posinf=MAX_LOGIT", "a NaN wins"),
+            (
+                "            self._plan, self._plan_for = make_plan(self.table, seats), asked\n",
+                "            self._plan, self._plan_for = self._plan or make_plan(self.table, seats), asked\n",
+                "new rows draw with the parameters of those before",
+            ),
+        ],
+        ci=(1,),
+    ),
+    *of(
+        "sampling/seats.py",
+        SAMPLING,
+        [
+            ("        self.steps[seat] = 0\n", "", "a seed draws differently in a seat used before"),
+            ("        self.num_seen[seat] = 0\n", "", "a new row is punished for another's tokens"),
+            (
+                "        counts = self.seen_counts[seats, :width] * alphas[:, 2:3]\n",
+                "        counts = self.seen_counts[seats, :width].clone()\n",
+                "penalty_decay does nothing",
+            ),
+            ("(here & ~self.penalty_exempt[tokens].unsqueeze(1))", "here", "digits and spaces are punished"),
+            (
+                "        counts = counts.masked_fill_(fresh, 0.0)",
+                "        counts = counts",
+                "what the last row in a seat drew counts for the next",
+            ),
+            (
+                "penalty = self.seen_counts[seats, :width] * alphas[:, 1:2] + alphas[:, 0:1]",
+                "penalty = self.seen_counts[seats, :width] * (alphas[:, 1:2] + alphas[:, 0:1])",
+                "the presence penalty grows with the count",
+            ),
+            ("        self.version += 1\n", "", "plans outlive the rows they were made for"),
+        ],
+    ),
+    *of(
+        "sampling/cpu.py",
+        SAMPLING,
+        [
+            (
+                'top_p=params.top_p if params.top_p < 1 else float("inf")',
+                "top_p=params.top_p",
+                "top_p 1 cuts what rounding leaves",
+            ),
+            (
+                "top_k=params.top_k if 0 < params.top_k < vocab else vocab",
+                "top_k=params.top_k",
+                "top_k 0 keeps nothing",
+            ),
+            ("    if params.method is Method.NOISE:\n        return NOISE\n", "", "/v2 draws as /v1"),
+            ("    if is_greedy(params):\n        return GREEDY\n", "", "temperature 0 is not greedy"),
+            (
+                "seed=params.seed & 0xFFFFFFFFFFFFFFFF",
+                "seed=params.seed & 0xFFFFFFFF",
+                "seeds above 32 bits draw alike",
+            ),
+            (
+                "        before = raw_logprobs(logits, asked)\n        tokens = torch.empty(rows, dtype=torch.int64)\n",
+                "        tokens = torch.empty(rows, dtype=torch.int64)\n        before = raw_logprobs(logits[:, :1].expand_as(logits), asked)\n",
+                "log-probabilities are of other tokens",
+            ),
+        ],
+        ci=(3,),
+    ),
+    *of(
+        "sampling/csrc/sampler.cpp",
+        SAMPLING,
+        [
+            (
+                "if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);",
+                "if (p.top_p < 1) limits.enough = static_cast<float>(p.top_p * total_mass(row)) * 0.999f;",
+                "masses are compared in fp32",
+            ),
+            ("    seat.counts[i] *= seat.parameters.decay;\n", "", "penalty_decay does nothing on a CPU"),
+            (
+                "  if (!countless[token]) seat.counts[at] += 1.0f;",
+                "  seat.counts[at] += 1.0f;",
+                "digits and spaces are punished on a CPU",
+            ),
+            (
+                "  taken.seen.clear();\n  taken.counts.clear();\n",
+                "",
+                "a new row is punished for another's tokens on a CPU",
+            ),
+            ("  if (largest == kNegativeInfinity) return 0;\n", "", "a row of NaN draws anything on a CPU"),
+        ],
+    ),
+    *of(
+        "rwkv_batch/ipc/wire.py",
+        WIRE,
+        [
+            (
+                "            if not self._waiting:\n                frame = frame[self._send_now(frame) :]\n",
+                "            frame = frame[self._send_now(frame) :]\n",
+                "news overtake each other to a worker that lags",
+            ),
+            (
+                "        if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:\n",
+                "        if False:\n",
+                "a worker that hangs fills the engine's memory",
+            ),
+            (
+                "                    self._waiting.popleft()\n                    self._waiting_bytes -= len(frame)\n",
+                "                    self._waiting.popleft()\n",
+                "a worker that once lagged is cut off later",
+            ),
+            ("            frame = frame[", "            frame = frame[1 +", "a byte is lost between the processes")
+            if False
+            else (
+                "                if len(body) < length:\n                    return\n",
+                "",
+                "half a frame is read as one",
+            ),
+            (
+                "            if size and size + more > frame_bytes:\n",
+                "            if False:\n",
+                "a long answer is one frame that cuts the worker off",
+            ),
+            (
+                "rest = event if first == 0 else msgspec.structs.replace(event, deltas=event.deltas[first:])",
+                "rest = event",
+                "deltas at the border of a frame come twice",
+            ),
+        ],
+    ),
+    *of(
+        "rwkv_batch/ipc/client.py",
+        (*WIRE, "test/routes/test_http_faults.py", "test/routes/test_http_lifecycle.py"),
+        [
+            (
+                "            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))\n",
+                "            pass\n",
+                "who waits when the engine dies waits for ever",
+            ),
+            (
+                "            asked.reply(ServiceError.from_info(lost))\n",
+                "            pass\n",
+                "a call that waits when the engine dies is never answered",
+            ),
+            (
+                "            error = lost_turn if listener.is_turn else lost\n",
+                "            error = lost\n",
+                "a turn that may be kept is told to be sent again",
+            ),
+            (
+                "                if error is not None:\n                    self._waiting.listeners.pop(job_id, None)\n",
+                "",
+                "refused jobs are kept for ever",
+            ),
+            (
+                "            waiting, self._waiting = self._waiting, _Waiting()\n",
+                "            waiting = self._waiting\n",
+                "jobs of a dead engine are told of twice",
+            ),
+            (
+                "                pop = self._waiting.listeners.pop if events.done else",
+                "                pop =",
+                "ended jobs are kept for ever",
+            )
+            if False
+            else ("        self._on_change(False)\n", "", "/readyz says ready without an engine"),
+        ],
+    ),
+    *of(
+        "rwkv_batch/ipc/server.py",
+        (*WIRE, "test/engine/test_threads.py", "test/routes/test_http_faults.py", "test/routes/test_http_lifecycle.py"),
+        [
+            (
+                "            for job_id in list(self.jobs):\n                self._engine.cancel(job_id)\n",
+                "            pass\n",
+                "jobs of a dead worker run on",
+            ),
+            ("            self._peers.discard(peer)\n", "            pass\n", "dead workers are kept for ever"),
+            (
+                "        if events.done:\n            self.jobs.discard(events.job_id)\n",
+                "",
+                "ended jobs are kept for ever",
+            ),
+        ],
+    ),
+    *of(
+        "routes/serving/http.py",
+        HTTP,
+        [
+            ("        self._context.gate.leave(self._client)\n", "", "places run out"),
+            (
+                "        visit.end(reply.status, exchange.failure or DONE)\n",
+                "",
+                "the gate is not left after whole answers",
+            ),
+            ("        self._chunks.close()\n", "", "a client that left keeps its row running"),
+            ("    if max(length, len(body)) > limit:\n", "    if False:\n", "a body of any size is parsed"),
+            (
+                "    if len(body) < length:\n        raise",
+                "    if False:\n        raise",
+                "half a body is taken for a whole one",
+            ),
+            (
+                "        if is_known or error.info.kind is ErrorKind.BODY_TOO_LARGE:\n            raise\n",
+                "        raise\n",
+                "a stranger learns what is wrong with a body",
+            ),
+            (
+                "        if chunk not in _SIGNS_OF_LIFE:\n            exchange.wrote()\n",
+                "        exchange.wrote()\n",
+                "the time to the first byte ends with a heartbeat",
+            ),
+            (
+                "    if route.is_work:\n        context.gate.check_draining()\n",
+                "",
+                "work is taken while the service ends",
+            ),
+            ('    answer.headers["Allow"] = allowed\n', "", "405 does not say what is allowed"),
+            (
+                '        except Exception:\n            logger.exception("%s %s failed", route.method, route.path)\n            exchange.failure = _INTERNAL.kind\n            reply = error_answer(_INTERNAL, route.error_body)\n',
+                "        except ZeroDivisionError:\n            reply = error_answer(_INTERNAL, route.error_body)\n",
+                "a fault of a route is no JSON",
+            ),
+        ],
+    ),
+    *of(
+        "routes/serving/auth.py",
+        HTTP,
+        [
+            ("_same(key if password is None else password, wanted)", "True", "any password is right"),
+            ('    if scheme.lower() != "bearer":\n        return None\n', "", "a password in another scheme is taken"),
+        ],
+        ci=(0,),
+    ),
+    *of(
+        "routes/request/bodies.py",
+        BODIES,
+        [
+            ("    wait: bool = Field(True, ", "    wait: bool = Field(False, ", "`wait` is false by default"),
+            (
+                '    model: str = Field("rwkv7", max_length=256, ',
+                '    model: str = Field("rwkv7", ',
+                "`model` is unbounded",
+            ),
+            (
+                "alpha_presence: float = Field(2.0, ge=-100, le=100, ",
+                "alpha_presence: float = Field(2.0, ",
+                "penalties are unbounded",
+            ),
+            ('got {shown(given)}")\n        raise', 'got {given}")\n        raise', "errors echo whole values"),
+            ("field=location, given=shown(given))", "field=location, given=given)", "errors carry whole values"),
+            (
+                "seed: int | None = Field(\n        None, ge=0, lt=2**64",
+                "seed: int | None = Field(\n        None, ge=0",
+                "a seed beyond 64 bits reaches the engine",
+            ),
+            (
+                "StopTokens = Annotated[list[StopToken], Field(max_length=64, fail_fast=True)]",
+                "StopTokens = Annotated[list[StopToken], Field(fail_fast=True)]",
+                "any number of stops",
+            ),
+            (
+                "Texts = Annotated[list[str], Field(fail_fast=True)]",
+                "Texts = Annotated[list[str], Field()]",
+                "a small wrong body exhausts memory",
+            ),
+            ("    max_tokens: int = Field(8192, ge=1, ", "    max_tokens: int = Field(8192, ", "max_tokens 0"),
+            (
+                'strict=True, extra="ignore", allow_inf_nan=False',
+                'extra="ignore", allow_inf_nan=False',
+                '"5" is taken for 5',
+            ),
+            (
+                "        if len(self.prefixes) != len(self.suffixes):\n",
+                "        if False:\n",
+                "prefixes without suffixes",
+            ),
+            ("    top_p: float = Field(0.6, ge=0, le=1, ", "    top_p: float = Field(0.6, ge=0, ", "top_p above 1"),
+            ("        if sum(forms) != 1:\n", "        if sum(forms) < 1:\n", "contents beside messages are dropped"),
+        ],
+    ),
+    *of(
+        "routes/response/generate.py",
+        ANSWERS,
+        [
+            (
+                "    if len(errors) == num_rows:\n        raise ServiceError.from_info(errors[0])\n",
+                "",
+                "a failed answer is 200",
+            ),
+            (
+                "    if transcript.error is not None:\n        raise ServiceError.from_info(transcript.error)\n",
+                "",
+                "a failed job is an empty answer",
+            ),
+            (
+                '                chunk += sse(self._dialect.error_body(row.finish.error) | {"index": row.row})\n',
+                "                pass\n",
+                "a row's failure is not told in a stream",
+            ),
+            (
+                "        if self._transcript.error is not None:\n            return sse(self._dialect.error_body(self._transcript.error)) + DONE\n",
+                "",
+                "a failed stream ends as if it were whole",
+            ),
+            (
+                "            return HEARTBEAT\n        updates",
+                '            return b""\n        updates',
+                "a stream without news is silent: a client that left is not noticed",
+            ),
+            (
+                "        if not self._stream.wait_on_thread(PATIENCE_S):\n            return BLANK\n",
+                "        while not self._stream.wait_on_thread(PATIENCE_S):\n            pass\n",
+                "a client that left keeps its whole answer running",
+            ),
+            (
+                "            self.ended = True\n            chunk += self._end()\n",
+                "            chunk += self._end()\n",
+                "a stream does not end",
+            ),
+        ],
+    ),
+]

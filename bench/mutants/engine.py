@@ -1,0 +1,586 @@
+"""Mutants of what decides: scheduler, jobs, states of rows, output."""
+
+from __future__ import annotations
+
+from bench.mutants.mutant import Mutant, of
+
+WORLDS = "test/simulation/test_simulation.py"
+SCHEDULER = ("test/engine/test_scheduler.py", "test/engine/test_fairness.py", "test/engine/test_giving_way.py", WORLDS)
+JOBS = (WORLDS, "test/engine/test_engine_parts.py", "test/engine/test_engine.py", "test/engine/test_engine_sessions.py")
+OUTPUT = ("test/engine/test_output.py", WORLDS)
+
+MUTANTS: list[Mutant] = [
+    *of(
+        "rwkv_batch/core/scheduler.py",
+        ("test/engine/test_micro_batches.py", *SCHEDULER),
+        [
+            (
+                "rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)",
+                "rows += self._prefill_rows(limits.prefill_tokens_per_step)",
+                "decoding rows wait for whole prompts",
+            ),
+            ("if sequence.cache_points:\n", "if False:\n", "no prompt prefix is ever cached"),
+            (
+                "limit = min(limit, sequence.cache_points[0] - sequence.num_computed_tokens)",
+                "limit = min(limit, sequence.cache_points[0])",
+                "a second row passes the border worth caching",
+            ),
+            (
+                "return [ScheduledRow(s, count, s.draws and count == s.num_uncomputed_tokens) for s, count in chunks]",
+                "return [ScheduledRow(s, count, s.draws) for s, count in chunks]",
+                "a token is drawn in the middle of a prompt",
+            ),
+            (
+                "limit = min(sequence.num_uncomputed_tokens, self.limits.prefill_chunk)",
+                "limit = sequence.num_uncomputed_tokens",
+                "one long prompt fills a step",
+            ),
+            (
+                "return [ScheduledRow(s, 1, s.draws) for s in decoding], turn % len(self._groups)",
+                "return [ScheduledRow(s, 1, True) for s in decoding], turn % len(self._groups)",
+                "a closing turn draws one more token",
+            ),
+            (
+                "        self.places.give_up_seat(sequence)\n        self.leave(sequence)\n",
+                "        self.leave(sequence)\n",
+                "`seated` and places never fall: in the end nobody runs",
+            ),
+            ("        self._running.pop(sequence, None)\n", "", "an ended row stays in the steps"),
+            (
+                "        self._reading.pop(sequence, None)\n        for group",
+                "        for group",
+                "an ended prompt goes on",
+            ),
+            (
+                "        for group in self._groups:\n            group.pop(sequence, None)\n",
+                "",
+                "an ended row decodes on",
+            ),
+            (
+                'decoding.sort(key=attrgetter("first_slot"))',
+                'decoding.sort(key=attrgetter("first_slot"), reverse=True)',
+                "rows of a step are read from memory in the wrong order",
+            ),
+            ("kept = min(wanted, budget // BATCH_PART)", "kept = 0", "batch prompts starve beside interactive ones"),
+            (
+                "self._reads_on = len(chunks) < len(reading)",
+                "self._reads_on = False",
+                "prompts left over wait for their group's turn",
+            ),
+            (
+                "if self._reading and (turn == 0 or self._reads_on or not rows):",
+                "if self._reading and not rows:",
+                "prompts wait until nobody decodes",
+            ),
+            (
+                "        if sequence.lacks_spare_slot:\n",
+                "        if False:\n",
+                "a row admitted without a spare decodes every second step for ever",
+            ),
+        ],
+        ci=(6,),
+    ),
+    *of(
+        "rwkv_batch/core/admission.py",
+        SCHEDULER,
+        [
+            (
+                "self._fill(self.batch, limits.max_running, limits.reserved_places)",
+                "self._fill(self.batch, limits.max_running, 0)",
+                "batch rows take the reserved places",
+            ),
+            ("        self._fill(self.batch, limits.batch_places, 0)\n", "", "batch rows starve"),
+            ("        self._displace()\n", "", "an interactive request waits for a bulk job's rows to end"),
+            (
+                "if job.seated and not beside_others and not job.is_batch:",
+                "if False:",
+                "one job's rows take the last places",
+            ),
+            (
+                "return not queue.forked and queue.num_reading_for_several < most",
+                "return True",
+                "shared prompts hold all slots: nobody goes on",
+            ),
+            (
+                "if self._slots.is_ready(sequence) and (sequence.draws",
+                "if (sequence.draws",
+                "a row starts before its session's state is there",
+            ),
+            (
+                "if largest is None or len(largest.running) < len(newcomer.running) + 2:",
+                "if largest is None or len(largest.running) < len(newcomer.running):",
+                "two clients displace each other for ever",
+            ),
+            (
+                "while turns and self.paused_rows < self._limits.max_paused:",
+                "while turns:",
+                "more rows give way than there are seats",
+            ),
+            ("            self.free_seats.append(sequence.seat)\n", "", "seats run out"),
+            (
+                "next((s for s in reversed(client.running) if s.draws), None)",
+                "next((s for s in client.running if s.draws), None)",
+                "the oldest row gives way instead of the youngest",
+            ),
+            ("                    self._steps.leave(victim)\n", "", "a row that gave way stays in the steps"),
+            (
+                "                self._steps.enter(sequence)  # it was paused",
+                "                pass",
+                "a turn that ends while paused is never stored",
+            ),
+            (
+                "self._seat(queue.start(job, index), slot)",
+                "self._seat(queue.start(job, 0), slot)",
+                "a row behind a busy session starts in another's place",
+            ),
+        ],
+        ci=(0, 4),
+    ),
+    *of(
+        "rwkv_batch/core/fair_queue.py",
+        SCHEDULER,
+        [
+            (
+                "self._heap = [(len(rows.running), rows.served,",
+                "self._heap = [(0, rows.served,",
+                "a client with many rows gets as many more",
+            ),
+            (
+                "        if job.waiting:\n            rows.jobs.append(job)\n",
+                "        if job.waiting:\n            rows.jobs.appendleft(job)\n",
+                "a client's jobs do not take turns",
+            ),
+            (
+                "        for sequence in sequences:\n            self.forked.pop(sequence, None)\n",
+                "",
+                "cancelled forked rows stay queued: no prompt is read for several any more",
+            ),
+            (
+                "        self.num_waiting -= len(sequences)\n",
+                "",
+                "cancelled rows count as waiting until the queue is full",
+            ),
+            (
+                "        sequence.job.seated -= 1\n\n    def end",
+                "\n    def end",
+                "`seated` does not fall when a row gives way",
+            ),
+            (
+                "            self.num_running -= 1\n            sequence.job.seated -= 1\n",
+                "            self.num_running -= 1\n",
+                "`seated` never falls",
+            ),
+            (
+                "        jobs.appendleft(job)\n        job.waiting.extendleft(reversed(sequences))",
+                "        jobs.append(job)\n        job.waiting.extend(sequences)",
+                "rows that share a prompt wait behind all others while its slot is held",
+            ),
+            (
+                "            del self._clients[client]\n",
+                "            pass\n",
+                "clients that were here once are kept for ever",
+            ),
+            ("        rows.served = next(self._serial)\n", "", "turns go by name"),
+        ],
+    ),
+    *of(
+        "rwkv_batch/core/prompt_turns.py",
+        SCHEDULER,
+        [
+            ("    queues.rotate(-turn)\n", "", "one client's prompts always go first"),
+            (
+                "count = min(chunk(sequence), share, left)",
+                "count = min(chunk(sequence), left)",
+                "one job's prompts use its client's whole part",
+            ),
+            ("left = min(budget, max(part, share))", "left = budget", "one client's prompts use the whole step"),
+            ("    lines.rotate(-turn)\n", "", "one job's prompts always go first"),
+        ],
+    ),
+    *of(
+        "rwkv_batch/core/job_table.py",
+        JOBS,
+        [
+            (
+                "if sequence.phase is Phase.RUNNING:  # else it ended",
+                "if True:  # else it ended",
+                "a token is taken for a row that has ended",
+            ),
+            ("            self._keeper.take_back(sequence)\n", "", "a session contains tokens past its stop"),
+            ("        sequence.token_ids[at] = token\n", "", "the drawn token is never known"),
+            (
+                "        self._keeper.update_rollback_state(sequence)\n",
+                "",
+                "every stop across tokens reads its session anew",
+            ),
+            (
+                "        sequence.job.live.pop(sequence)\n        sequence.job.live.update",
+                "        sequence.job.live.update",
+                "a forked parent stays live: each row ends twice",
+            ),
+            (
+                "        self._scheduler.add_forked(children)\n",
+                "        self._scheduler.add(sequence.job, children)\n",
+                "rows that share a prompt go behind all others",
+            ),
+            (
+                "        self._scheduler.give_up_seat(sequence)\n        sequence.phase = Phase.CLOSING\n",
+                "        sequence.phase = Phase.CLOSING\n",
+                "a turn being stored keeps its place",
+            ),
+            (
+                "            self._leased.pop(sequence, None)\n            self._send_finish",
+                "            self._send_finish",
+                "an ended turn is asked about at every step",
+            ),
+            (
+                "FinishReason.ERROR if error else reason, error.info if error else None)\n\n        self._keeper.record",
+                "reason, None)\n\n        self._keeper.record",
+                "a turn that was not stored is acknowledged",
+            ),
+            ("        sequence.output.give_up_holding()\n", "", "held text is lost at a timeout"),
+            (
+                "            return  # the job was cancelled meanwhile\n",
+                "            pass\n",
+                "a cancelled row ends twice",
+            ),
+            (
+                "            job.unfinished -= 1\n",
+                "            job.unfinished -= 1 if row == sequence.row else 0\n",
+                "a cancelled job of n > 1 never ends",
+            ),
+            (
+                "if not sequence.has_answered:\n                self._end(sequence, reason)\n",
+                "if True:\n                self._end(sequence, reason)\n",
+                'a kept turn is told "timeout"',
+            ),
+            (
+                "            elif reason is not FinishReason.TIMEOUT:\n",
+                "            else:\n",
+                'a turn being stored is told "timeout"',
+            ),
+            ("                self._forget_waiting(sequence)\n", "", "a queued row of a deleted session stays"),
+            (
+                "        self._scheduler.forget_waiting(job)\n        for sequence in list(job.live):",
+                "        for sequence in list(job.live):",
+                "rows of a cancelled job start later",
+            ),
+            ("        job.live.clear()  # the error is all that is told\n", "", "rows of a failed job send more news"),
+            ("if waiting + job.num_rows > limit:", "if waiting > limit:", "one job may overfill the queue"),
+            ("if job.client and waiting + job.num_rows > share:", "if False:", "one client fills the queue"),
+            (
+                "if any(request.session is not None for request in job.rows) and job.num_rows != 1:",
+                "if False:",
+                "two rows of a request write one session",
+            ),
+            ("if not request.prompt or not resume:", "if not request.prompt:", "an empty turn reaches the model"),
+            ("seed=(sampling.seed + i) % (1 << 64)", "seed=sampling.seed", "all n answers are the same"),
+            (
+                'logit_bias={**sampling.logit_bias, END_OF_TEXT: float("-inf")}',
+                "logit_bias=dict(sampling.logit_bias)",
+                "ignore_eos feeds the end token",
+            ),
+            (
+                "if self._jobs.get(job.job_id) is job:\n                self._end_job(job, FinishReason.TIMEOUT)",
+                "if True:\n                self._end_job(job, FinishReason.TIMEOUT)",
+                "a deadline ends a later job of the same id",
+            ),
+            ("request.n > 1 and len(request.prompt) > 1", "False", "every answer of n reads the prompt again"),
+            (
+                "            done = job.unfinished == 0\n",
+                "            done = bool(job.deltas)\n",
+                "the first news of a job is its last",
+            ),
+            (
+                "            number += request.n\n",
+                "            number += 1\n",
+                "rows of n > 1 bear other rows' numbers",
+            ),
+        ],
+        ci=(1, 8),
+    ),
+    *of(
+        "rwkv_batch/core/state_manager.py",
+        JOBS,
+        [
+            (
+                "fresh and sequence.request.session is None and sequence.request.use_prefix_cache",
+                "fresh and sequence.request.session is None",
+                "use_prefix_cache: false is ignored",
+            ),
+            (
+                "return sequence.lease.state is LeaseState.READY",
+                "return True",
+                "a turn starts before the one before it is stored",
+            ),
+            (
+                "return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.token_ids))",
+                "return True",
+                "rows that wait together each read the common prefix",
+            ),
+            (
+                "sequence.token_ids = [*lease.replay, *turn.resume_prompt]",
+                "sequence.token_ids = [*turn.resume_prompt]",
+                "after a crash the logged turns are forgotten",
+            ),
+            (
+                "sequence.turn_start = len(lease.replay)",
+                "sequence.turn_start = 0",
+                "replayed tokens are logged again as part of the turn",
+            ),
+            (
+                "border for border in borders if border > sequence.num_computed_tokens",
+                "border for border in borders",
+                "a border already passed stops the row",
+            ),
+            (
+                "        if sequence.keeps_last_state:\n            sequence.slot, sequence.spare_slot = sequence.spare_slot, sequence.slot\n",
+                "",
+                "a session without its last state runs ahead",
+            ),
+            (
+                "            self.pool.abandon_cache_point(prefix)\n            if fresh",
+                "            if fresh",
+                "rows wait for ever for a prefix that was refused",
+            ),
+            (
+                "            if fresh is not None:\n                self.pool.free(fresh)\n            return",
+                "            return",
+                "a slot leaks when the prefix cache refuses",
+            ),
+            (
+                "SharedSlot(slot, lambda: self.pool.free(slot), len(children))",
+                "SharedSlot(slot, lambda: self.pool.free(slot), 1)",
+                "the shared prompt's slot is given away while others read it",
+            ),
+            (
+                "            shared, sequence.shared = sequence.shared, None\n            self.pool.free(slot)\n",
+                "            shared, sequence.shared = sequence.shared, None\n",
+                "a slot leaks when a shared prompt is a cached prefix",
+            ),
+            ("        del sequence.token_ids[end:]\n", "", "tokens past the stop stay"),
+            (
+                "if sequence.num_computed_tokens > end and sequence.lease is not None:",
+                "if False:",
+                "a stop read ahead stays in the session",
+            ),
+            (
+                "        for border in sequence.cache_points:\n            self.pool.abandon_cache_point(sequence.token_ids[:border])\n",
+                "",
+                "a cache border of a cancelled row is awaited for ever",
+            ),
+            (
+                "        sequence.cache_points = []\n        if sequence.shared is not None:\n            sequence.shared.drop()\n            sequence.shared = None\n",
+                "        sequence.cache_points = []\n",
+                "a shared slot is not dropped at a cancel",
+            ),
+            (
+                "        self._drop_rollback_state(sequence)\n        self._drop_spare_slot(sequence)\n        if sequence.slot",
+                "        self._drop_spare_slot(sequence)\n        if sequence.slot",
+                "a cancelled row's kept state leaks",
+            ),
+            (
+                "        self._drop_rollback_state(sequence)\n        self._drop_spare_slot(sequence)\n        self.pool.checkin",
+                "        self._drop_rollback_state(sequence)\n        self.pool.checkin",
+                "a turn's spare slot leaks",
+            ),
+            (
+                "            self.pool.release(sequence.lease)\n",
+                "            pass\n",
+                "a cancelled turn blocks its session",
+            ),
+            (
+                "self.pool.record(lease, token_ids[sequence.turn_start :], durable)",
+                "self.pool.record(lease, sequence.token_ids[sequence.turn_start :], durable)",
+                "the log keeps what the stop cut",
+            ),
+            (
+                "whole + (self._tokenizer.encode_bytes(partial) if partial else [])",
+                "whole",
+                "the shown part of a cut token is missing from the session",
+            ),
+            (
+                "            sequence.dialogue_idx = lease.dialogue_idx\n",
+                "",
+                "a branching turn does not tell its number",
+            ),
+            (
+                "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait)",
+                "self.pool.checkout(turn.session_id, turn.branch_from)",
+                "wait: false waits",
+            ),
+            (
+                "        sequence.num_computed_tokens = 0\n        sequence.shared = SharedSlot(lease.read_slot, lambda: None) if lease.exists else None\n",
+                "        sequence.num_computed_tokens = 0\n",
+                "after a rewind the session begins from the zero state",
+            ),
+        ],
+        ci=(3, 13, 14),
+    ),
+    *of(
+        "rwkv_batch/core/sequence.py",
+        (*JOBS,),
+        [
+            (
+                "        if self._readers == 0:\n",
+                "        if self._readers <= 1:\n",
+                "a shared slot is given back before its last reader has moved on",
+            ),
+            (
+                "return self.slot if self.num_computed_tokens else ZERO_SLOT",
+                "return self.slot",
+                "a fresh row begins from what an earlier one left",
+            ),
+            (
+                "return self.spare_slot if self.keeps_last_state else self.slot",
+                "return self.slot",
+                "the state before a possible stop is overwritten",
+            ),
+            (
+                "or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:",
+                "or False:",
+                "a row reads past its last token",
+            ),
+            (
+                "return self.lease is None or self.spare_slot != NO_SLOT",
+                "return True",
+                "a session without a spare slot runs ahead",
+            ),
+            (
+                "return self.phase in (Phase.CLOSING, Phase.ANSWERED)",
+                "return self.phase is not Phase.RUNNING",
+                "a waiting row counts as one that has answered: a cancel forgets it",
+            ),
+            (
+                "return self.draws and self.num_uncomputed_tokens == 1 and len",
+                "return self.num_uncomputed_tokens == 1 and len",
+                "a closing turn is run with the drawing rows' last tokens",
+            ),
+        ],
+        ci=(1, 2),
+    ),
+    *of(
+        "rwkv_batch/core/output.py",
+        OUTPUT,
+        [
+            (
+                "        if token in self._stops.ids:\n            self._cut = self._length\n            self._release(len(self._tail))\n",
+                "        if token in self._stops.ids:\n            self._cut = self._length - len(self._tail)\n",
+                "held text is lost at a stop id",
+            ),
+            (
+                "        if self._cut is not None:\n            del self._tail",
+                "        if self._cut is not None and len(self.tokens) < self._request.max_tokens:\n            del self._tail",
+                "the length is judged before a stop that the last allowed token completes",
+            ),
+            (
+                "        self._release(len(self._tail) - self._node.depth)\n",
+                "        self._release(len(self._tail))\n",
+                "the beginning of a stop is shown",
+            ),
+            ("            del self._tail[len(self._tail) - (self._length - self._cut) :]\n", "", "a stop is shown"),
+            (
+                "if len(self.tokens) >= self._request.max_tokens:",
+                "if len(self.tokens) > self._request.max_tokens:",
+                "one token too many",
+            ),
+            (
+                "            self._release(len(self._tail))\n            return FinishReason.LENGTH",
+                "            return FinishReason.LENGTH",
+                "held text is kept in the session and shown late at the limit",
+            ),
+            (
+                "whole = bisect_right(self._ends, self._cut)",
+                "whole = len(self.tokens) - 1",
+                "tokens of the stop stay in the session",
+            ),
+            (
+                "return self.tokens[:whole], partial",
+                'return self.tokens[:whole], b""',
+                "the shown part of a cut token is forgotten",
+            ),
+            (
+                "        self._gathered = 0\n        return delta",
+                "        return delta",
+                "token counts of deltas add up to too much",
+            ),
+            ("        self._ready.clear()\n", "", "text is sent again and again"),
+            (
+                "begun = [entry for entry in self._logprobs if entry[0] < shown]",
+                "begun = list(self._logprobs)",
+                "log-probabilities of a stop are shown",
+            ),
+            (
+                "return chunk if request.sampling.top_logprobs is None else min(chunk, LOGPROBS_CHUNK)",
+                "return chunk",
+                "log-probabilities of a whole answer are gathered in the engine",
+            ),
+            (
+                "            self._cut = self._length + found\n",
+                "            self._cut = self._length + max(0, found)\n",
+                "a stop that began in an earlier token is shown in part",
+            ),
+        ],
+        ci=(1, 2),
+    ),
+    *of(
+        "rwkv_batch/core/stops.py",
+        OUTPUT,
+        [
+            (
+                'if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\\n")',
+                'if not byte_table[i].strip(b"\\n")',
+                "a single-newline stop id cuts merged tokens",
+            ),
+            (
+                "self.automaton = StopAutomaton(blank | set(request.stop_strings))",
+                "self.automaton = StopAutomaton(blank or set(request.stop_strings))",
+                "a stop string is lost beside a blank-line stop id",
+            ),
+            ("            ids.discard(END_OF_TEXT)\n", "            pass\n", "ignore_eos does not"),
+            ("            ids.add(END_OF_TEXT)\n", "            pass\n", "the end of the text is shown as text"),
+            (
+                "child.fallback = self.root if parent is self.root else self._step(parent.fallback, byte)",
+                "child.fallback = self.root",
+                "a stop inside the failed beginning of another is missed",
+            ),
+            (
+                "        child.longest = child.longest or child.fallback.longest\n",
+                "",
+                "a stop at the end of another's beginning is missed",
+            ),
+            (
+                "if node.longest and (found is None or end - node.longest < found):",
+                "if node.longest:",
+                "the last of several stops counts instead of the first",
+            ),
+            (
+                "key = (request.ignore_eos, frozenset(request.stop_ids), frozenset(request.stop_strings))",
+                "key = (request.ignore_eos, frozenset(request.stop_ids))",
+                "rows share the stop strings of others",
+            ),
+        ],
+        ci=(1,),
+    ),
+    *of(
+        "rwkv_batch/core/throughput.py",
+        ("test/engine/test_engine_parts.py",),
+        [
+            (
+                "        self.drawn_tokens += drawn\n",
+                "        self.drawn_tokens += len(rows)\n",
+                "rows that only read count as drawn tokens",
+            ),
+            (
+                "self.busy_s += now - max(started, self._last_end)",
+                "self.busy_s += now - started",
+                "time that two steps share counts twice",
+            ),
+            (
+                "self._window = [entry for entry in self._window if now - entry[0] < WINDOW_S]",
+                "self._window = list(self._window)",
+                "the window of rates grows for ever",
+            ),
+        ],
+    ),
+]

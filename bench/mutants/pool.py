@@ -1,0 +1,512 @@
+"""Mutants of the state pool."""
+
+from __future__ import annotations
+
+from bench.mutants.mutant import Mutant, of
+
+WORLDS = "test/simulation/test_simulation.py"
+FAULTS = "test/state_pool/test_pool_faults.py"
+SESSIONS = "test/state_pool/test_pool_sessions.py"
+MODEL = "test/state_pool/test_pool_model.py"
+PREFIX = "test/state_pool/test_pool_prefix.py"
+DIALOGUES = "test/state_pool/test_pool_dialogues.py"
+PORTABLE = "test/state_pool/test_pool_portable.py"
+
+MUTANTS: list[Mutant] = [
+    *of(
+        "state_pool/cache/tiers.py",
+        (SESSIONS, WORLDS, MODEL, FAULTS, PREFIX),
+        [
+            (
+                "return len(self._pins) < max(1, self.slots.num_usable // 2)",
+                "return len(self._pins) < self.slots.num_usable",
+                "turns that wait hold all slots: nobody goes on",
+            ),
+            (
+                "        self._pins[slot] -= 1\n        if self._pins[slot] == 0:\n            del self._pins[slot]\n",
+                "        self._pins[slot] -= 1\n",
+                "slots that were once read count as read for ever",
+            ),
+            (
+                "return self.slots.holders(session.slot) <= 1",
+                "return True",
+                "a state leaves its slot while a turn reads it",
+            ),
+            (
+                "if self.other is not None and other is not None and (session is None or other <= session.updated):",
+                "if self.other is not None and other is not None:",
+                "cached prefixes leave before sessions unused for longer",
+            ),
+            (
+                "if session.slot != slot or not self._may_leave(session):\n                return\n            self.slots.drop(slot)",
+                "self.slots.drop(slot)",
+                "a session that was resumed while it moved loses its slot",
+            ),
+            (
+                "        replay = session.replay\n        self.park(session, slot)\n        session.replay = replay\n",
+                "        self.park(session, slot)\n",
+                "turns logged after a checkpoint are lost when the state comes back to a slot",
+            ),
+            (
+                "        self.slots.hold(slot)\n        self._leaving += leaves\n",
+                "        self._leaving += leaves\n",
+                "a slot is written while it is copied out",
+            ),
+            (
+                "            if not session.deleted:\n                self._store_state(session, Checkpoint(row, host))",
+                "            self._store_state(session, Checkpoint(row, host))",
+                "a deleted session's state is stored again",
+            ),
+            (
+                "            if error is None:\n                mark_stored(session, job.session)",
+                "            mark_stored(session, job.session)",
+                "a state that was not stored counts as stored: it is forgotten",
+            ),
+            (
+                "    if row.turn == session.turn:\n        session.log_broken = False",
+                "    session.log_broken = False",
+                "an older state clears a broken log",
+            ),
+            (
+                "    session.disk_turn, session.disk_tokens = row.turn, row.num_tokens\n",
+                "    session.disk_turn, session.disk_tokens = session.turn, session.num_tokens\n",
+                "a turn newer than the stored state counts as in it",
+            ),
+            (
+                "for session in list(index.l1) if excess > 0 else ():",
+                "for session in reversed(list(index.l1)) if excess > 0 else ():",
+                "the session used last leaves its slot first",
+            ),
+            (
+                "if excess > 0 and not session.busy:  # those",
+                "if excess > 0:  # those",
+                "a state leaves host memory under the turn that waits for it",
+            ),
+            ("        session.replay = loaded.replay\n", "", "the log behind a stored state is not replayed"),
+            (
+                "        if session.deleted or self._store is None:\n                return  # whoever",
+                "        if self._store is None:\n                return  # whoever",
+                "a deleted session's whole-state turn is stored",
+            ),
+        ],
+        ci=(5,),
+    ),
+    *of(
+        "state_pool/cache/slots.py",
+        ("test/state_pool/test_pool_sessions.py", WORLDS),
+        [
+            (
+                "        self._holders[slot] += 1\n",
+                "        self._holders[slot] = 1\n",
+                "a slot is free while somebody reads it",
+            ),
+            (
+                "        if self._holders[slot] == 0:\n            heapq.heappush",
+                "        if self._holders[slot] <= 1:\n            heapq.heappush",
+                "a slot is given to two",
+            ),
+            (
+                "        slot = heapq.heappop(self._free)\n",
+                "        slot = self._free.pop()\n",
+                "the highest slot first: rows lie apart in memory",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/cache/prefix_cache.py",
+        (PREFIX, WORLDS, MODEL),
+        [
+            (
+                "return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]",
+                "return [entry for entry in bucket if ids.startswith(entry.ids)]",
+                "a hit on a prefix as long as the prompt: no token is left to read",
+            ),
+            ("or self._find(ids) is not None:", "or False:", "the same prefix is cached twice"),
+            ("        self._l1.move_to_end(entry)\n", "", "FIFO instead of LRU"),
+            (
+                "        del self._l2[entry]\n        entry.slot = self._tiers.load(host)\n",
+                "        entry.slot = self._tiers.load(host)\n        self._l2.pop(entry, None)\n",
+                "an entry is trimmed while it is brought back: the engine dies of it",
+            ),
+            (
+                "        bucket.sort(key=lambda e: -len(e.ids))\n",
+                "        bucket.sort(key=lambda e: len(e.ids))\n",
+                "the shortest prefix is used",
+            ),
+            (
+                "        if not self._tiers.pin(entry.slot):\n            return None\n        entry.used",
+                "        entry.used",
+                "a cached prefix is written over while a row reads it",
+            ),
+            ("if gain <= 0 or at - cached < _KEY_BYTES:", "if gain < 0:", "every prompt costs a state"),
+            ("        self._coming[ids[:at]] = None\n", "", "rows that wait together each read the common prefix"),
+            (
+                "        self._coming.pop(pack_tokens(tokens), None)\n",
+                "",
+                "a border of a cancelled row is awaited for ever",
+            ),
+            (
+                "self._longest(ids) < longest < len(ids)",
+                "self._longest(ids) < longest",
+                "a prompt waits for a prefix as long as itself",
+            ),
+            (
+                "        while len(self._l2) > self._config.prefix_cache_l2:\n",
+                "        while False:\n",
+                "prefixes fill host memory",
+            ),
+            (
+                "if self._closed or entry.slot != slot or self._tiers.slots.holders(slot) != 1:",
+                "if self._closed or entry.slot != slot:",
+                "a prefix leaves its slot under a row that reads it",
+            ),
+            (
+                "            entry.host = host\n            self._l2[entry] = None\n            return False",
+                "            return False",
+                "a prefix that cannot be brought back is lost on the way",
+            ),
+        ],
+        ci=(0, 3),
+    ),
+    *of(
+        "state_pool/cache/prompt_history.py",
+        (PREFIX,),
+        [
+            (
+                "        while self._bytes > self._max_bytes:\n",
+                "        while False:\n",
+                "remembered prompts fill memory",
+            ),
+            (
+                "self._buckets.popitem(last=False)",
+                "self._buckets.popitem(last=True)",
+                "the newest prompts are forgotten first",
+            ),
+            (
+                "        if observed and ids in others:\n            others.remove(ids)\n",
+                "",
+                "a prompt resembles itself: every one costs a state",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/turns/turns.py",
+        (SESSIONS, DIALOGUES, FAULTS, WORLDS, MODEL),
+        [
+            (
+                "if not wait and (session.active is not None or session.queue or session.pending is not None):",
+                "if not wait and (session.active is not None or session.queue):",
+                "wait: false is not refused while the turn before is stored",
+            ),
+            (
+                '            if source.unusable is not None:\n                raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")\n',
+                "",
+                "a branch from an unusable dialogue",
+            ),
+            (
+                "if source is None or not source.exists:",
+                "if source is None:",
+                "a branch from a dialogue that was never kept",
+            ),
+            (
+                "        self._refuse_when_full()\n        now = time.time()\n        # Its number",
+                "        now = time.time()\n        # Its number",
+                "a branch past the disk limit",
+            ),
+            (
+                "            self._refuse_when_full()\n            now",
+                "            now",
+                "a new session past the disk limit",
+            ),
+            (
+                '        if session.unusable is not None:\n            raise SessionUnusable(f"session {session_id!r}: {session.unusable}")\n',
+                "",
+                "a damaged session is fed",
+            ),
+            (
+                "        if session.active is not None or session.pending is not None:\n            return\n",
+                "        if session.active is not None:\n            return\n",
+                "a turn begins before the one before is stored",
+            ),
+            (
+                "            session.active = session.queue.popleft()\n",
+                "            session.active = session.queue.pop()\n",
+                "turns of a session overtake each other",
+            ),
+            (
+                "        turn = PendingTurn(session.turn + 1, list(tokens), on_durable)\n",
+                "        turn = PendingTurn(session.turn + 1, tokens, on_durable)\n",
+                "a recorded turn changes when the engine goes on with its list",
+            ),
+            (
+                '        if session.deleted:\n            error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")\n',
+                "",
+                "a deleted session's turn is acknowledged",
+            ),
+            ("        session.num_tokens += len(turn.tokens)\n", "", "usage counts a session's history wrongly"),
+            (
+                "        if turn.slot is None:\n            self._tiers.forget(session)  # the log gives it back\n            return\n",
+                "        if turn.slot is None:\n            return\n",
+                "after a failed step a session goes on from before its acknowledged turn",
+            ),
+            (
+                "        elif turn.slot is not None:\n            self._tiers.slots.drop(turn.slot)\n        self.advance",
+                "        self.advance",
+                "a turn that was not stored leaks its slot",
+            ),
+            (
+                "            if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:\n                self._discard(lease.session)\n",
+                "            pass\n",
+                "a branch that runs outlives the delete of its session",
+            ),
+            (
+                "self._tiers.unpin(lease.read_slot)\n            lease.pinned = False",
+                "lease.pinned = False",
+                "a slot that a turn read is never free again",
+            ),
+            (
+                "                self._undeleted.append(rows)\n",
+                "                pass\n",
+                "a delete that the disk refused comes undone",
+            ),
+            (
+                "        if error is not None:\n            _tell(turn, error)\n",
+                "        _tell(turn, error)\n",
+                "an acknowledged session is 404 for a moment",
+            ),
+            (
+                "            lease.state, lease.error = LeaseState.FAILED, error\n",
+                "            pass\n",
+                "a turn goes on in a deleted session",
+            ),
+            (
+                "        elif not session.exists and not session.deleted:\n            self._index.remove(session)\n",
+                "",
+                "sessions whose first turn was cancelled stay in memory for ever",
+            ),
+        ],
+        ci=(11,),
+    ),
+    *of(
+        "state_pool/turns/lease_queue.py",
+        (SESSIONS, WORLDS, FAULTS, MODEL),
+        [
+            (
+                "lease.read_slot, lease.replay = source.slot, list(source.replay)",
+                "lease.read_slot, lease.replay = source.slot, []",
+                "turns after a checkpoint are forgotten",
+            ),
+            (
+                "        if session.loading or session.unlogged or self",
+                "        if session.loading or self",
+                "a state is read back before its last turn is on disk",
+            ),
+            (
+                "        self._waiting.extendleft(reversed(kept))\n",
+                "        self._waiting.extendleft(kept)\n",
+                "leases that wait overtake each other",
+            ),
+            (
+                "        if session.deleted or session.slot is not None or session.host is not None:\n            return\n",
+                "",
+                "a deleted session comes back from disk",
+            ),
+            (
+                "            lease.source.readers -= 1\n",
+                "            pass\n",
+                "sessions once read never leave their slot",
+            ),
+            ("        self._tiers.arriving -= 1\n", "", "after a few sessions none comes back from disk"),
+            (
+                "        if isinstance(result, Damaged):\n            self._quarantine(session, str(result))\n",
+                "",
+                "damage is forgotten until the next turn",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/turns/import_export.py",
+        (PORTABLE, WORLDS),
+        [
+            ("        if self._index.get(key) is not None:\n", "        if False:\n", "an import replaces a session"),
+            (
+                "            self._delete_rows((session.row,))\n",
+                "",
+                "half of a failed import comes back with a restart",
+            ),
+            (
+                "            session.row = self._store.next_row()  # who",
+                "            pass  # who",
+                "a turn behind a failed import is deleted with it",
+            ),
+            (
+                "        if session.slot is None and session.host is None and session.unlogged:\n",
+                "        if False:\n",
+                "an export just after a turn fails as damaged",
+            ),
+            (
+                "        self._under_way -= 1\n        session.pending = None\n",
+                "        session.pending = None\n",
+                "after two imports no other is taken",
+            ),
+            (
+                "        if self._under_way >= AT_ONCE:\n",
+                "        if False:\n",
+                "any number of exports hold states in memory",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/disk/writer.py",
+        (FAULTS, "test/state_pool/test_pool_threads.py", WORLDS, SESSIONS),
+        [
+            (
+                "        if error is not None and len(group) > 1 and not _is_outside(error):\n",
+                "        if False:\n",
+                "one bad turn fails its whole group",
+            ),
+            (
+                "            while staging.chunks and (written == 0 or not self._small):\n",
+                "            while staging.chunks:\n",
+                "turns wait for a whole state",
+            ),
+            (
+                "        self._garbage.extend(garbage)\n        self._succeeded",
+                "        self._succeeded",
+                "pieces of deleted states are never collected",
+            ),
+            (
+                "            if old is not None:\n                self._garbage.append(old)\n",
+                "",
+                "pieces of replaced states are never collected",
+            ),
+            (
+                "            self._staging = None\n            self._garbage.append(staging.state)\n        self._report(staging.done, self._failure",
+                "            self._staging = None\n        self._report(staging.done, self._failure",
+                "pieces of failed states are never collected",
+            ),
+            (
+                "            if isinstance(job, Delete):\n                self._forget_states(set(job.rows))\n",
+                "",
+                "a deleted session's state comes back",
+            ),
+            (
+                "                self._staging = None\n                self._garbage.append(staged.state)\n",
+                "                self._staging = None\n",
+                "pieces of deleted, half written states are never collected",
+            ),
+            (
+                "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
+                "",
+                "the log grows for ever",
+            ),
+            (
+                "        if self._connection.in_transaction:\n",
+                "        if False:\n",
+                "after one failed write every other fails",
+            ),
+            (
+                "        self.stats.degraded = None\n        self._wal_bytes += num_bytes",
+                "        self._wal_bytes += num_bytes",
+                "the service stays degraded after the disk has recovered",
+            ),
+            (
+                "        if job.commits is not None and self._retain:\n",
+                "        if False:\n",
+                "--retain-tokens keeps nothing with durability turn",
+            ),
+            (
+                "        except Exception as error:  # a number that SQLite",
+                "        except sqlite3.Error as error:  # a number that SQLite",
+                "one import ends the writer: no turn is acknowledged any more",
+            ),
+            (
+                "            if self._staging is not staging:\n                return  # a delete",
+                "            if False:\n                return  # a delete",
+                "a delete that overtook a state is told as a success of it",
+            ),
+        ],
+        ci=(1,),
+    ),
+    *of(
+        "state_pool/disk/reader.py",
+        (FAULTS, "test/state_pool/test_pool_threads.py", PORTABLE, WORLDS),
+        [
+            (
+                '                self._connection.execute("ROLLBACK")\n',
+                "                pass\n",
+                "the reader sees the database of its first read",
+            ),
+            (
+                '            return SessionUnusable(f"the session could not be read ({error}); try again")\n',
+                '            return Damaged(f"the session could not be read ({error}); try again")\n',
+                "a disk error condemns a session for good",
+            ),
+            (
+                "        except Exception as error:  # out of memory",
+                "        except KeyError as error:  # out of memory",
+                "one failure ends the reader: every session on disk waits for ever",
+            ),
+            (
+                "            return Loaded(None, replay, 4 * len(replay))\n",
+                "            return Loaded(None, [], 0)\n",
+                "a session that was never checkpointed comes back empty",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/disk/statements.py",
+        (FAULTS, SESSIONS, WORLDS, MODEL),
+        [
+            (
+                "if turn != (1 if found is None else int(found[0]) + 1):",
+                "if False:",
+                "a turn may be missing or applied twice",
+            ),
+            (
+                "            continue\n        garbage +=",
+                "            pass\n        garbage +=",
+                "a parent is removed under dialogues that need it",
+            ),
+            ("WHERE excluded.turn > turn", "", "an older state moves its session back"),
+            (
+                '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)',
+                '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn + 1, num_tokens + 10**6)',
+                "the turn after a checkpoint leaves the log with it",
+            ),
+            ("    return gone < limit\n", "    return True\n", "most pieces of a state stay for ever"),
+            (
+                "    for row in left:  # children",
+                "    for row in reversed(left):  # children",
+                "dialogues deleted together stay on disk",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/disk/verify.py",
+        (FAULTS, PORTABLE, WORLDS),
+        [
+            (
+                "            if piece_checksum(data, at) != digest or at != low + len(chunks):\n",
+                "            if at != low + len(chunks):\n",
+                "a damaged state is fed",
+            ),
+            (
+                "            if turn != expected or checksum(data, session, turn) != digest:\n",
+                "            if turn != expected:\n",
+                "a damaged turn is fed",
+            ),
+            ("        if expected != last:\n", "        if False:\n", "a missing turn is not noticed"),
+            (
+                '        if fingerprint != self._fingerprint:\n            return SessionUnusable(\n                f"the session belongs to another model (f',
+                '        if False:\n            return SessionUnusable(\n                f"the session belongs to another model (f',
+                "another model's state is fed",
+            ),
+            (
+                "            replay = self._log(wanted, base, int(turn), why_not) + replay\n",
+                "            replay = replay + self._log(wanted, base, int(turn), why_not)\n",
+                "turns of a dialogue and its parent change places",
+            ),
+        ],
+    ),
+]
