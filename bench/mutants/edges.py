@@ -114,7 +114,7 @@ MUTANTS: list[Mutant] = [
                 "log-probabilities are of other tokens",
             ),
         ],
-        ci=(3,),
+        ci=(5,),
     ),
     *of(
         "sampling/csrc/sampler.cpp",

@@ -33,7 +33,7 @@ MUTANTS: list[Mutant] = [
                 "a state leaves its slot while a turn reads it",
             ),
             (
-                "if self.other is not None and other is not None and (session is None or other <= session.updated):",
+                "if self.other is not None and other is not None and (not unwanted or other <= unwanted[0].updated):",
                 "if self.other is not None and other is not None:",
                 "cached prefixes leave before sessions unused for longer",
             ),
@@ -52,6 +52,24 @@ MUTANTS: list[Mutant] = [
                 "        self._leaving += leaves\n",
                 "a slot is written while it is copied out",
             ),
+            (
+                "for session in list(index.l1) if excess > 0 else ():",
+                "for session in reversed(list(index.l1)) if excess > 0 else ():",
+                "the session used last leaves its slot first",
+            ),
+            (
+                "if excess > 0 and not session.busy:  # those",
+                "if excess > 0:  # those",
+                "a state leaves host memory under the turn that waits for it",
+            ),
+            ("        session.replay = loaded.replay\n", "", "the log behind a stored state is not replayed"),
+        ],
+        ci=(5,),
+    ),
+    *of(
+        "state_pool/cache/checkpoints.py",
+        (SESSIONS, FAULTS, WORLDS, MODEL),
+        [
             (
                 "            if not session.deleted:\n                self._store_state(session, Checkpoint(row, host))",
                 "            self._store_state(session, Checkpoint(row, host))",
@@ -73,23 +91,21 @@ MUTANTS: list[Mutant] = [
                 "a turn newer than the stored state counts as in it",
             ),
             (
-                "for session in list(index.l1) if excess > 0 else ():",
-                "for session in reversed(list(index.l1)) if excess > 0 else ():",
-                "the session used last leaves its slot first",
-            ),
-            (
-                "if excess > 0 and not session.busy:  # those",
-                "if excess > 0:  # those",
-                "a state leaves host memory under the turn that waits for it",
-            ),
-            ("        session.replay = loaded.replay\n", "", "the log behind a stored state is not replayed"),
-            (
                 "        if session.deleted or self._store is None:\n                return  # whoever",
                 "        if self._store is None:\n                return  # whoever",
                 "a deleted session's whole-state turn is stored",
             ),
+            (
+                "return has_log and session.unlogged == 0 and not self.is_due(session)",
+                "return has_log and not self.is_due(session)",
+                "a state is forgotten before its last turn is in the log",
+            ),
+            (
+                "return session.dirty and (session.log_broken or session.log_tokens",
+                "return session.dirty and (session.log_tokens",
+                "a session with a gap in its log is never stored",
+            ),
         ],
-        ci=(5,),
     ),
     *of(
         "state_pool/cache/slots.py",
