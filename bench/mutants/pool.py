@@ -28,8 +28,8 @@ MUTANTS: list[Mutant] = [
                 "slots that were once read count as read for ever",
             ),
             (
-                "return self.slots.holders(session.slot) <= 1",
-                "return True",
+                "session.pending is not None or self.slots.holders(session.slot) > 1:",
+                "session.pending is not None:",
                 "a state leaves its slot while a turn reads it",
             ),
             (

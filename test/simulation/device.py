@@ -157,7 +157,7 @@ class Runner:
         decode = [row for row in rows if row.sequence.last_is_drawn]
         return [part for part in ([row for row in rows if row not in decode], decode) if part]
 
-    def launch(self, rows: list[ScheduledRow]) -> Step:
+    def launch(self, rows: list[ScheduledRow], after: Iterable[Step] = ()) -> Step:
         """Compute a step: all rows read, then all write."""
         self.before_launch(rows)
         states = [fold(self.device.memory[row.sequence.read_slot], self._tokens_of(row)) for row in rows]

@@ -69,14 +69,14 @@ def _check_waiting(engine: Engine, placed: list[Sequence]) -> None:
     demand({*places.interactive.forked, *places.batch.forked} <= set(waiting), "a forked row waits nowhere")
     for job in jobs:
         seated = sum(row.job is job for row in placed)
-        demand(job.seated == seated, f"{job.job.job_id} is counted with {job.seated} places and has {seated}")
+        demand(job.seated == seated, f"{job.job_id} is counted with {job.seated} places and has {seated}")
 
 
 def _check_jobs(engine: Engine) -> None:
     for job in engine.jobs._jobs.values():
         live = sum(row.stands_for for row in job.live)
-        demand(live == job.unfinished > 0, f"{job.job.job_id}: {live} rows live, {job.unfinished} unfinished")
-        demand(not job.deltas, f"{job.job.job_id}: deltas were not delivered")
+        demand(live == job.unfinished > 0, f"{job.job_id}: {live} rows live, {job.unfinished} unfinished")
+        demand(not job.deltas, f"{job.job_id}: deltas were not delivered")
 
 
 def _check_slots(engine: Engine, pool: Any) -> None:
