@@ -19,7 +19,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     "lazy": write-behind."""
     synchronous: str = "NORMAL"
     """SQLite's synchronous: NORMAL survives the process, FULL the power."""
-    session_ttl: float = 0.0
+    session_ttl: float = 30 * 86400.0
     """Sessions not used for so long are deleted; 0: never."""
     state_db_max_gb: float = 0.0
     """Most the database may hold; 0: unlimited."""

@@ -26,6 +26,8 @@ def integrity_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache, row
     for session in [*index.l1, *index.l2]:
         if index.get(session.key) is not session:
             faults.append(f"{session.key.shown!r} is on a tier's list and was removed")
+    if [s for s in index if s.unusable is not None] != [s for s in index if s in index.unusable]:
+        faults.append(f"{len(index.unusable)} sessions are counted as unusable")
     if sum(session.exists for session in index) != index.num_existing:
         faults.append(f"{index.num_existing} sessions are counted as existing")
     return faults

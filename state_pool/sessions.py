@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ class Session:
     num_tokens: int = 0
     slot: int | None = None
     host: HostState | None = None
-    replay: list[int] = field(default_factory=list)
+    replay: Sequence[int] = ()
     """Tokens to be read after the state in `slot` or `host`, which came from an older checkpoint."""
     disk_turn: int = -1
     """Turn after which the state on disk was taken; -1: none."""
@@ -65,7 +65,7 @@ class Session:
     log_broken: bool = False
     """A turn could not be logged (only with durability "lazy"): no more are until a checkpoint covers it."""
     unusable: str | None = None
-    queue: deque[Lease] = field(default_factory=deque)
+    queue: list[Lease] = field(default_factory=list)
     """Leases that wait for their turn."""
     active: Lease | None = None
     pending: PendingTurn | None = None
@@ -214,6 +214,8 @@ class SessionIndex:
         """Sessions parked in slots, least recently used first."""
         self.l2: OrderedDict[Session, None] = OrderedDict()
         """Sessions in host memory, least recently used first."""
+        self.unusable: dict[Session, None] = {}
+        """Sessions that must not be fed; see `refuse`."""
         self.num_existing = 0
         self._numbers = DialogueNumbers()
 
@@ -236,6 +238,13 @@ class SessionIndex:
         if session.key.dialogue != LINEAR:
             self._dialogues.setdefault(session.key.session_id, {})[session.key.dialogue] = session
         self.num_existing += session.exists
+        if session.unusable is not None:
+            self.unusable[session] = None
+
+    def refuse(self, session: Session, reason: str) -> None:
+        """From now on the session is not fed; whoever asks for it is told why."""
+        session.unusable = reason
+        self.unusable[session] = None
 
     def remove(self, session: Session) -> None:
         """Forget a session, on every tier's list."""
@@ -250,6 +259,7 @@ class SessionIndex:
                 del self._dialogues[session.key.session_id]
         self.l1.pop(session, None)
         self.l2.pop(session, None)
+        self.unusable.pop(session, None)
 
     def touch(self, session: Session, now: float) -> None:
         """Make it the most recently used."""
@@ -280,4 +290,11 @@ class SessionIndex:
         linear = self._by_key.get(SessionKey(session_id))
         if linear is not None:
             exact.append(linear)
-        return exact or [s for s in self if s.key.dialogue != LINEAR and s.key.shown == session_id]
+        return exact or self._shown_as(session_id)
+
+    def _shown_as(self, name: str) -> list[Session]:
+        """The dialogue that lists show under this name."""
+        session_id, _, number = name.rpartition(":")
+        dialogue = int(number) if number.isdecimal() and len(number) < 20 else ROOT
+        session = self._dialogues.get(session_id, {}).get(dialogue)
+        return [session] if session is not None and session.key.shown == name else []

@@ -37,7 +37,6 @@ def pool_stats(
     """Sizes, queues, counters and degradations."""
     state_bytes = tiers.arena.state_bytes
     prefix_l1, prefix_l2 = prefix.sizes
-    unusable = [session for session in index if session.unusable is not None]
     return {
         "durability": config.durability if store is not None else "memory",
         "sessions": index.num_existing,
@@ -52,8 +51,8 @@ def pool_stats(
             **_fields(prefix.counters),
         },
         "counters": _fields(tiers.counters),
-        "quarantined": [{"session_id": s.key.shown, "reason": s.unusable} for s in unusable[:20]],
-        "quarantined_count": len(unusable),
+        "quarantined": [{"session_id": s.key.shown, "reason": s.unusable} for s in islice(index.unusable, 20)],
+        "quarantined_count": len(index.unusable),
         "degraded": None if store is None else store.degraded,
     }
 

@@ -128,7 +128,7 @@ class Tiers:
             self.slots.drop(session.slot)
             session.slot = None
         session.host = None
-        session.replay = []
+        session.replay = ()
         self._index.l1.pop(session, None)
         self._index.l2.pop(session, None)
 
@@ -305,9 +305,10 @@ class Tiers:
         elif session.log_broken:
             self.counters.lost += 1
             self.forget(session)
-            session.unusable = (
+            self._index.refuse(
+                session,
                 f"its last turns were lost: durability is {self._config.durability!r} and {self._store_trouble()}; "
-                "delete it to begin anew"
+                "delete it to begin anew",
             )
 
     def _store_trouble(self) -> str:

@@ -11,7 +11,7 @@ from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
 from state_pool.disk.verify import Damaged
 from state_pool.errors import SessionUnusable
-from state_pool.sessions import Lease, LeaseState, Session
+from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 
 _LOOK_AHEAD = 64
 """Waiting leases tried in one step, so that a long queue costs a step little."""
@@ -20,8 +20,9 @@ _LOOK_AHEAD = 64
 class LeaseQueue:
     """Owns the leases that wait for a state; those behind a turn of their session are not here yet."""
 
-    def __init__(self, config: PoolConfig, tiers: Tiers, store: Store | None) -> None:
+    def __init__(self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None) -> None:
         self._config = config
+        self._index = index
         self._tiers = tiers
         self._store = store
         self._waiting: deque[Lease] = deque()
@@ -117,6 +118,6 @@ class LeaseQueue:
 
     def _quarantine(self, session: Session, reason: str) -> None:
         """Remember the damage, here and on disk, so that nobody is fed a wrong state later."""
-        session.unusable = reason
+        self._index.refuse(session, reason)
         if self._store is not None:
             self._store.submit(Quarantined(session.row, reason), lambda _: None)

@@ -33,7 +33,7 @@ class Turns:
     def __init__(
         self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, deliver: Deliveries
     ) -> None:
-        self.supply = LeaseQueue(config, tiers, store)
+        self.supply = LeaseQueue(config, index, tiers, store)
         self._config = config
         self._index = index
         self._tiers = tiers
@@ -117,7 +117,7 @@ class Turns:
         if session.active is not None or session.pending is not None:
             return
         if session.queue:
-            session.active = session.queue.popleft()
+            session.active = session.queue.pop(0)
             self.supply.want(session.active)
         elif not session.exists and not session.deleted:
             self._index.remove(session)

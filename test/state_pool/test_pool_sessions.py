@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.errors import SessionBusy, SessionNotFound
 from state_pool.session_page import Tier
-from state_pool.sessions import LeaseState
+from state_pool.sessions import LeaseState, Session, SessionIndex, SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 
 
@@ -181,6 +182,17 @@ def test_sessions_expire(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     assert [entry.session_id for entry in driver.pool.list_sessions().sessions] == ["new"]
     driver.pool.close()
+
+
+def test_a_stored_session_costs_little_memory() -> None:
+    index = SessionIndex()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for row in range(5000):
+        index.add(Session(SessionKey(f"session-{row:030d}"), row, 1e9 + row, 1e9 + row, turn=1000 + row))
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert used < 800 * 5000
 
 
 def test_memory_only_forgets_the_oldest() -> None:

@@ -1,0 +1,273 @@
+"""Effects that a careless change would have, each seen by one test: garbage on disk, refusals, groups, order."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from state_pool.disk.operations import Append, SessionRow
+from state_pool.disk.store import Store
+from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.sessions import Session, SessionKey
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in
+from test.state_pool.test_pool_prefix import Prompts
+
+WORDS = 4096
+
+
+def opened(folder: Path, **changes: object) -> Driver:
+    return Driver(FakeArena(words=WORDS), config_in(folder, **changes))
+
+
+def store_of(driver: Driver) -> Store:
+    """The pool's third tier."""
+    assert driver.pool._store is not None
+    return driver.pool._store
+
+
+def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
+    found = driver.pool._index.get(SessionKey(name, dialogue))
+    assert found is not None
+    return found
+
+
+def pieces(folder: Path) -> tuple[int, int]:
+    """(pieces of states in the file, pieces that its states have)."""
+    with contextlib.closing(sqlite3.connect(folder / "sessions.db")) as connection:
+        chunks = connection.execute("SELECT count(*) FROM state_chunks").fetchone()[0]
+        states = connection.execute("SELECT count(*) FROM states").fetchone()[0]
+    return chunks, 2 * states
+
+
+def collected(driver: Driver, folder: Path) -> bool:
+    """Whether nothing but the states' own pieces is in the file."""
+    store = store_of(driver)
+    driver.until(lambda: not store.pending and not store.writer.collecting)
+    found, wanted = pieces(folder)
+    return found == wanted
+
+
+def test_pieces_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
+    driver = opened(tmp_path, durability="turn")
+    for turn in range(5):
+        driver.turn("s", [turn])
+    assert store_of(driver).writer.stats.states == 5
+    assert collected(driver, tmp_path)
+    driver.pool.close()
+
+
+def test_pieces_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
+    driver = opened(tmp_path, durability="turn")
+    driver.turn("s", [1])
+    driver.turn("t", [1])
+    driver.delete("s")
+    assert collected(driver, tmp_path)
+    assert pieces(tmp_path) == (2, 2)
+    driver.pool.close()
+
+
+def test_pieces_of_a_state_that_failed_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = opened(tmp_path, durability="turn")
+    writer = store_of(driver).writer
+    with monkeypatch.context() as patched:
+        write = writer._write_state
+
+        def one_piece_then_fails(staging: object) -> None:
+            """Its first piece is committed; the rest never is."""
+            writer._small.append((Append(SessionRow(999, SessionKey("x"), None, 7, 1, 0.0, 0.0), [1]), Outcome()))
+            write(staging)  # type: ignore[arg-type]
+            writer._small.clear()
+            writer._state_failed(staging, sqlite3.OperationalError("disk I/O error"))  # type: ignore[arg-type]
+
+        patched.setattr(writer, "_write_state", one_piece_then_fails)
+        with contextlib.suppress(Exception):
+            driver.turn("s", [1])
+    driver.turn("t", [1])
+    assert collected(driver, tmp_path)
+    driver.pool.close()
+
+
+def test_an_older_state_does_not_mend_a_broken_log(tmp_path: Path) -> None:
+    """With "lazy" a turn could not be logged: only a state that has seen it makes the log whole again."""
+    driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
+    driver.turn("s", [1])
+    driver.settle()
+    session, writer = session_of(driver, "s"), store_of(driver).writer
+    with writer._changed:  # the state after turn 1 waits while turn 2 is lost
+        assert driver.pool._tiers.checkpoints.begin(session)
+        driver.pool.poll()
+        session.log_broken = True
+        session.turn += 1
+    driver.until(lambda: writer.stats.states == 1 and not session.moving)
+    assert session.log_broken, "the state that was stored is older than the gap"
+    driver.until(lambda: driver.pool._tiers.checkpoints.begin(session) or not session.dirty)
+    driver.until(lambda: not session.dirty)
+    assert not session.log_broken
+    driver.pool.close()
+
+
+def test_a_turn_that_is_being_stored_is_busy_too(tmp_path: Path) -> None:
+    driver = opened(tmp_path)
+    lease = driver.ready(driver.pool.checkout("s"))
+    slot = driver.compute(lease, [1])
+    with store_of(driver).writer._changed:
+        driver.pool.record(lease, [1], Outcome())
+        driver.pool.checkin(lease, slot)
+        session_of(driver, "s").active = None  # the turn is over; what is left is to store it
+        with pytest.raises(SessionBusy):
+            driver.pool.checkout("s", wait=False)
+    driver.settle()
+    driver.pool.close()
+
+
+def test_a_turn_waits_unless_told_otherwise(tmp_path: Path) -> None:
+    driver = opened(tmp_path)
+    first, second = driver.pool.checkout("s"), driver.pool.checkout("s")
+    driver.pool.release(first)
+    assert driver.ready(second).error is None
+    driver.pool.release(second)
+    driver.pool.close()
+
+
+def test_no_branch_from_what_is_unusable_or_deleted(tmp_path: Path) -> None:
+    driver = opened(tmp_path)
+    for _ in range(2):
+        driver.turn("s", [1], branch_from=0)
+    driver.pool._index.refuse(session_of(driver, "s", 1), "its rows are damaged")
+    with pytest.raises(SessionUnusable, match="damaged"):
+        driver.pool.checkout("s", 1)
+    driver.delete("s:2")
+    with pytest.raises(SessionNotFound, match="no dialogue 2"):
+        driver.pool.checkout("s", 2)
+    driver.settle()
+    driver.pool.close()
+
+
+def test_no_branch_beyond_the_disk_limit(tmp_path: Path) -> None:
+    driver = opened(tmp_path, state_db_max_gb=0.0001, state_db_full="refuse", durability="turn")
+    driver.turn("s", [1], branch_from=0)
+    driver.until(lambda: store_of(driver).over_limit or bool(driver.turn("s", [1])))
+    for parent in (0, 1):
+        with pytest.raises(PoolFull, match="takes no new session"):
+            driver.pool.checkout("s", parent)
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability: str) -> None:
+    """Its tokens are committed before the delete: it is gone all the same, and its client is told so."""
+    driver = opened(tmp_path, durability=durability)
+    lease = driver.ready(driver.pool.checkout("s"))
+    slot = driver.compute(lease, [1])
+    outcome = Outcome()
+    driver.pool.record(lease, [1], outcome)
+    driver.pool.checkin(lease, slot)
+    while durability == "log" and store_of(driver).writer.stats.turns == 0:
+        time.sleep(0.001)  # committed, and nobody has looked yet
+    driver.pool.delete("s")
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], SessionNotFound)
+    driver.settle()
+    driver.pool.close()
+
+
+def test_one_bad_turn_fails_alone(tmp_path: Path) -> None:
+    driver = opened(tmp_path)
+    good, bad, other = Outcome(), Outcome(), Outcome()
+    with store_of(driver).writer._changed:  # all in one group
+        for row, turn, outcome in ((101, 1, good), (102, 5, bad), (103, 1, other)):
+            job = Append(SessionRow(row, SessionKey(f"s{row}"), None, turn, 1, 0.0, 0.0), [1])
+            store_of(driver).submit(job, outcome)
+    driver.until(lambda: good.known and bad.known and other.known)
+    assert (good.ok, bad.ok, other.ok) == (True, False, True)
+    driver.pool.close()
+
+
+def test_the_longest_unused_session_leaves_first(tmp_path: Path) -> None:
+    driver = opened(tmp_path, l1_sessions=2, l2_sessions=0)
+    for name in ("a", "b"):
+        driver.turn(name, [1])
+    driver.turn("a", [2])  # b is the oldest now, though it came second
+    driver.turn("c", [1])
+    driver.until(lambda: len(driver.pool._index.l1) <= 2)
+    assert [session.key.session_id for session in driver.pool._index.l1] == ["a", "c"]
+    driver.pool.close()
+
+
+def test_a_turn_goes_before_the_rest_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of many pieces is being written when a turn comes: the turn is committed between two of them."""
+    driver = opened(tmp_path)
+    writer = store_of(driver).writer
+    order: list[str] = []
+    monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 1024)
+    from state_pool.disk import statements
+
+    put = statements.put_chunk
+
+    def put_slowly(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
+        put(connection, state, number, data)
+        order.append("piece")
+        if number == 0:
+            row = SessionRow(500, SessionKey("late"), None, 1, 1, 0.0, 0.0)
+            with writer._changed:
+                writer._small.append((Append(row, [1]), lambda error: order.append("turn is told")))
+
+    driver.turn("s", [1])
+    driver.settle()
+    deliver = writer._deliver
+    monkeypatch.setattr(writer, "_deliver", lambda callback: (callback(), deliver(lambda: None)))
+    monkeypatch.setattr(statements, "put_chunk", put_slowly)
+    assert driver.pool._tiers.checkpoints.begin(session_of(driver, "s"))
+    driver.until(lambda: writer.stats.states == 1)
+    assert order[:2] == ["piece", "turn is told"]
+    assert order.count("piece") > 8
+    driver.settle()
+    driver.pool.close()
+
+
+def test_the_longest_unused_prefix_leaves_first(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path, prefix_cache_slots=2, prefix_cache_l2=0)
+    heads = [list(range(1000 * number, 1000 * number + 40)) for number in range(3)]
+    for head in (heads[0], heads[1]):
+        for tail in (60_000, 60_001):
+            prompts.prefill([*head, tail])
+    prompts.prefill([*heads[0], 60_002])  # used again, though it came first
+    for tail in (60_000, 60_001):
+        prompts.prefill([*heads[2], tail])
+    prompts.pool._do_housekeeping(0.0)
+    prompts.driver.settle()
+    before = prompts.computed
+    prompts.prefill([*heads[0], 60_003])
+    assert prompts.computed == before + 1, "the one that was used is still there"
+    prompts.close()
+
+
+def test_a_hit_leaves_a_token_to_compute(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    head = list(range(40))
+    for tail in (60_000, 60_001):
+        prompts.prefill([*head, tail])
+    assert prompts.pool.match_prefix(head) is None
+    hit = prompts.pool.match_prefix([*head, 7])
+    assert hit is not None
+    assert hit.num_tokens == 40
+    prompts.pool.unpin(hit)
+    prompts.close()
+
+
+def test_the_same_prefix_is_cached_once(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path)
+    head = list(range(40))
+    slots = [prompts.driver.slot(), prompts.driver.slot()]
+    for slot in slots:
+        prompts.driver.arena.run(0, slot, head)
+    hit = prompts.pool.offer_prefix(head, slots[0])
+    assert hit is not None
+    assert prompts.pool.offer_prefix(head, slots[1]) is None
+    prompts.pool.free(slots[1])
+    prompts.pool.unpin(hit)
+    prompts.close()
