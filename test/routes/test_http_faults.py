@@ -31,7 +31,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def running_rows(service: Service) -> int:
-    return int(service.get("/status").json()["running_rows"])
+    return int(service.status()["running_rows"])
 
 
 def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(fake: Service) -> None:
