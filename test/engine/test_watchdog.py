@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.request import FinishReason, Job
@@ -77,10 +77,10 @@ def test_an_idle_loop_comes_round(engine: Engine) -> None:
 def test_a_blocked_step_stops_the_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, gate, launch = threading.Event(), threading.Event(), engine.machine.launch
 
-    def blocked(rows: list[ScheduledRow]) -> Launched:
+    def blocked(*arguments: Any) -> Launched:
         entered.set()
         gate.wait()
-        return launch(rows)
+        return launch(*arguments)
 
     monkeypatch.setattr(engine.machine, "launch", blocked)
     job = submit(engine, ask("x", max_tokens=1))
