@@ -19,6 +19,7 @@ import msgspec
 from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.config import PoolConfig
 
 Section = type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
@@ -146,6 +147,14 @@ def _layer_counts(text: str) -> tuple[int, ...]:
     return tuple(one(part.strip()) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
 
 
+def _strategy(text: str) -> str:
+    try:
+        parse_strategy(text)
+    except StrategyError as error:
+        raise SettingsError(f"cannot be followed: {error}") from None
+    return text
+
+
 def _samplers(text: str) -> tuple[str, ...]:
     one = _one_of(*_default(EngineConfig, "samplers"))
     return tuple(one(name.strip()) for name in text.split(","))
@@ -238,6 +247,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
         ),
+        Flag("strategy", _strategy, "the last three as the rwkv package writes them: cuda fp16 *10 -> cpu fp32"),
         Flag(
             "micro_batches",
             _whole(0, 64),
@@ -331,12 +341,24 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     values = {section: _section_values(flags, given, source) for section, flags in FLAGS.items()}
     if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
         values[HttpConfig]["password"] = _first_line(path)
+    _apply_strategy(values[EngineConfig])
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
     shared: dict[str, Any] = {"drain_timeout_s": engine.drain_timeout_s, "model_name": engine.model_name}
     service = ServiceConfig(**values[ServiceConfig])
     if service.http_workers == 0:
         service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))
     return Settings(service=service, http=HttpConfig(**values[HttpConfig], **shared), engine=engine)
+
+
+def _apply_strategy(engine: dict[str, Any]) -> None:
+    """`--strategy` as the settings it stands for. SettingsError where one of these is given too."""
+    if not engine.get("strategy"):
+        return
+    for field, option in (("devices", "--pp-devices"), ("layers", "--pp-layers"), ("dtype", "--dtype")):
+        if field in engine:
+            raise SettingsError(f"--strategy says what {option} says: give one of them")
+    strategy = parse_strategy(engine["strategy"])
+    engine |= {"devices": strategy.devices, "layers": strategy.layers, "dtype": strategy.dtype}
 
 
 def default_http_workers(cpus: int) -> int:

@@ -18,7 +18,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ("auto",)
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
     layers: tuple[int, ...] = ()
-    """Layers of each of `devices`; (): dealt so that all take equal time, within their memory."""
+    """Layers of each of `devices`, 0: what the others leave; (): dealt to take equal time, within their memory."""
+    strategy: str = ""
+    """What devices, layers and dtype were taken from, as the `rwkv` package writes it; "": they were given."""
     micro_batches: int = 0
     """Groups that rows which decode are dealt into, so that devices work at once; 0: as many as devices that can."""
     kernels: str = "auto"

@@ -36,6 +36,15 @@ class Precision:
     """of the large matrices, where they are kept in small codes"""
 
     @property
+    def weight_bytes(self) -> float:
+        """Bytes of a number of a large matrix, with its share of scales and of what is kept twice."""
+        if self.storage is None:
+            return self.weights.itemsize
+        on_gpu = self.device.type == "cuda"
+        small = {Format.FP8: 1.4 if on_gpu else 2.0, Format.INT8: 1.05, Format.INT4: 0.6 if on_gpu else 1.05}
+        return small[self.storage]
+
+    @property
     def weights_name(self) -> str:
         """What the matrices are kept in, for people: "float16", "fp8"."""
         return str(self.weights).removeprefix("torch.") if self.storage is None else self.storage.value

@@ -19,7 +19,7 @@ PROBE_S = 0.02
 def split_layers(
     weights: Weights,
     devices: Sequence[torch.device],
-    item_bytes: Sequence[int],
+    item_bytes: Sequence[float],
     memory_share: float,
     given: Sequence[int],
 ) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def split_layers(
     return list(itertools.pairwise(ends))
 
 
-def _layers_that_fit(device: torch.device, layer_bytes: int, share: float, layers: int) -> int:
+def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, layers: int) -> int:
     if device.type != "cuda":
         return layers  # from a mapped file; what is too much for the host shows when it is read
     free, _ = torch.cuda.mem_get_info(device)
@@ -74,7 +74,11 @@ def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequenc
 
 
 def check_layers(given: Sequence[int], layers: int, stages: int) -> list[int]:
-    """`--pp-layers` as given. Raises ValueError unless it has a count for each device and they make up the model."""
+    """`--pp-layers` as given. Raises ValueError unless it has a count for each device and they make up the model.
+
+    A 0, from `--strategy`, is what the others leave.
+    """
+    given = [layers - sum(given) if count == 0 else count for count in given]
     if len(given) != stages or sum(given) != layers or min(given) < 1:
         raise ValueError(
             f"--pp-layers {','.join(map(str, given))} gives {len(given)} devices {sum(given)} layers; the model has "

@@ -39,7 +39,7 @@ class Pipeline:
         self.kernel_refusals: dict[str, str] = {}
         self.stages: list[Stage] = []
         precisions = [precision_for(device, dtype, wkv_state) for device in self.devices]
-        item_bytes = [precision.weights.itemsize for precision in precisions]
+        item_bytes = [precision.weight_bytes for precision in precisions]
         places = split_layers(weights, self.devices, item_bytes, memory_share, layers)
         for precision, (first, last) in zip(precisions, places, strict=True):
             ops, refusals = choose_ops(kernels, precision.device)

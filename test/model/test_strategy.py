@@ -1,0 +1,56 @@
+"""Strategies of the `rwkv` package: what they stand for here, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from rwkv_batch.runner.layer_split import check_layers
+from rwkv_batch.strategy import Strategy, StrategyError, parse_strategy
+from settings import SettingsError, parse_settings
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("cuda fp16 *10 -> cpu fp32", Strategy(("cuda", "cpu"), (10, 0), "auto")),
+        ("cuda:0 fp16 *10 -> cuda:1 fp16 *8 -> cpu fp32", Strategy(("cuda:0", "cuda:1", "cpu"), (10, 8, 0), "auto")),
+        ("cuda fp16i8 *20 -> cuda:1 fp16i8", Strategy(("cuda", "cuda:1"), (20, 0), "int8")),
+        ("cpu fp32", Strategy(("cpu",), (), "fp32")),
+        ("cuda fp16*24", Strategy(("cuda",), (24,), "fp16")),
+        ("cpu bf16 *2->cpu bf16 *4", Strategy(("cpu", "cpu"), (2, 4), "bf16")),
+    ],
+)
+def test_what_they_stand_for(text: str, wanted: Strategy) -> None:
+    assert parse_strategy(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("cuda fp16 *20+", "streams the layers"),
+        ("mps fp32", "cuda, cuda:N or cpu"),
+        ("cuda fp17", "'fp17'"),
+        ("cuda fp16 -> cpu fp32", "every part but the last"),
+        ("cuda bf16 *3 -> cpu fp32", "mixes types"),
+        ("cuda fp16 *0 -> cpu fp32", "no layers"),
+        ("", "device dtype"),
+    ],
+)
+def test_what_cannot_be_followed_is_named(text: str, reason: str) -> None:
+    with pytest.raises(StrategyError, match=reason):
+        parse_strategy(text)
+
+
+def test_the_rest_of_the_layers() -> None:
+    assert check_layers((10, 0), 24, 2) == [10, 14]
+    with pytest.raises(ValueError, match="24"):
+        check_layers((24, 0), 24, 2)
+
+
+def test_the_flag_is_another_spelling_of_the_others() -> None:
+    engine = parse_settings(["--strategy", "cpu fp32 *2 -> cpu fp32"], {}).engine
+    assert (engine.devices, engine.layers, engine.dtype) == (("cpu", "cpu"), (2, 0), "fp32")
+    with pytest.raises(SettingsError, match="--dtype"):
+        parse_settings(["--strategy", "cpu fp32", "--dtype", "bf16"], {})
+    with pytest.raises(SettingsError, match=r"--strategy cannot be followed.*streams"):
+        parse_settings(["--strategy", "cuda fp16 *20+"], {})
