@@ -6,15 +6,15 @@ from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import BatchBody
-from routes.response.event_stream import ask, new_job_id
+from routes.request.jobs import native_job
+from routes.response.event_stream import ask
 from routes.response.generate import run
-from routes.response.native_format import BatchDialect, batch_rows, transcript_of
+from routes.response.native_format import BatchDialect, transcript_of
 from routes.response.reply import Reply, json_answer
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
 from routes.route import Route
 from rwkv_batch.calls import CancelJobs, GetStatus
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.request import Job
 from sampling.params import Method, SamplingParams
 
 PATH = "/big_batch/completions"
@@ -42,8 +42,7 @@ class BigBatchBody(BatchBody):
 
 async def completions(context: Context, body: BigBatchBody) -> Reply:
     """Continue every prompt with the least work per token; server-sent events unless `stream` is false."""
-    rows = await batch_rows(context, body)
-    job = Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=LABEL)
+    job = await native_job(context, body, LABEL)
     return await run(context, job, BatchDialect(body.model), transcript_of(body, job), body.stream)
 
 

@@ -10,15 +10,14 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import SamplingBody, Texts
-from routes.request.generate_requests import build_rows, off_loop
-from routes.response.event_stream import new_job_id
+from routes.request.generate_requests import build_rows, given_stops, off_loop
+from routes.request.jobs import make_job
 from routes.response.generate import run
-from routes.response.native_format import BatchDialect, given_stops
+from routes.response.native_format import BatchDialect
 from routes.response.reply import Reply
 from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.response.transcript import Transcript
 from routes.route import Route
-from rwkv_batch.request import Job
 
 PATH = "/FIM/v1/batch-FIM"
 
@@ -46,7 +45,7 @@ async def batch_fim(context: Context, body: FimBody) -> Reply:
     stops = [*(given_stops(body) or ()), prompts.FIM_STOP]
     characters = sum(map(len, texts))
     rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
-    job = Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=PATH)
+    job = make_job(rows, body.timeout_s, PATH)
     dialect = BatchDialect(body.model, "FIM.completion")
     return await run(context, job, dialect, Transcript(len(rows)), body.stream)
 

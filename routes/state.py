@@ -9,8 +9,9 @@ from pydantic import Field
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.generate_requests import build_rows, off_loop
+from routes.request.jobs import make_job
 from routes.request.session_turn import as_turn
-from routes.response.event_stream import ask, new_job_id
+from routes.response.event_stream import ask
 from routes.response.generate import run
 from routes.response.native_format import BatchDialect
 from routes.response.reply import Reply, json_answer
@@ -58,8 +59,10 @@ async def turn_job(context: Context, body: TurnBody, label: str, branch_from: in
     """The job of one turn. Raises ServiceError."""
     prompt, stops = body.contents[0], list(body.stop_tokens)
     rows = await off_loop(len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents")
-    rows = as_turn(context, rows, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait)
-    return Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=label)
+    rows = await as_turn(
+        context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait
+    )
+    return make_job(rows, body.timeout_s, label)
 
 
 async def chat_completions(context: Context, body: TurnBody) -> Reply:

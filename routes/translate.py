@@ -16,16 +16,15 @@ from dataclasses import dataclass, field
 from routes.context import Context
 from routes.request import languages, prompts
 from routes.request.bodies import AUTO, TranslateBody
-from routes.request.generate_requests import encode, invalid, off_loop
-from routes.response.event_stream import new_job_id
+from routes.request.generate_requests import encode, greedy_row, invalid, off_loop
+from routes.request.jobs import make_job
 from routes.response.generate import RowResult, run_whole
 from routes.response.reply import Reply, json_answer, native_error
 from routes.response.response_models import Translations
 from routes.response.transcript import Transcript
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.request import FinishReason, GenerateRequest, Job
-from sampling.params import SamplingParams
+from rwkv_batch.request import FinishReason, GenerateRequest
 
 LABEL = "/translate/v1/batch-translate"
 CACHE = "translations"
@@ -135,18 +134,9 @@ def _rows(context: Context, keys: list[Key]) -> list[GenerateRequest]:
     for source, target, text in keys:
         labels = languages.name_of(source), languages.name_of(target)
         prompt = encode(context.tokenizer, prompts.translation(*labels, text), "text_list", context.config)
-        stops = sorted({"\n\n", *(f"\n{label}:" for label in labels)})
-        rows.append(
-            GenerateRequest(
-                prompt=prompt,
-                max_tokens=min(
-                    _TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit
-                ),
-                sampling=SamplingParams(temperature=0.0),
-                stop_strings=[stop.encode() for stop in stops],
-                chunk_size=0,
-            )
-        )
+        stops = ["\n\n", *(f"\n{label}:" for label in labels)]
+        most = min(_TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit)
+        rows.append(greedy_row(prompt, most, stops))
     return rows
 
 
@@ -169,7 +159,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     if not made.missing:
         return json_answer(made.assembled())
     rows = await off_loop(characters, _rows, context, made.missing)
-    job = Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=LABEL)
+    job = make_job(rows, body.timeout_s, LABEL)
 
     def whole(results: list[RowResult]) -> object:
         for key, row in zip(made.missing, results, strict=True):

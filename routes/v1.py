@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from routes.context import Context
 from routes.request.bodies import PromptBody
-from routes.response.native_format import serve
+from routes.request.jobs import native_job
+from routes.response.native_format import answer
 from routes.response.reply import Reply
 from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.route import SESSION_ERRORS, Route
@@ -14,7 +15,7 @@ PATH = "/v1/chat/completions"
 
 async def chat_completions(context: Context, body: PromptBody) -> Reply:
     """Continue every prompt; answers come in the order of the prompts, or as they grow with `stream`."""
-    return await serve(context, body, PATH)
+    return await answer(context, body, await native_job(context, body, PATH))
 
 
 EXAMPLE = {

@@ -7,7 +7,8 @@ from pydantic import Field
 from routes import v1
 from routes.context import Context
 from routes.request.bodies import PromptBody
-from routes.response.native_format import serve
+from routes.request.jobs import native_job
+from routes.response.native_format import answer
 from routes.response.reply import Reply
 from routes.response.response_models import BatchAnswer, BatchChunk
 from routes.route import SESSION_ERRORS, Route
@@ -23,7 +24,7 @@ class PaddedBody(PromptBody):
 
 async def chat_completions(context: Context, body: PaddedBody) -> Reply:
     """As /v1/chat/completions; the same parameters and the same distribution."""
-    return await serve(context, body, PATH, sampler="flashinfer")
+    return await answer(context, body, await native_job(context, body, PATH, sampler="flashinfer"))
 
 
 ROUTES = (

@@ -42,7 +42,7 @@ class Tokenizer:
         """The definition of encoding, byte by byte: slow, for short runs. Every single byte is a token."""
         ids, at = [], 0
         while at < len(data):
-            stop = min(len(data), at + self._longest_token)
+            stop = min(len(data), at + self.longest_token)
             while data[at:stop] not in self._id_by_bytes:
                 stop -= 1
             ids.append(self._id_by_bytes[data[at:stop]])
@@ -54,7 +54,8 @@ class Tokenizer:
         return {token: i for i, token in enumerate(self.byte_table) if token}
 
     @functools.cached_property
-    def _longest_token(self) -> int:
+    def longest_token(self) -> int:
+        """Bytes of the longest token."""
         return max(map(len, self._id_by_bytes))
 
     @functools.cached_property

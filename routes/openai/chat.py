@@ -18,9 +18,9 @@ from routes.openai.response import (
     token_text,
 )
 from routes.request import prompts
+from routes.request.generate_requests import given_stops
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
-from routes.response.native_format import given_stops
 from routes.response.reasoning import Parting
 from routes.response.reply import Reply
 from routes.response.response_models import ChatAnswer, ChatChunk
@@ -102,10 +102,11 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     """
     own = given_stops(body)
     stops = [*(prompts.THINK_FORMS[body.think].stops if own is None else own), *body.stop_texts]
-    rows = await openai_rows(context, body, [prompts.chat(body.messages, body.think)], stops, "messages")
+    whole = prompts.chat(body.messages, body.think)
+    rows = await openai_rows(context, body, [whole], stops, "messages")
     if body.session_id is not None:
         new = prompts.chat(prompts.new_messages(body.messages), body.think)
-        rows = as_turn(context, rows, body.session_id, new, "messages", wait=body.wait)
+        rows = await as_turn(context, rows, whole, body.session_id, new, "messages", wait=body.wait)
     dialect = ChatDialect(body, await fingerprint(context), body.n)
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(body.n), body.stream)
 

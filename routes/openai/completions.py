@@ -21,9 +21,9 @@ from routes.openai.response import (
     token_text,
 )
 from routes.request import prompts
+from routes.request.generate_requests import given_stops
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
-from routes.response.native_format import given_stops
 from routes.response.reply import Reply
 from routes.response.response_models import CompletionAnswer, CompletionChunk, ModelList
 from routes.response.transcript import RowUpdate, Transcript
@@ -101,7 +101,7 @@ async def completions(context: Context, body: CompletionBody) -> Reply:
         stops.append(prompts.FIM_STOP)
     rows = await openai_rows(context, body, texts, stops, "prompt")
     if body.session_id is not None:
-        rows = as_turn(context, rows, body.session_id, texts[0], "prompt", wait=body.wait)
+        rows = await as_turn(context, rows, texts[0], body.session_id, texts[0], "prompt", wait=body.wait)
     job = openai_job(body, rows, PATH)
     dialect = CompletionDialect(body, await fingerprint(context), job.num_rows)
     return await run(context, job, dialect, Transcript(job.num_rows), body.stream)

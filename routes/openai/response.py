@@ -11,7 +11,8 @@ from routes.context import Context
 from routes.openai.errors import openai_error
 from routes.openai.request import OpenAIBody
 from routes.request.generate_requests import build_rows, invalid, off_loop
-from routes.response.event_stream import ask, new_job_id
+from routes.request.jobs import make_job
+from routes.response.event_stream import ask
 from routes.response.generate import PlainDialect, RowResult
 from routes.response.native_format import usage
 from routes.response.reply import ErrorBody, sse
@@ -68,7 +69,7 @@ def _check_logprobs(body: OpenAIBody, rows: int) -> None:
 
 def openai_job(body: OpenAIBody, rows: list[GenerateRequest], label: str) -> Job:
     """The job of these rows."""
-    return Job(job_id=new_job_id(), rows=rows, timeout_s=body.timeout_s, label=label)
+    return make_job(rows, body.timeout_s, label)
 
 
 def as_logprob(value: float) -> float:

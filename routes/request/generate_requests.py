@@ -12,6 +12,7 @@ from routes.request.bodies import GenerationBody
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from sampling.params import SamplingParams
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -46,6 +47,11 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
     return ids, strings
 
 
+def given_stops(body: GenerationBody) -> list[int | str] | None:
+    """`stop_tokens` if the request has them."""
+    return list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
+
+
 def encode(
     tokenizer: Tokenizer, prompt: str | list[int], field: str, config: HttpConfig, pad_zero: bool = False
 ) -> list[int]:
@@ -73,6 +79,19 @@ def _roughly_counted(tokenizer: Tokenizer, text: str, enough: int) -> int:
         if count > enough:
             break
     return count
+
+
+def greedy_row(prompt: list[int], max_tokens: int, stops: Iterable[int | str]) -> GenerateRequest:
+    """A row that is answered whole, without chance: for routes that decide for their clients how to draw."""
+    stop_ids, stop_strings = split_stops(stops)
+    return GenerateRequest(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=0.0),
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        chunk_size=0,
+    )
 
 
 def build_rows(

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +23,6 @@ from rwkv_batch.request import Job, JobEvents
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_EVENTS = 50_000
-
-
-def new_job_id() -> str:
-    """An id that no other HTTP worker makes."""
-    return uuid.uuid4().hex
 
 
 class EventStream:

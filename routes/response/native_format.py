@@ -1,4 +1,4 @@
-"""The family's native batch form: many prompts or one conversation in, one object with indexed choices out."""
+"""The family's native batch form: one object with indexed choices."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import DEFAULT_STOPS, BatchBody, GenerationBody, PromptBody
-from routes.request.generate_requests import build_rows, off_loop
-from routes.request.session_turn import as_turn
-from routes.response.event_stream import new_job_id
+from routes.request.bodies import BatchBody
 from routes.response.generate import PlainDialect, RowResult, run
 from routes.response.reply import Reply, failure, sse
 from routes.response.transcript import RowUpdate, Transcript
-from rwkv_batch.request import Finish, GenerateRequest, Job
+from rwkv_batch.request import Finish, Job
 
 
 def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
@@ -67,45 +64,8 @@ def _choice(index: int, row: RowResult) -> dict[str, Any]:
     return choice
 
 
-def prompt_forms(body: BatchBody, stop_tokens: list[int | str] | None) -> tuple[list[str], list[int | str], str]:
-    """Prompts, stops (None: the form's own), and the field they came from."""
-    if body.messages:
-        think = prompts.think_mode(body.enable_think)
-        stops = list(prompts.THINK_FORMS[think].stops) if stop_tokens is None else stop_tokens
-        return [prompts.chat(body.messages, think)], stops, "messages"
-    if body.contents:
-        return body.contents, list(DEFAULT_STOPS) if stop_tokens is None else stop_tokens, "contents"
-    pairs = zip(body.prefixes, body.suffixes, strict=True)
-    return [prompts.fill_in_the_middle(*pair) for pair in pairs], [*(stop_tokens or ()), prompts.FIM_STOP], "prefix"
-
-
-def given_stops(body: GenerationBody) -> list[int | str] | None:
-    """`stop_tokens` if the request has them."""
-    return list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
-
-
-async def batch_rows(context: Context, body: BatchBody) -> list[GenerateRequest]:
-    """The rows of a native batch body, without a session. Raises ServiceError."""
-    texts, stops, field = prompt_forms(body, given_stops(body))
-    characters = sum(map(len, texts))
-    return await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
-
-
-def _resume_text(body: PromptBody) -> tuple[str, str]:
-    """What a session that exists reads, and the field it came from."""
-    if body.messages:
-        new = prompts.new_messages(body.messages)
-        return prompts.chat(new, prompts.think_mode(body.enable_think)), "messages"
-    texts, _, field = prompt_forms(body, [])
-    return texts[0], field
-
-
-async def serve(context: Context, body: PromptBody, label: str, sampler: str = "") -> Reply:
-    """Answer a native batch body in the family's form; `sampler`: see Job."""
-    rows = await batch_rows(context, body)
-    if body.session_id is not None:
-        rows = as_turn(context, rows, body.session_id, *_resume_text(body), wait=body.wait)
-    job = Job(job_id=new_job_id(), rows=rows, sampler=sampler, timeout_s=body.timeout_s, label=label)
+async def answer(context: Context, body: BatchBody, job: Job) -> Reply:
+    """Run a native batch body's job and answer in the family's form; conversations have an id, for OpenAI's clients."""
     answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
     return await run(context, job, BatchDialect(body.model, answer_id=answer_id), transcript_of(body, job), body.stream)
 

@@ -1,0 +1,42 @@
+"""From bodies to jobs: the rows, and what holds for all of them."""
+
+from __future__ import annotations
+
+import uuid
+
+from routes.context import Context
+from routes.request import prompts
+from routes.request.bodies import DEFAULT_STOPS, BatchBody, PromptBody
+from routes.request.generate_requests import build_rows, given_stops, off_loop
+from routes.request.session_turn import as_turn
+from rwkv_batch.request import GenerateRequest, Job
+
+
+def make_job(rows: list[GenerateRequest], timeout_s: float | None, label: str, sampler: str = "") -> Job:
+    """A job of these rows, under an id that no other HTTP worker makes; the rest: see Job."""
+    return Job(job_id=uuid.uuid4().hex, rows=rows, sampler=sampler, timeout_s=timeout_s, label=label)
+
+
+async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
+    """The job of a native batch body, in its session if it has one. Raises ServiceError."""
+    texts, stops, field = prompt_forms(body, given_stops(body))
+    characters = sum(map(len, texts))
+    rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
+    if isinstance(body, PromptBody) and body.session_id is not None:
+        resume = texts[0]
+        if body.messages:
+            resume = prompts.chat(prompts.new_messages(body.messages), prompts.think_mode(body.enable_think))
+        rows = await as_turn(context, rows, texts[0], body.session_id, resume, field, wait=body.wait)
+    return make_job(rows, body.timeout_s, label, sampler)
+
+
+def prompt_forms(body: BatchBody, stop_tokens: list[int | str] | None) -> tuple[list[str], list[int | str], str]:
+    """Prompts, stops (None: the form's own), and the field they came from."""
+    if body.messages:
+        think = prompts.think_mode(body.enable_think)
+        stops = list(prompts.THINK_FORMS[think].stops) if stop_tokens is None else stop_tokens
+        return [prompts.chat(body.messages, think)], stops, "messages"
+    if body.contents:
+        return body.contents, list(DEFAULT_STOPS) if stop_tokens is None else stop_tokens, "contents"
+    pairs = zip(body.prefixes, body.suffixes, strict=True)
+    return [prompts.fill_in_the_middle(*pair) for pair in pairs], [*(stop_tokens or ()), prompts.FIM_STOP], "prefix"
