@@ -20,7 +20,7 @@ from rwkv_batch.model.linear import Linear
 MAX_SKINNY_ROWS = 16
 LEAST_WIDE_DEPTH = 4096
 """Inputs from which on Hopper's kernel multiplies few rows too. Measured: faster at 4096 with 1 to 16 rows; at 2048
-slower with 1 to 8, and equal with 12 and 16 (docs/performance.md)."""
+slower with 1 to 8, and equal with 12 and 16 (docs/notebook.md)."""
 
 
 @dataclass(slots=True)
