@@ -131,7 +131,7 @@ class Engine:
             value = action()
         except ServiceError as error:
             value = error
-        except Exception as error:
+        except Exception as error:  # a fault in one command is its caller's answer, not the engine's end
             logger.exception("a command of the engine failed")
             value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {type(error).__name__}: {error}")
         reply(value)
@@ -170,7 +170,7 @@ class Engine:
 
         try:
             count = self.machine.pool.delete(session_id, delete_prefix, done)
-        except Exception as error:
+        except Exception as error:  # likewise
             logger.exception("deleting a session failed")
             reply(as_service_error(error))
 
@@ -191,7 +191,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._load()
-        except BaseException as error:  # SystemExit too: whoever waits in `start` has to know
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: whoever waits in `start` has to know
             self._failure = error
             self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine could not be started: {error}")
             return
@@ -220,7 +220,7 @@ class Engine:
             self.machine.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_CUT_OFF)
-        except Exception as error:
+        except Exception as error:  # whatever it was, all who wait are told and the process is replaced
             logger.critical("the engine's thread died", exc_info=True)
             self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine has died: {error}; it is restarted")
             self.jobs.abandon_all(self._dead)
@@ -260,7 +260,7 @@ class Engine:
             try:
                 step = self.machine.launch(part, oldest)
                 step.launched = time.monotonic()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a device raises anything; the part's jobs end, or the engine
                 self._fail_step(part, error)
                 continue
             self.jobs.launched(part, self._next_step)
@@ -272,7 +272,7 @@ class Engine:
         for step in concluded.parts:
             try:
                 drawn = self.machine.read(step)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - likewise
                 self._fail_step(step.rows, error)
                 continue
             self.speed.count(step.rows, len(drawn), step.started, step.launched)

@@ -67,7 +67,7 @@ def choose_sampler(
             reason = found.why_not(device)
             if reason is None:
                 return found(max_rows, vocab, device, penalty_exempt_ids), refusals
-        except Exception as error:
+        except Exception as error:  # a compiler, a driver, another version: any failure is a refusal with its reason
             log.warning("the sampler %s cannot be used", name, exc_info=True)
             reason = f"{type(error).__name__}: {error}"
         refusals[name] = reason

@@ -104,7 +104,7 @@ class SseChunks:
             return start
         try:
             return self._next_chunk()
-        except Exception:
+        except Exception:  # raised here, it would end the stream without a word; the client gets an error event
             logger.exception("a stream failed")
             self.ended = True
             return sse(self._dialect.error_body(_INTERNAL)) + DONE
@@ -191,7 +191,7 @@ async def run_whole(
             return Answer(to_json(whole(_results(events, transcript, job.num_rows))))
         except ServiceError as error:
             return error_answer(error.info, error_body)
-        except Exception:
+        except Exception:  # the status may be out already: the client gets an error body
             logger.exception("an answer could not be written")
             return error_answer(_INTERNAL, error_body)
 

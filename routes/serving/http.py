@@ -222,7 +222,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         except ServiceError as error:
             exchange.failure = error.info.kind
             reply = error_answer(error.info, route.error_body)
-        except Exception:
+        except Exception:  # a fault of ours is a 500 in the route's form, and the worker goes on
             logger.exception("%s %s failed", route.method, route.path)
             exchange.failure = _INTERNAL.kind
             reply = error_answer(_INTERNAL, route.error_body)

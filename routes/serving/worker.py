@@ -81,7 +81,7 @@ def run_http_worker(
     supervisor = SupervisorLink(pipe)
     try:
         _run(config, address, style, listeners, supervisor)
-    except Exception as error:
+    except Exception as error:  # the process ends, and the supervisor is told why
         logger.exception("the HTTP worker failed")
         supervisor.tell("failed", f"{type(error).__name__}: {error}")
         os._exit(1)

@@ -43,7 +43,7 @@ class SessionTransfer:
 
         try:
             pool.export(session_id, exported, dialogue)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged and typed below: the caller waits for an answer
             reply(_as_service_error(error))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
@@ -63,7 +63,7 @@ class SessionTransfer:
         def run() -> None:
             try:
                 value = work()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a file holds anything; the caller waits for an answer
                 reply(_as_service_error(error))
                 return
             then(value)
@@ -84,7 +84,7 @@ class SessionTransfer:
 
         try:
             pool.import_session(session_id, file, durable)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             reply(_as_service_error(error))
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ class EngineClient:
         try:
             for message in link.receive():
                 self._handle(message)
-        except Exception:
+        except Exception:  # a foreign frame, a sink's fault: who waits is told below, and it connects anew
             logger.exception("the connection to the engine failed; reconnecting")
         finally:
             link.close()

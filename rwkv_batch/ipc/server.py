@@ -99,7 +99,7 @@ class Peer:
         try:
             for message in self._link.receive():
                 self._handle(message, ask)
-        except Exception:
+        except Exception:  # a foreign frame, a message's fault: that worker's jobs end, not the engine
             logger.exception("the connection of HTTP worker %s failed; closing it", self.name)
         finally:
             self._link.close()
@@ -239,7 +239,7 @@ def run_engine(
     except (StartupError, OSError, MemoryError) as error:
         supervisor.send(("failed", str(error) or type(error).__name__))
         sys.exit(1)
-    except Exception as error:
+    except Exception as error:  # loading touches files, compilers, drivers: the supervisor gets one line
         logger.exception("the engine did not start")
         supervisor.send(("failed", f"the engine did not start: {type(error).__name__}: {error}"))
         sys.exit(1)

@@ -205,7 +205,7 @@ class Writer:
             reach("before_commit")
             self._connection.execute("COMMIT")
             reach("after_commit")
-        except Exception as error:  # a number that SQLite cannot hold, say: the job's failure, not the thread's
+        except Exception as error:  # noqa: BLE001 - a number that SQLite cannot hold, say: the jobs' failure
             self._roll_back(error)
             return error
         self._garbage.extend(garbage)
@@ -241,7 +241,7 @@ class Writer:
                 reach("within_checkpoint")
             old = self._point_to(staging) if not staging.chunks else None
             self._connection.execute("COMMIT")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - of copies and of SQLite; the state's failure, not the thread's
             self._roll_back(error)
             self._state_failed(staging, error)
             return
@@ -298,7 +298,7 @@ class Writer:
             if empty and len(self._garbage) == 1:
                 self._garbage.extend(statements.sweep_hidden(self._connection))
             self._connection.execute("COMMIT")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - what is left is found again
             self._roll_back(error)
             self._garbage.popleft()  # the next start finds it again
             return
