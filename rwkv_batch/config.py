@@ -1,4 +1,4 @@
-"""What the engine is told at start. Plain data, made by settings.py from flags and environment."""
+"""The engine's settings. Plain data, made by settings.py from flags and environment."""
 
 from __future__ import annotations
 

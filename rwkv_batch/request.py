@@ -148,7 +148,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """All news of one job from one engine step. `done` is set exactly once, on the last."""
+    """All events of one job from one engine step. `done` is set exactly once, on the last."""
 
     job_id: str
     deltas: list[Delta]

@@ -1,4 +1,4 @@
-"""The state pool's face: sessions are checked out, turns recorded and checked in. Engine thread only.
+"""What the engine sees of the state pool: sessions are checked out, turns recorded and checked in. Engine thread only.
 
 Nothing here waits for a disk or a device: what takes time is begun, and `poll` concludes it.
 """

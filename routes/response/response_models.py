@@ -102,7 +102,7 @@ class BatchChunkChoice(BaseModel):
 
 
 class BatchChunk(BaseModel):
-    """An event of a stream; one event may bear news of many rows, or of one row twice."""
+    """An event of a stream; one event may hold parts of many rows, or of one row twice."""
 
     object: Literal["chat.completion.chunk", "FIM.completion.chunk"]
     choices: list[BatchChunkChoice]
@@ -281,7 +281,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or news of it."""
+    """One answer, or a part of it."""
 
     index: int
     text: str
@@ -346,6 +346,8 @@ class Status(BaseModel):
     waiting_rows: int
     free_slots: int
     pool: dict[str, Any] = Field(description="Sizes of the tiers, counters, and what is wrong with the disk.")
-    drawn_tokens_per_s: float = Field(description="Over the last ten seconds, as the next.")
-    read_tokens_per_s: float
+    generated_tokens_per_s: float = Field(description="Over the last ten seconds, as the next.")
+    computed_tokens_per_s: float = Field(description="Tokens that went through the model, prompts' among them.")
+    drawn_tokens_per_s: float = Field(description="The older name of generated_tokens_per_s.")
+    read_tokens_per_s: float = Field(description="The older name of computed_tokens_per_s.")
     processes: dict[str, Any]

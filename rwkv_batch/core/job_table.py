@@ -131,7 +131,7 @@ class JobTable:
 
     @staticmethod
     def _nth(request: GenerateRequest, i: int) -> GenerateRequest:
-        """The request of one continuation: its own seed; ignore_eos bans the end token, which is never fed."""
+        """The request of one continuation: its own seed; ignore_eos bans the end token, which is never read."""
         sampling = request.sampling
         if i:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % (1 << 64))

@@ -97,7 +97,7 @@ class RowOutput:
         return self.tokens[:whole], partial
 
     def take_delta(self, finish: Finish | None = None) -> Delta | None:
-        """The news worth sending now: a full chunk, or everything with the finish; None: not yet."""
+        """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
         if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):
             return None
         delta = Delta(self.row, bytes(self._ready), self._gathered, finish, self._shown_logprobs() or None)

@@ -1,6 +1,6 @@
 """What runs inside the engine: a job's rows, what each still has to read, and where its state lies.
 
-Plain data of the engine's thread; `jobs.py`, `scheduler.py` and `slot_keeper.py` act on it.
+Plain data of the engine's thread; `job_table.py`, `scheduler.py` and `state_manager.py` act on it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RunningJob:
     seated: int = 0
     """rows that hold a place in the steps"""
     deltas: list[Delta] = field(default_factory=list)
-    """news gathered in this step"""
+    """gathered in this step"""
     is_batch: bool = field(init=False)
     """see `Job.is_batch`"""
 

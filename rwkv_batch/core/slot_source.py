@@ -8,7 +8,7 @@ from rwkv_batch.core.sequence import Sequence
 
 
 class SlotSource(Protocol):
-    """See `slot_keeper.StateManager`."""
+    """See `state_manager.StateManager`."""
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the row may start now."""

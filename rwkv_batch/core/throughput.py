@@ -15,6 +15,13 @@ logger = logging.getLogger(__name__)
 
 WINDOW_S = 10.0
 STEPS_KEPT = 256
+OLD_NAMES = {
+    "generated_tokens": "drawn_tokens",
+    "computed_tokens": "read_tokens",
+    "generated_tokens_per_s": "drawn_tokens_per_s",
+    "computed_tokens_per_s": "read_tokens_per_s",
+}
+"""Under which figures stood before; both names are served."""
 
 
 class StepTime(NamedTuple):
@@ -35,67 +42,71 @@ class Throughput:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.drawn_tokens = 0
-        self.read_tokens = 0
+        self.generated_tokens = 0
+        self.computed_tokens = 0
         self.busy_s = 0.0
         self._last_end = 0.0
         self._window: list[tuple[float, int, int]] = []
-        """(time, tokens drawn, tokens read) of coarse buckets, oldest first"""
+        """(time, tokens generated, tokens computed) of coarse buckets, oldest first"""
         self._steps: deque[StepTime] = deque(maxlen=STEPS_KEPT)
 
-    def count(self, rows: list[ScheduledRow], drawn: int, started: float, launched: float) -> None:
+    def count(self, rows: list[ScheduledRow], generated: int, started: float, launched: float) -> None:
         """Count one step whose tokens were just read; time that two steps share counts once.
 
         rows: before their tokens are taken; `started`, `launched`: see StepTime.
         """
-        read = sum(row.num_tokens for row in rows)
+        computed = sum(row.num_tokens for row in rows)
         self.steps += 1
-        self.drawn_tokens += drawn
-        self.read_tokens += read
+        self.generated_tokens += generated
+        self.computed_tokens += computed
         now = time.monotonic()
         self.busy_s += now - max(started, self._last_end)
         self._last_end = now
-        self._steps.append(StepTime(started, launched, now, len(rows), read))
+        self._steps.append(StepTime(started, launched, now, len(rows), computed))
         if logger.isEnabledFor(logging.DEBUG):
-            self._tell_first_tokens(rows)
+            self._log_first_tokens(rows)
         if self._window and now - self._window[-1][0] < 0.25:
-            began, drawn_before, read_before = self._window[-1]
-            self._window[-1] = (began, drawn_before + drawn, read_before + read)
+            began, generated_before, computed_before = self._window[-1]
+            self._window[-1] = (began, generated_before + generated, computed_before + computed)
         else:
             self._window = [entry for entry in self._window if now - entry[0] < WINDOW_S]
-            self._window.append((now, drawn, read))
+            self._window.append((now, generated, computed))
 
-    def _tell_first_tokens(self, rows: list[ScheduledRow]) -> None:
+    def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
         """Log how each row came to its first token: the wait until its step was launched, and all steps meanwhile."""
         step = self._steps[-1]
         for row in rows:
             if not row.draws or row.sequence.output.tokens:
                 continue
             since = row.sequence.job.submitted_at
-            told = {
+            timing = {
                 "prompt_tokens": row.sequence.prompt_tokens,
                 "first_token_ms": round((step.ended - since) * 1e3, 1),
                 "waited_ms": round((step.started - since) * 1e3, 1),
-                "steps": [_told(one) for one in self._steps if one.ended > since],
+                "steps": [_timing_of(one) for one in self._steps if one.ended > since],
             }
-            logger.debug("first token %s", msgspec.json.encode(told).decode())
+            logger.debug("first token %s", msgspec.json.encode(timing).decode())
 
     def figures(self) -> dict[str, float | int]:
         """Plain data for /status and /metrics; rates over the last ten seconds."""
         now = time.monotonic()
         recent = [entry for entry in self._window if now - entry[0] < WINDOW_S]
         span = max(now - recent[0][0], 0.25) if recent else 1.0
+        figures: dict[str, float | int] = {
+            "generated_tokens": self.generated_tokens,
+            "computed_tokens": self.computed_tokens,
+            "generated_tokens_per_s": round(sum(entry[1] for entry in recent) / span, 1),
+            "computed_tokens_per_s": round(sum(entry[2] for entry in recent) / span, 1),
+        }
         return {
             "steps": self.steps,
-            "drawn_tokens": self.drawn_tokens,
-            "read_tokens": self.read_tokens,
             "busy_s": round(self.busy_s, 3),
-            "drawn_tokens_per_s": round(sum(entry[1] for entry in recent) / span, 1),
-            "read_tokens_per_s": round(sum(entry[2] for entry in recent) / span, 1),
+            **figures,
+            **{OLD_NAMES[name]: value for name, value in figures.items()},
         }
 
 
-def _told(step: StepTime) -> dict[str, float | int]:
+def _timing_of(step: StepTime) -> dict[str, float | int]:
     return {
         "ms": round((step.ended - step.started) * 1e3, 1),
         "launch_ms": round((step.launched - step.started) * 1e3, 1),

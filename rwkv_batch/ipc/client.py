@@ -1,4 +1,4 @@
-"""The engine's face in an HTTP worker: forwards over the local socket, and tells everyone when the engine dies.
+"""The engine as an HTTP worker sees it: forwards over the local socket, and tells everyone when the engine dies.
 
 Threads: any may call; one of its own connects, receives and runs the callbacks.
 """

@@ -17,7 +17,7 @@ _CHATTY = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
 
 
 _SWITCH_S = 0.001
-"""How long a thread that wants Python's lock lets another have it: news of other rows must not wait out launches."""
+"""How long a thread that wants Python's lock lets another have it: events of other rows must not wait out launches."""
 
 
 class LogStyle(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """What crosses the local socket between HTTP workers and the engine process, and how.
 
-A frame is its length in four bytes and a msgpack array of messages. Whoever sends writes it, so that news need no
+A frame is its length in four bytes and a msgpack array of messages. Whoever sends writes it, so that events need no
 other thread to be woken and given Python's lock. A Unix stream socket tells both ends at once when the other has
 died, which is why there is no heartbeat.
 """
@@ -27,7 +27,7 @@ MAX_WAITING_FRAMES = 50_000
 MAX_WAITING_BYTES = 1 << 30
 """A peer that leaves so much unread is taken for dead."""
 FRAME_BYTES = 1 << 22
-"""About how many bytes of news go in one frame: a step may bring more, if many long rows end in it."""
+"""About how many bytes of events go in one frame: a step may bring more, if many long rows end in it."""
 _DELTA_BYTES = 64
 """What a delta takes beside its text, about; the same for a log-probability beside its token."""
 _LENGTH_BYTES = 4

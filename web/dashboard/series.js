@@ -12,7 +12,7 @@ const WINDOW_S = 30;
 /** Counters whose rate is shown, by the name of their series. */
 const RATES = {
   generated: "rwkv_completion_tokens_total",
-  read: "rwkv_read_tokens",
+  read: "rwkv_computed_tokens",
   requests: "rwkv_http_requests_total",
 };
 const GAUGES = { running: "rwkv_running_rows", waiting: "rwkv_waiting_rows" };
