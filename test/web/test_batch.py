@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -86,4 +87,5 @@ def test_many_rows_of_a_real_model(demo: Service, open_page: Opener, shots: Path
     page.click("#batch-start")
     expect(page.locator("#batch-figures")).to_have_attribute("data-done", str(len(lines)))
     assert page.locator('.card[data-state="stop"]').count() > len(lines) * 0.9
+    expect(page.locator("#batch-rate")).to_have_text(re.compile(r"^[\d,]+$"))
     page.screenshot(path=shots / "batch.png")

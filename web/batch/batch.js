@@ -6,7 +6,7 @@ import { number, t, useLanguage } from "../i18n.js";
 import { service } from "../monitor.js";
 import { download, html, useEffect, useRef, useState, useStore } from "../ui.js";
 import { createGrid } from "./grid.js";
-import { rowsOf, runRows } from "./run.js";
+import { countTokens, rowsOf, runRows } from "./run.js";
 import { parseRows, resultsAsCsv, resultsAsJsonl } from "./table.js";
 
 const TEMPLATES = {
@@ -53,7 +53,10 @@ function Source({ source }) {
   </div>`;
 }
 
-/** Progress of a run; tokens/s is the whole engine's, by the counter that it keeps of what it sends. */
+/**
+ * Progress of a run. Tokens/s: while it runs, the whole engine's, by the counter that it keeps of what it sends;
+ * afterwards the run's own, whose outputs the service has counted.
+ */
 function Figures({ run }) {
   const { metrics, at } = useStore(service);
   const [, tick] = useState(0);
@@ -73,7 +76,7 @@ function Figures({ run }) {
   const characters = run.rows.reduce((sum, row) => sum + row.output.length, 0);
   return html`<p class="figures" id="batch-figures" data-done=${done}>
     <b>${number(done)} / ${number(run.rows.length)}</b> ${t("batch.done")} ·
-    <b id="batch-rate">${run.ended ? "–" : number(rate.current.value)}</b> ${t("batch.tokens")} ·
+    <b id="batch-rate">${number(run.ended ? run.tokens / seconds : rate.current.value)}</b> ${t(run.ended ? "batch.ownTokens" : "batch.tokens")} ·
     <b>${number(characters / Math.max(seconds, 0.1))}</b> ${t("batch.characters")} · ${number(seconds, 1)} s</p>`;
 }
 
@@ -109,7 +112,10 @@ export function Batch() {
     setRun(begun);
     const fields = { chunk_size: CHUNK_TOKENS, ...decodeFields(), ...chosenModel(), max_tokens: most };
     await runRows(path, fields, rows, begun.control.signal, grid.current.changed);
-    setRun({ ...begun, ended: Date.now() });
+    const ended = Date.now();
+    setRun({ ...begun, ended, tokens: NaN });
+    const tokens = await countTokens(rows).catch(() => NaN);
+    setRun((now) => (now.rows === rows ? { ...now, tokens } : now));
   };
   const busy = run && !run.ended;
   return html`<div class="batch">

@@ -1,6 +1,6 @@
 // Many prompts at once: requests of many rows, whose streams tell which rows have grown.
 
-import { stream } from "../api.js";
+import { post, stream } from "../api.js";
 import { fillIn } from "./table.js";
 
 const ROWS_PER_REQUEST = 1000;
@@ -44,4 +44,14 @@ export async function runRows(path, fields, rows, signal, changed) {
     }
   };
   await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
+}
+
+/** Tokens of all outputs, as the service counts them. Throws ApiError. */
+export async function countTokens(rows) {
+  const texts = rows.map((row) => row.output).filter(Boolean);
+  let tokens = 0;
+  for (let at = 0; at < texts.length; at += ROWS_PER_REQUEST) {
+    tokens += (await post("/v1/tokens/count", { contents: texts.slice(at, at + ROWS_PER_REQUEST) })).tokens;
+  }
+  return tokens;
 }

@@ -8,7 +8,7 @@ import { series } from "./series.js";
 // A classic script's `var` stays inside a module: one line was added to hand it over.
 const { uPlot } = globalThis;
 const COLORS = ["#2f7de1", "#e08a1e", "#2a9d5c"];
-const HEIGHT = 170;
+const HEIGHT = 160;
 const LEAST_SPAN_S = 60;
 
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -21,6 +21,7 @@ function makePlot(place, names, labels, digits) {
     {
       width: Math.max(place.clientWidth, 200),
       height: HEIGHT,
+      padding: [8, 28, 0, 0],
       legend: { show: false },
       cursor: { show: false },
       scales: { x: { time: true, range: (_, low, high) => [Math.min(low ?? 0, (high ?? 1) - LEAST_SPAN_S), high ?? 1] }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.1] } },

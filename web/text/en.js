@@ -101,6 +101,7 @@ export default {
   "batch.start": "Start",
   "batch.done": "rows done",
   "batch.tokens": "tokens/s (whole engine)",
+  "batch.ownTokens": "tokens/s",
   "batch.characters": "characters/s",
   "batch.row": "Row {index}",
   "batch.results": "Results",

@@ -100,6 +100,7 @@ export default {
   "batch.start": "开始",
   "batch.done": "行完成",
   "batch.tokens": "词元/秒（整个引擎）",
+  "batch.ownTokens": "词元/秒",
   "batch.characters": "字符/秒",
   "batch.row": "第 {index} 行",
   "batch.results": "结果",
