@@ -13,7 +13,7 @@ from state_pool.arena import Arena
 from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
-from state_pool.disk.store import Deliveries, Store
+from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
@@ -37,7 +37,7 @@ class StatePool:
         Raises DatabaseUnusable when the database cannot be opened, naming file, fault and remedy.
         """
         self.config = config
-        self._deliver = Deliveries(wake)
+        self._deliver = CompletionQueue(wake)
         self._index = SessionIndex()
         self._store = Store(config, arena, self._deliver) if config.state_db else None
         if self._store is not None:

@@ -168,6 +168,24 @@ def test_sqlite_is_known_on_the_disk_tier_alone() -> None:
             assert not known or room_of(name) == "state_pool.disk", f"{name} imports sqlite3"
 
 
+def test_no_dialect_names_a_backend() -> None:
+    """What draws and what computes is the operator's choice; /v2 prefers a sampler, as its interface says."""
+    backends = {"rapid", "flashinfer", "naive", "cuda", "cpu"}
+    for name, file in modules("routes"):
+        constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+        named = constants & backends
+        assert named <= ({"flashinfer"} if name == "routes.v2" else set()), f"{name} names {named}"
+
+
+def test_the_engine_names_no_route() -> None:
+    routes = {"big_batch", "openai", "translate", "multi_state", "fim", "batch-FIM"}
+    for package in ("rwkv_batch", "state_pool", "sampling"):
+        for name, file in modules(package):
+            nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+            named = {node.value for node in nodes} & routes
+            assert not named, f"{name} names {named}"
+
+
 def test_no_circles() -> None:
     files = dict(entry for package in FLOORS for entry in modules(package))
     graph = {name: imported_modules(file) - {name} for name, file in files.items()}

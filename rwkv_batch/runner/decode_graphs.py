@@ -11,7 +11,7 @@ Each `run` embeds the last token of each seat, runs all layers of all stages, dr
 n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row that has to
 be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same without the draw,
 for
-steps whose rows need a sampler that has no device face. A graph that cannot be captured raises CaptureError before any
+steps whose rows need a sampler of the host. A graph that cannot be captured raises CaptureError before any
 row's state has changed, so the step may be run without.
 """
 

@@ -16,7 +16,7 @@ from state_pool.disk.writer import Writer
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
 
-class Deliveries:
+class CompletionQueue:
     """Callbacks on their way from the threads to the engine thread."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
@@ -50,7 +50,7 @@ class Deliveries:
 class Store:
     """The database with its two threads. Raises DatabaseUnusable when it cannot be opened."""
 
-    def __init__(self, config: PoolConfig, arena: Arena, deliver: Deliveries) -> None:
+    def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self.path = str(Path(config.state_db).absolute())
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._lock: ProcessLock | None = None

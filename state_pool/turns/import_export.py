@@ -11,7 +11,7 @@ from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Append, Checkpoint, Loaded
 from state_pool.disk.reader import LoadResult
-from state_pool.disk.store import Deliveries, Store
+from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
@@ -31,7 +31,7 @@ class ImportExport:
         index: SessionIndex,
         tiers: Tiers,
         store: Store | None,
-        deliver: Deliveries,
+        deliver: CompletionQueue,
         advance: Callable[[Session], None],
         delete_rows: Callable[[tuple[int, ...]], None],
     ) -> None:

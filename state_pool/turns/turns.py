@@ -11,7 +11,7 @@ from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete
-from state_pool.disk.store import Deliveries, Store
+from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
 from state_pool.sessions import (
     ROOT,
@@ -31,7 +31,7 @@ class Turns:
     """Keeps each session's turns in order and makes them durable before they are part of it."""
 
     def __init__(
-        self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, deliver: Deliveries
+        self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, deliver: CompletionQueue
     ) -> None:
         self.supply = LeaseQueue(config, index, tiers, store)
         self._config = config
