@@ -29,6 +29,7 @@ from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
+FFN_STEP = 64
 MAX_SPARSE_ROWS = 8
 SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
@@ -78,10 +79,9 @@ class CudaOps:
         return {} if reason is None else {"wide": reason}
 
     def prepare_layer(self, layer: Layer) -> CudaLayer:
-        """A loaded layer in the form the kernels want; called once, at load. Raises ValueError for its width."""
+        """A loaded layer in the form the kernels want; called once, at load. Raises ValueError for its sizes."""
         width, device = layer.att_mix.shape[1], layer.att_mix.device
-        if width % HEAD_SIZE or width > MAX_WIDTH:
-            raise ValueError(f"the cuda kernels take widths up to {MAX_WIDTH}, not {width}; use --kernels naive")
+        check_sizes(width, layer.ffn_key.weight.shape[0])
         if device not in self.workspaces:
             ffn = layer.ffn_key.weight.shape[0]
             splits = -(-ffn // SPARSE_SHARE)
@@ -252,6 +252,15 @@ class CudaOps:
             x.shape[1],
         )
         return out
+
+
+def check_sizes(width: int, ffn: int) -> None:
+    """ValueError that names the sizes of a model that the kernels do not take: none is computed wrongly."""
+    if width % HEAD_SIZE or width > MAX_WIDTH or ffn % FFN_STEP:
+        raise ValueError(
+            f"the cuda kernels take widths of a multiple of {HEAD_SIZE} up to {MAX_WIDTH} and a channel mix of a "
+            f"multiple of {FFN_STEP}, not {width} and {ffn}; use --kernels naive"
+        )
 
 
 def token_rows(inputs: StepInputs) -> Tensor:

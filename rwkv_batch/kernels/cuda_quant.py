@@ -177,7 +177,7 @@ def pack(stored: Quantised, transposed: bool = False) -> Packed:
         codes = codes_int4(stored)
         scales = torch.stack([stored.scales.T, stored.zeros.T.half() + ZERO_OFFSET], dim=-1).contiguous()
     if transposed:
-        codes = codes.T
+        codes = codes.view(torch.uint8).T.contiguous().view(codes.dtype)
     codes = pack_nibbles(codes) if stored.format is Format.INT4 else codes.contiguous()
     rows, columns = (k, n) if transposed else (n, k)
     return Packed(stored.format, codes, scales, rows, columns, transposed)

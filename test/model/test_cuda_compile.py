@@ -1,16 +1,29 @@
-"""Every CUDA source compiles for every architecture that is served, without spills that matter; nvcc comes from pip."""
+"""Every CUDA source compiles for every architecture that is served, without spills that matter; nvcc comes from pip.
+
+And every launch of a step is one that the card can run: shared memory, registers, clusters, early starts, by what the
+cubins say that kernels need and by a table of cards.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
 import pytest
 
 from native import cuda_check
+from test.model.card_launches import CARDS, ROOT, Card, Launcher, Record, build_library, compiled, needs, problems
 
-ROOT = Path(__file__).parents[2]
 MAX_SPILL_BYTES = 160
+WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
+SOURCES = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.relative_to(ROOT).parts]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The launchers on a fake runtime."""
+    return build_library(tmp_path_factory.mktemp("launches"))
 
 
 def test_there_is_a_compiler() -> None:
@@ -19,10 +32,35 @@ def test_there_is_a_compiler() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("source", cuda_check.cuda_sources(ROOT), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path) -> None:
     for arch in cuda_check.CHECKED_ARCHS:
-        compiled = cuda_check.compile_one(source, arch)
-        assert compiled.ok, compiled.output
-        spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", compiled.output)]
-        assert max(spills, default=0) <= MAX_SPILL_BYTES, compiled.output
+        result = compiled(source, arch)
+        assert result.ok, result.output
+        spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", result.output)]
+        assert max(spills, default=0) <= MAX_SPILL_BYTES, result.output
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_launch_fits_the_card(card: Card, launches: ctypes.CDLL) -> None:
+    launcher = Launcher(launches, CARDS.index(card), card)
+    met: set[str] = set()
+    for width in WIDTHS:
+        for rows in [*range(1, 33), *range(33, 1025, 31), 1024]:
+            for launch in launcher.step(width, rows):
+                met.add(launch.kernel.decode())
+                assert problems(card, launch) == [], f"width {width}, {rows} rows"
+    assert len(met) > 30
+
+
+@pytest.mark.timeout(600)
+def test_a_launch_beyond_a_card_is_seen() -> None:
+    card = next(card for card in CARDS if card.arch == "sm_86")
+    kernel = next(name for name in needs("sm_86") if "wkv_decode" in name)
+    launch = Record(kernel=kernel.encode(), grid=(1, 1, 1), threads=128, cluster=1)
+    launch.dynamic_shared = launch.raised = 96 * 1024
+    assert problems(card, launch) == []
+    launch.dynamic_shared = launch.raised = 100 * 1024
+    launch.cluster, launch.early = 2, 1
+    assert len(problems(card, launch)) == 3

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
+from rwkv_batch.kernels.cuda import check_sizes
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
@@ -86,6 +87,17 @@ def test_matrices_wait_where_they_are_stored() -> None:
     prepared = prepare_layer(layer)
     assert {linear.weight.device for linear in linears(prepared).values()} == {META}
     assert {prepared.rkv.device, prepared.low_in.device, prepared.value_rows.device, prepared.att_mix.device} == {META}
+
+
+@pytest.mark.parametrize(("width", "ffn"), [(4160, 16640), (4097, 16384), (768, 3080), (100, 400)])
+def test_sizes_that_the_kernels_do_not_take_are_refused_by_name(width: int, ffn: int) -> None:
+    with pytest.raises(ValueError, match=f"not {width} and {ffn}; use --kernels naive"):
+        check_sizes(width, ffn)
+
+
+@pytest.mark.parametrize("width", [768, 1024, 2048, 2560, 4096])
+def test_released_sizes_are_taken(width: int) -> None:
+    check_sizes(width, 4 * width)
 
 
 def test_other_types_are_refused() -> None:

@@ -110,7 +110,9 @@ def quantise(weight: Tensor, format: Format) -> Quantised:  # noqa: A002
     parts = [make(weight[at : at + ROWS_AT_ONCE].float()) for at in range(0, len(weight), ROWS_AT_ONCE)]
     codes, scales, zeros = zip(*parts, strict=True)
     whole = torch.cat(zeros) if format is Format.INT4 else None
-    return Quantised(format, torch.cat(codes), torch.cat(scales), whole, weight.shape[1])
+    # As bytes: not every operation of every torch knows fp8.
+    joined = torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)
+    return Quantised(format, joined, torch.cat(scales), whole, weight.shape[1])
 
 
 def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:

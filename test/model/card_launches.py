@@ -1,0 +1,225 @@
+"""Every launcher of the CUDA sources on made-up cards: what it would launch, and whether the card could run it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_int
+from dataclasses import dataclass
+from pathlib import Path
+
+from native import cuda_check, machine
+from native.build import CUDA_FLAGS, INCLUDES
+from native.cuda_check import Compiled
+from native.nvcc import libraries_of
+from rwkv_batch.kernels.cuda import SHIFT_BLOCKS
+from rwkv_batch.kernels.cuda_library import SIGNATURES, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
+from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, NUMBERS
+from sampling import rapid
+
+ROOT = Path(__file__).parents[2]
+SOMEWHERE = 1 << 20
+VOCAB = 65536
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Card:
+    """Limits of a GPU, from NVIDIA's table of compute capabilities."""
+
+    name: str
+    arch: str
+    processors: int
+    shared_of_block: int
+    shared_of_processor: int
+    registers: int = 65536
+    kept: int = KIB
+
+    @property
+    def major(self) -> int:
+        """Of the compute capability."""
+        return int(self.arch.removeprefix("sm_")) // 10
+
+
+CARDS = (
+    Card("A100", "sm_80", 108, 163 * KIB, 164 * KIB),
+    Card("RTX 3060", "sm_86", 28, 99 * KIB, 100 * KIB),
+    Card("RTX 3090", "sm_86", 82, 99 * KIB, 100 * KIB),
+    Card("RTX 4060", "sm_89", 24, 99 * KIB, 100 * KIB),
+    Card("RTX 4090", "sm_89", 128, 99 * KIB, 100 * KIB),
+    Card("H200", "sm_90", 132, 227 * KIB, 228 * KIB),
+    Card("B200", "sm_100", 148, 227 * KIB, 228 * KIB),
+    Card("RTX 5090", "sm_120", 170, 99 * KIB, 100 * KIB),
+)
+
+
+class Record(ctypes.Structure):
+    """Mirrors fake_runtime.h: one launch."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_char * 512),
+        ("grid", c_int * 3),
+        *[(name, c_int) for name in ("threads", "dynamic_shared", "raised", "cluster", "early")],
+    ]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of a kernel, from its cubin."""
+
+    registers: int
+    static_shared: int
+
+
+@functools.cache
+def compiled(source: Path, arch: str) -> Compiled:
+    """A source for an architecture; compiled once for all tests of this process."""
+    return cuda_check.compile_one(source, arch)
+
+
+def sources() -> list[Path]:
+    """The sources whose launchers are called: all but those for Hopper alone, which size themselves when compiled."""
+    found = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.parts]
+    return [path for path in found if not path.stem.startswith("wide")]
+
+
+@functools.cache
+def needs(arch: str) -> dict[str, Needs]:
+    """Mangled name of a kernel -> what it needs."""
+    found = {}
+    for source in sources():
+        for part in compiled(source, arch).output.split("Compiling entry function '")[1:]:
+            used = re.search(r"Used (\d+) registers", part)
+            shared = re.search(r"(\d+) bytes smem", part)
+            assert used is not None, part
+            found[part.partition("'")[0]] = Needs(int(used.group(1)), int(shared.group(1)) if shared else 0)
+    return found
+
+
+def build_library(folder: Path) -> ctypes.CDLL:
+    """The sources as a library whose runtime is a fake; its kernels are never run."""
+    nvcc = machine.nvcc()
+    assert nvcc is not None
+    here = Path(__file__).parent
+    flags = [flag.replace("-fvisibility=hidden", "-fvisibility=default") for flag in CUDA_FLAGS if flag != "-lineinfo"]
+    flags.append("-w")  # the fake's macros use fewer arguments than they are given
+    # So that a kernel's stub has the kernel's name in the library.
+    flags += ["-static-global-template-stub=false", "-device-entity-has-hidden-visibility=false"]
+    flags += [
+        *INCLUDES,
+        "-Xptxas",
+        "-O0",
+        "-gencode=arch=compute_80,code=sm_80",
+        "-include",
+        str(here / "fake_runtime.h"),
+    ]
+    objects, running = [], []
+    for source in [*sources(), here / "fake_runtime.cu"]:
+        objects.append(str(folder / f"{source.stem}.o"))
+        running.append(subprocess.Popen([nvcc, *flags, "-c", str(source), "-o", objects[-1]]))
+    assert all(process.wait() == 0 for process in running)
+    places = [f"-L{place}" for place in libraries_of(nvcc)]
+    subprocess.run([nvcc, "-shared", *objects, *places, "-o", str(folder / "launches.so")], check=True)
+    return ctypes.CDLL(str(folder / "launches.so"))
+
+
+class Launcher:
+    """Calls the launchers as the Python side does, on one card."""
+
+    def __init__(self, library: ctypes.CDLL, number: int, card: Card) -> None:
+        self._library, self._card = library, card
+        self._records = (Record * 64)()
+        library.fake_card(
+            number, card.major, card.processors, card.shared_of_block, card.shared_of_processor, card.kept
+        )
+        for kernel, need in needs(card.arch).items():
+            library.fake_static_shared(kernel.encode(), need.static_shared)
+
+    def call(self, name: str, *args: object) -> list[Record]:
+        """What a launcher launches. AssertionError if it is refused."""
+        function = self._library[name]
+        function.argtypes = SIGNATURES[name]
+        code = function(*args, None)
+        return self._taken(name, code)
+
+    def _taken(self, name: str, code: int) -> list[Record]:
+        assert code == 0, f"{name} is refused on {self._card.name}: error {code}"
+        count = self._library.fake_take(self._records, len(self._records))
+        return [Record.from_buffer_copy(record) for record in self._records[:count]]
+
+    def sample(self, rows: int, half: bool) -> list[Record]:
+        """The sampler's launch."""
+        assert self._library.rapid_prepare(VOCAB) == 0, f"the sampler is refused on {self._card.name}"
+        launch = rapid.Launch(rows=rows, vocab=VOCAB, max_rows=1024, capacity=1024)
+        early = self._card.major >= 9
+        return self._taken("rapid", self._library.rapid_sample(byref(launch), half, self._card.processors, early, None))
+
+    def step(self, width: int, rows: int) -> Iterator[Record]:
+        """Every launch of a step of `rows` rows: decoding, and reading prompts of several lengths."""
+        yield from self._shift(width, rows, rows, ragged=False)
+        for item in (2, 4):
+            yield from self.call("rwkv_wkv_decode", byref(WkvArgs(rows=rows, heads=width // 64)), item)
+        for tokens in (rows, 3 * rows, 64 * rows):
+            yield from self._shift(width, rows, tokens, ragged=True)
+            for item in (2, 4):
+                yield from self.call("rwkv_wkv_chunk", byref(WkvArgs(rows=rows, heads=width // 64)), item, tokens)
+            yield from self.call("rwkv_relu_square", SOMEWHERE, 4 * width * tokens)
+            yield from self.call("rwkv_low_rank_act", SOMEWHERE, 64 * tokens, SOMEWHERE, 128 * tokens)
+            for inputs in (width, 4 * width):
+                yield from self.call("rwkv_quantise_rows", *[SOMEWHERE] * 3, tokens, inputs, 1)
+        yield from self.call("rwkv_norm_rows", *[SOMEWHERE] * 5, rows, width)
+        for half in (False, True):
+            yield from self.sample(rows, half)
+        if rows <= 16:
+            yield from self._few(width, rows)
+
+    def _few(self, width: int, rows: int) -> Iterator[Record]:
+        for outputs, inputs in ((width, width), (4 * width, width), (width, 4 * width), (VOCAB, width)):
+            skinny = SkinnyArgs(count=1, rows=rows)
+            skinny.maps[0].n, skinny.maps[0].k, skinny.maps[0].warps_k = outputs, inputs, 8
+            yield from self.call("rwkv_skinny", byref(skinny))
+            for format_, number in NUMBERS.items():
+                yield from self.call("rwkv_dequantise", *[SOMEWHERE] * 3, number, 0, outputs, inputs)
+                if rows > FEW_ROWS[format_] or inputs % INPUT_STEP[format_]:
+                    continue
+                quant = QuantArgs(count=1, rows=rows, format=number)
+                quant.maps[0].n, quant.maps[0].k, quant.maps[0].warps_k = outputs, inputs, 4
+                yield from self.call("rwkv_skinny_quant", byref(quant))
+        if rows <= 8:
+            yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
+            for number in NUMBERS.values():
+                yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 6, number, rows, width, 4 * width)
+
+    def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
+        for mixes in (1, 6):
+            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes)
+            args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
+            args.cu_seqlens = SOMEWHERE if ragged else None
+            yield from self.call("rwkv_shift_mix", byref(args), rows)
+
+
+def problems(card: Card, launch: Record) -> list[str]:
+    """What of a launch the card could not run."""
+    kernel = launch.kernel.decode()
+    need = needs(card.arch).get(kernel)
+    if need is None:
+        return [f"{kernel} is not in the cubin of {card.arch}"]
+    warps = -(-launch.threads // 32)
+    registers = -(-need.registers * 32 // 256) * 256 * warps
+    shared = need.static_shared + launch.dynamic_shared
+    free = 48 * KIB - need.static_shared
+    limits: dict[str, Callable[[], bool]] = {
+        f"{launch.threads} threads": lambda: 0 < launch.threads <= 1024,
+        f"{registers} registers": lambda: registers <= card.registers,
+        f"{shared} bytes of shared memory": lambda: shared <= card.shared_of_block,
+        f"{launch.dynamic_shared} bytes asked for, {launch.raised} raised": lambda: (
+            launch.dynamic_shared <= max(free, launch.raised)
+        ),
+        f"clusters of {launch.cluster}": lambda: launch.cluster == 1 or card.major >= 9,
+        "an early start": lambda: not launch.early or card.major >= 9,
+        f"a grid of {tuple(launch.grid)}": lambda: min(launch.grid) > 0 and max(launch.grid[1:]) <= 65535,
+    }
+    return [f"{kernel} on {card.name}: {what}" for what, fits in limits.items() if not fits()]
