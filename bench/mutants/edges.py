@@ -136,7 +136,6 @@ MUTANTS: list[Mutant] = [
                 "",
                 "a new row is punished for another's tokens on a CPU",
             ),
-            ("  if (largest == kNegativeInfinity) return 0;\n", "", "a row of NaN draws anything on a CPU"),
         ],
     ),
     *of(
@@ -266,8 +265,8 @@ MUTANTS: list[Mutant] = [
             ),
             ('    answer.headers["Allow"] = allowed\n', "", "405 does not say what is allowed"),
             (
-                '        except Exception:\n            logger.exception("%s %s failed", route.method, route.path)\n            exchange.failure = _INTERNAL.kind\n            reply = error_answer(_INTERNAL, route.error_body)\n',
-                "        except ZeroDivisionError:\n            reply = error_answer(_INTERNAL, route.error_body)\n",
+                "        except Exception:  # a fault of ours is a 500",
+                "        except ZeroDivisionError:  # a fault of ours is a 500",
                 "a fault of a route is no JSON",
             ),
         ],

@@ -567,8 +567,8 @@ MUTANTS: list[Mutant] = [
         ("test/engine/test_engine_parts.py",),
         [
             (
-                "        self.drawn_tokens += drawn\n",
-                "        self.drawn_tokens += len(rows)\n",
+                "        self.generated_tokens += generated\n",
+                "        self.generated_tokens += len(rows)\n",
                 "rows that only read count as drawn tokens",
             ),
             (

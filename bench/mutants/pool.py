@@ -245,7 +245,7 @@ MUTANTS: list[Mutant] = [
                 "a turn begins before the one before is stored",
             ),
             (
-                "            session.active = session.queue.popleft()\n",
+                "            session.active = session.queue.pop(0)\n",
                 "            session.active = session.queue.pop()\n",
                 "turns of a session overtake each other",
             ),
@@ -432,8 +432,8 @@ MUTANTS: list[Mutant] = [
                 "--retain-tokens keeps nothing with durability turn",
             ),
             (
-                "        except Exception as error:  # a number that SQLite",
-                "        except sqlite3.Error as error:  # a number that SQLite",
+                "        except Exception as error:  # noqa: BLE001 - a number",
+                "        except sqlite3.Error as error:  # noqa: BLE001 - a number",
                 "one import ends the writer: no turn is acknowledged any more",
             ),
             (

@@ -1,0 +1,1 @@
+"""The real service under mixed traffic, kills and abuse: `python -m bench.chaos`."""

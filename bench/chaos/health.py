@@ -1,0 +1,109 @@
+"""Memory, threads and file descriptors of the service's processes, and what it says of itself at rest."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.crash import descendants
+
+SAMPLE_S = 1.0
+FLAT = 0.01
+"""Growth an hour, as a share, that is called flat."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One process at one moment."""
+
+    rss: int
+    threads: int
+    files: int
+
+
+def figures_of(pid: int) -> Figures | None:
+    """None: the process has ended."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return Figures(int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def name_of(pid: int) -> str:
+    """What the process is called."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip().replace(" ", "-")
+    return "?"
+
+
+def all_figures(supervisor: int) -> dict[int, Figures]:
+    """Of the supervisor and everything below it."""
+    found = {pid: figures_of(pid) for pid in [supervisor, *descendants(supervisor)]}
+    return {pid: figures for pid, figures in found.items() if figures is not None}
+
+
+@dataclass
+class Sampler:
+    """Memory over time, on a thread of its own."""
+
+    supervisor: int
+    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name="sampler", daemon=True).start()
+
+    def stop(self) -> None:
+        """End."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            with contextlib.suppress(OSError):
+                for pid, figures in all_figures(self.supervisor).items():
+                    self.samples.setdefault(pid, []).append((time.monotonic(), figures.rss))
+
+
+def growth(samples: list[tuple[float, int]], since: float) -> tuple[float, float] | None:
+    """(share an hour, its standard error) of memory after `since`; None: too few samples."""
+    points = [(at, rss) for at, rss in samples if at >= since]
+    if len(points) < 20:
+        return None
+    times, values = [at for at, _ in points], [float(rss) for _, rss in points]
+    slope, intercept = statistics.linear_regression(times, values)
+    rest = sum((v - slope * t - intercept) ** 2 for t, v in points) / (len(points) - 2)
+    spread = sum((t - statistics.fmean(times)) ** 2 for t in times)
+    scale = 3600 / statistics.fmean(values)
+    return slope * scale, (rest / spread) ** 0.5 * scale
+
+
+def at_rest(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    """What is held although nobody asks for anything, once that has settled."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = httpx.get(f"{url}/status", timeout=10, verify=False).json()
+        held = _held(status)
+        if not any(held.values()) or time.monotonic() > deadline:
+            return held
+        time.sleep(0.5)
+
+
+def _held(status: dict[str, Any]) -> dict[str, Any]:
+    pool = status["pool"]
+    owned = pool["l1"]["sessions"] + pool["prefix_cache"]["l1"]
+    return {
+        "rows": status["running_rows"] + status["waiting_rows"] + status.get("paused_rows", 0),
+        "slots": max(0, pool["slots"]["total"] - pool["slots"]["free"] - owned),
+        "leases": pool["waiting_leases"],
+        "jobs": sum(worker["jobs"] for worker in status["processes"]["http_workers"]),
+    }
