@@ -20,6 +20,8 @@ MUTANTS: tuple[Mutant, ...] = (*engine.MUTANTS, *pool.MUTANTS, *edges.MUTANTS)
 LINKED = (".venv", ".build")
 LEFT_OUT = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", "results", "*.db", *LINKED)
 WIDE = ("test/engine", "test/state_pool", "test/sampling", "test/simulation")
+TOO_LATE = "none within"
+"""How `Outcome.seen_by` begins when the tests did not end in time."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -96,7 +98,7 @@ def first_failure(tree: Path, tests: list[str], timeout: float) -> str:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            return f"none within {timeout:g} s"
+            return f"{TOO_LATE} {timeout:g} s"
     if process.returncode == 0:
         return ""
     found = _FAILED.search(output)
