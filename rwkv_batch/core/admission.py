@@ -94,6 +94,7 @@ class Admission:
                 if self._start_one(queue, client, beside_others=True):
                     self.queue_of(victim.job).pause(victim)
                     self._steps.leave(victim)
+                    self._slots.give_way(victim)
                     turns.put(client)
 
     def _victim(self, queue: FairQueue, newcomer: ClientRows) -> Sequence | None:
@@ -132,14 +133,19 @@ class Admission:
     def _first_ready(self, queue: FairQueue, job: RunningJob) -> int | None:
         """The first of the job's waiting rows that can start; rows behind a busy session step aside."""
         for index, sequence in enumerate(islice(job.waiting, self._limits.max_running)):
-            if self._slots.is_ready(sequence) and (sequence.draws or self._may_read_for_several(queue)):
+            if self._slots.is_ready(sequence) and (sequence.draws or self._may_read_for_several(queue, job.client)):
                 return index
         return None
 
-    def _may_read_for_several(self, queue: FairQueue) -> bool:
-        """Whether one more prompt may be read for several rows: such prompts must never hold all slots."""
-        most = max(1, self._limits.max_running // 8)
-        return not queue.forked and queue.num_reading_for_several < most
+    def _may_read_for_several(self, queue: FairQueue, client: str) -> bool:
+        """Whether one more prompt may be read for several rows: such prompts must never hold all slots.
+
+        A client's earlier continuations go first; other clients' may wait long, and are not waited for.
+        """
+        if queue.of(client).num_forked:
+            return False
+        most, reading = max(1, self._limits.max_running // 8), queue.num_reading_for_several
+        return reading < most and reading + queue.num_held_for_several < 2 * most
 
     def _seat(self, sequence: Sequence, slot: int) -> None:
         sequence.take_seat(slot, self.free_seats.pop())

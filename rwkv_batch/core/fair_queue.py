@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rwkv_batch.core.sequence import RunningJob, Sequence
+from rwkv_batch.core.sequence import RunningJob, Sequence, SharedSlot
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,8 @@ class ClientRows:
     """rows that hold a place in the steps, the oldest first"""
     paused: dict[Sequence, None] = field(default_factory=dict)
     """rows that gave way, the longest paused first"""
+    num_forked: int = 0
+    """waiting continuations of prompts that were read for several rows"""
     served: int = 0
     """when a row of it was started last, as a count"""
 
@@ -58,6 +60,8 @@ class FairQueue:
         self._serial = itertools.count(1)
         self.forked: dict[Sequence, None] = {}
         """waiting continuations of prompts that were read for several rows: each prompt's slot is held until all run"""
+        self._bases: Counter[SharedSlot | None] = Counter()
+        """the slots that they hold, with how many of them wait"""
         self.num_waiting = 0
         self.num_running = 0
         self.num_paused = 0
@@ -83,6 +87,11 @@ class FairQueue:
         """Running rows that read a prompt for others."""
         return sum(not sequence.draws for rows in self._clients.values() for sequence in rows.running)
 
+    @property
+    def num_held_for_several(self) -> int:
+        """Prompts that were read for several rows, some of which wait."""
+        return len(self._bases)
+
     def largest(self) -> ClientRows | None:
         """The client with the most running rows."""
         return max(self._clients.values(), key=lambda rows: len(rows.running), default=None)
@@ -96,13 +105,25 @@ class FairQueue:
 
     def add_forked(self, job: RunningJob, sequences: list[Sequence]) -> None:
         """Rows that wait and go before all others of their client: they free the slot that they share."""
-        jobs = self.of(job.client).jobs
+        rows = self.of(job.client)
         if job.waiting:
-            jobs.remove(job)
-        jobs.appendleft(job)
+            rows.jobs.remove(job)
+        rows.jobs.appendleft(job)
         job.waiting.extendleft(reversed(sequences))
         self.forked.update(dict.fromkeys(sequences))
+        self._bases.update(sequence.shared for sequence in sequences)
+        rows.num_forked += len(sequences)
         self.num_waiting += len(sequences)
+
+    def _no_longer_forked(self, rows: ClientRows, sequence: Sequence) -> None:
+        """The row waits no more, if it was a continuation."""
+        if sequence not in self.forked:
+            return
+        del self.forked[sequence]
+        rows.num_forked -= 1
+        self._bases[sequence.shared] -= 1
+        if not self._bases[sequence.shared]:
+            del self._bases[sequence.shared]
 
     def forget(self, job: RunningJob) -> list[Sequence]:
         """Take back a job's waiting rows."""
@@ -111,7 +132,7 @@ class FairQueue:
             self.of(job.client).jobs.remove(job)
             job.waiting.clear()
         for sequence in sequences:
-            self.forked.pop(sequence, None)
+            self._no_longer_forked(self.of(job.client), sequence)
         self.num_waiting -= len(sequences)
         self._tidy(job.client)
         return sequences
@@ -120,7 +141,7 @@ class FairQueue:
         """The job's waiting row number `index` gets a place; the client's next turn is another job's."""
         rows, sequence = self.of(job.client), job.waiting[index]
         del job.waiting[index]
-        self.forked.pop(sequence, None)
+        self._no_longer_forked(rows, sequence)
         self.num_waiting -= 1
         rows.jobs.remove(job)
         if job.waiting:

@@ -25,3 +25,7 @@ class SlotSource(Protocol):
     def add_spare(self, sequence: Sequence) -> None:
         """The row began without the second slot that it needs to be in every step: try again."""
         ...
+
+    def give_way(self, sequence: Sequence) -> None:
+        """The row is paused, for as long as it may take: nobody should wait for what it was about to make."""
+        ...

@@ -98,6 +98,14 @@ class StateManager:
         if (spare := self.pool.allocate()) is not None:
             sequence.spare_slot = spare
 
+    def give_way(self, sequence: Sequence) -> None:
+        """See `SlotSource.give_way`: rows that wait for its prefix read it themselves; it offers it all the same."""
+        self._abandon_borders(sequence)
+
+    def _abandon_borders(self, sequence: Sequence) -> None:
+        for border in sequence.cache_points:
+            self.pool.abandon_cache_point(sequence.token_ids[:border])
+
     def _start_from_prefix(self, sequence: Sequence) -> None:
         hit = self.pool.match_prefix(sequence.token_ids)
         if hit is not None:
@@ -235,8 +243,7 @@ class StateManager:
 
     def release(self, sequence: Sequence) -> None:
         """The row ends without a trace in its session."""
-        for border in sequence.cache_points:
-            self.pool.abandon_cache_point(sequence.token_ids[:border])
+        self._abandon_borders(sequence)
         sequence.cache_points = []
         if sequence.shared is not None:
             sequence.shared.drop()

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from rwkv_batch.core.scheduler import Scheduler
-from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import Phase, RunningJob, Sequence, SharedSlot
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
 
 
@@ -314,3 +314,38 @@ def test_batch_prompts_read_for_several_do_not_keep_interactive_ones_waiting() -
     plan.schedule()
     chat = jobs_that_read_for_several(plan, 1, "b", 4)[0]
     assert per_job(plan.schedule())[chat] == 1
+
+
+def test_a_clients_continuations_do_not_keep_other_clients_prompts_waiting() -> None:
+    """Its rows may run for hours, and the rest of them wait as long."""
+    plan, slots = scheduler(seats=16)
+    _, children = job(8, client="hog")
+    _, more = job(8, client="hog")
+    plan.add_forked(children)
+    plan.add_forked(more)
+    read(plan.schedule())
+    assert plan.places.waiting_rows
+    hog, other = jobs_that_read_for_several(plan, 1, "hog", 2)[0], jobs_that_read_for_several(plan, 1, "other", 2)[0]
+    rows = per_job(plan.schedule())
+    assert rows[other] == 1 and rows[hog] == 0, "its own continuations go first"
+    for sequence in [*children, *more]:
+        end(plan, slots, sequence) if sequence.phase is Phase.RUNNING else plan.forget_waiting(sequence.job)
+    assert per_job(plan.schedule())[hog] == 1
+    assert not plan.places.interactive.num_held_for_several
+
+
+def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -> None:
+    plan, _ = scheduler(seats=16)
+    plan.add(*job(8, client="a"))
+    plan.add(*job(8, client="b"))
+    plan.schedule()
+    for number in range(4):
+        _, children = job(8, client=f"c{number}")
+        for child in children:
+            child.shared = (
+                SharedSlot(90 + number, lambda: None, len(children)) if child.row == 0 else children[0].shared
+            )
+        plan.add_forked(children)
+    for number in range(30):
+        jobs_that_read_for_several(plan, 1, f"late{number}", 2)
+    assert all(row.sequence.draws for row in plan.schedule())

@@ -146,3 +146,23 @@ def test_what_others_have_queued_does_not_fill_a_clients_place(model: Path) -> N
         assert run(engine, ask("hi", max_tokens=2), client="other").finishes[0].completion_tokens == 2
         engine.cancel(hog.job.job_id)
         hog.wait()
+
+
+def test_nobody_waits_for_the_prefix_of_a_row_that_gave_way(model: Path, paused: list[Sequence]) -> None:
+    """It goes on when the rows before it end, which may take hours."""
+    system = "A long system prompt that everybody sends. " * 60
+    endless = {"max_tokens": 10**6, "ignore_eos": True}
+    pool = PoolConfig(state_db="")
+    with started_engine(model, pool, max_running=4, prefill_tokens_per_step=8, prefill_chunk=8) as engine:
+        run(engine, ask(system + "first", max_tokens=1))
+        rows = [ask("x", **endless), ask("y", **endless), ask(system + "second", **endless)]
+        jobs = [submit(engine, *rows, client="bulk", priority=Priority.BATCH)]
+        assert jobs[0].started.wait(30)
+        for name in ("a", "b"):
+            jobs.append(submit(engine, ask("hi", **endless), client=name))
+            assert jobs[-1].started.wait(30)
+        assert [sequence.row for sequence in paused] == [2] and paused[0].cache_points, "it was reading"
+        assert submit(engine, ask(system + "third", max_tokens=1), client="c").done.wait(30), "another reads it"
+        for job in jobs:
+            engine.cancel(job.job.job_id)
+            job.wait()

@@ -35,6 +35,9 @@ class Slots:
         if (slot := self.allocate()) is not None:
             sequence.spare_slot = slot
 
+    def give_way(self, sequence: Sequence) -> None:
+        pass
+
 
 def scheduler(
     seats: int = 16, slots: int = 100, budget: int = 64, chunk: int = 16, beside: int = 0
