@@ -7,9 +7,9 @@ Measures, in rounds, in which everything runs once, one after the other:
   logits of every row made; without sampling. The peer decodes one stream, which is all it can.
 - prefill: prompt tokens per second for 1 x 512 (one call on both sides) and 16 x 128 (ours one ragged step; the
   peer one call a prompt), from the zero state, logits of each prompt's last token made.
-The peer runs as "cpu fp32" and as "cpu bf16"; its better figure of a round counts. Ours runs as --dtype fp32 and
-bf16. A ratio is ours over the peer's best in the same round, and the figure is the median over the rounds; on a
-shared machine, ratios hold where absolute figures do not.
+The peer runs as "cpu fp32" and as "cpu bf16"; its better figure of a round counts. Ours runs as --dtype fp32, bf16
+and int8, which is also held against bf16. A ratio is ours over the peer's best in the same round, and the figure is the
+median over the rounds; on a shared machine, ratios hold where absolute figures do not.
 
 What bounds it: decoding one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices; both
 are printed (bandwidth: torch's sum over 512 MiB on the same threads, in the same rounds). fp32 keeps matrices that
@@ -54,6 +54,7 @@ BATCHES = (1, 8, 32, 128)
 STEPS = {1: 15, 8: 7, 32: 5, 128: 3}
 """Rows -> steps in a row, of which the median counts."""
 DTYPES = ("fp32", "bf16")
+OURS = (*DTYPES, "int8")
 FIRST_SLOT = 2
 TARGETS = {"decode_1": 1.5, "decode_32": 10.0, "prefill_1x512": 1.5, "prefill_16x128": 1.5}
 
@@ -136,7 +137,7 @@ def ratios(one: dict[str, float]) -> dict[str, float]:
     found = {}
     for name, ours in one.items():
         what, _, dtype = name.partition(" ")
-        if dtype in DTYPES:
+        if dtype in OURS:
             peer = what if what.startswith("prefill") else "decode"
             found[name] = ours / max(one[f"{peer} peer {d}"] for d in DTYPES)
     return found
@@ -180,10 +181,12 @@ def run(seconds: float) -> dict[str, Any]:
         tasks: dict[str, Task] = {"bandwidth GB/s": lambda: rate(block.numel() * 4e-9, block.sum)}
         for dtype in DTYPES:
             tasks |= peer_tasks(path, dtype)
+        for dtype in OURS:
             model = Pipeline(weights, devices=("cpu",), dtype=dtype, kernels="cpu")
             model.allocate_slots(FIRST_SLOT + max(BATCHES))
             tasks |= our_tasks(model, dtype)
         rounds = measure(tasks, seconds)
+        small = [{name: one[f"{name} int8"] / one[f"{name} bf16"] for name in TARGETS} for one in rounds]
     matrices = weights.num_bytes - weights.tensors["emb.weight"].numel() * 2
     return {
         "bench": "cpu",
@@ -193,6 +196,7 @@ def run(seconds: float) -> dict[str, Any]:
         "medians": median_by_name(rounds),
         "ratios": median_by_name([ratios(one) for one in rounds]),
         "ratios_of_bests": ratios_of_bests(rounds),
+        "int8_over_bf16": median_by_name(small),
         "targets": TARGETS,
         "matrix_mb_per_step": round(matrices / 1e6, 1),
     }
@@ -209,8 +213,10 @@ def report(result: dict[str, Any]) -> None:
         print(f"{name:28} {value:10.1f}{'' if 'GB' in name else ' tokens/s'} {times}")
     bound = medians["bandwidth GB/s"] * 1e3 / result["matrix_mb_per_step"]
     print(f"bound of decode_1 by memory: {bound:.0f} tokens/s ({result['matrix_mb_per_step']} MB a step)")
+    told = ", ".join(f"{name} {times:.2f}" for name, times in result["int8_over_bf16"].items())
+    print(f"int8 over bf16: {told}")
     for name, target in result["targets"].items():
-        best = max(found[f"{name} {dtype}"] for dtype in DTYPES)
+        best = max(found[f"{name} {dtype}"] for dtype in OURS)
         print(f"{name}: {best:.2f} of {target} wanted: {'reached' if best >= target else 'NOT reached'}")
     print(json.dumps(result))
 
