@@ -37,12 +37,12 @@ POLICY = "; ".join(
         "form-action 'none'",
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
-        "trusted-types dompurify xliff",
+        "trusted-types dompurify xml",
     )
 )
 """Content-Security-Policy: nothing from elsewhere, no inline script, no HTML that DOMPurify has not seen.
 
-The policy "xliff" is for XML that is parsed and never shown.
+The policy "xml" is for XML that is parsed and never shown.
 """
 
 

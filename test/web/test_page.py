@@ -155,6 +155,7 @@ def heap_bytes(page: Page) -> int:
     return size
 
 
+@pytest.mark.timeout(900)
 def test_a_tab_does_not_grow_with_what_streams_through_it(fake: Service, open_page: Opener) -> None:
     """Megabytes through one answer; RWKV_LONG_TESTS=1: for ten minutes."""
     seconds = 600 if os.environ.get("RWKV_LONG_TESTS") else 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ FILES = {
 }
 
 
+def write_book(path: Path) -> None:
+    """An EPUB of one chapter, as far as a translation sees it."""
+    chapter = (
+        '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good <i>morning</i></h1><p>How are you?</p></body></html>'
+    )
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
+        book.writestr("mimetype", "application/epub+zip", zipfile.ZIP_STORED)
+        book.writestr("chapter.xhtml", chapter)
+        book.writestr("style.css", "p {}" * 100)
+
+
 def test_files_are_translated_and_keep_their_form(demo: Service, open_page: Opener, tmp_path: Path) -> None:
     page = open_page(demo, "translate")
     for name, (content, translation) in FILES.items():
@@ -74,6 +86,19 @@ def test_files_are_translated_and_keep_their_form(demo: Service, open_page: Open
             page.click("#translate-download")
         assert waiting.value.suggested_filename == f"{file.stem}.zh-CN{file.suffix}"
         assert Path(waiting.value.path()).read_text("utf-8") == translation
+    book = tmp_path / "book.epub"
+    write_book(book)
+    page.set_input_files("#translate-file", book)
+    expect(page.locator("#translate-target")).to_have_value("早上好\n\n你好吗？")
+    ended(page)
+    with page.expect_download() as waiting:
+        page.click("#translate-download")
+    assert waiting.value.suggested_filename == "book.zh-CN.epub"
+    with zipfile.ZipFile(waiting.value.path()) as translated:
+        assert translated.testzip() is None
+        assert translated.namelist() == ["mimetype", "chapter.xhtml", "style.css"]
+        assert "<h1>早上好</h1><p>你好吗？</p>" in translated.read("chapter.xhtml").decode()
+        assert translated.read("style.css") == b"p {}" * 100
     broken = tmp_path / "broken.json"
     broken.write_text("{", "utf-8")
     page.set_input_files("#translate-file", broken)

@@ -1,5 +1,9 @@
-// Files taken apart into texts to translate and put together again: {texts, assemble(translations) -> string}.
+// Files taken apart into texts to translate and put together again: {texts, assemble(translations) -> string or Blob},
+// with `preview(translations)` where the whole is no text.
 // What is no text for readers (time codes, keys, code blocks, tags) stays as it is.
+
+import { epub } from "./epub.js";
+import { parseXml } from "./xml.js";
 
 /** Paragraphs, parted by blank lines; the white space between them is kept. */
 export function plain(text) {
@@ -74,13 +78,9 @@ function json(text) {
   };
 }
 
-/** Lets XML be parsed under the page's policy; it becomes a document of its own, never a part of the page. */
-const xmlPolicy = globalThis.trustedTypes?.createPolicy("xliff", { createHTML: (text) => text });
-
 /** XLIFF 1.2 and 2: each source's text becomes its target. */
 function xliff(text, targetLanguage) {
-  const page = new DOMParser().parseFromString(xmlPolicy ? xmlPolicy.createHTML(text) : text, "text/xml");
-  if (page.getElementsByTagName("parsererror").length) throw new Error("it is not well-formed XML");
+  const page = parseXml(text);
   const sources = [...page.getElementsByTagName("source")].filter((one) => one.textContent.trim());
   return {
     texts: sources.map((one) => one.textContent),
@@ -103,15 +103,20 @@ function xliff(text, targetLanguage) {
 }
 
 const FORMATS = { txt: plain, md: markdownText, markdown: markdownText, srt: subtitles, vtt: subtitles, json, xliff, xlf: xliff };
-export const ENDINGS = Object.keys(FORMATS);
+export const ENDINGS = [...Object.keys(FORMATS), "epub"];
 
 const endingOf = (name) => name.slice(name.lastIndexOf(".") + 1).toLowerCase();
 
-/** Take a file apart by its name's ending. Throws Error. */
-export function takeApart(name, text, targetLanguage) {
-  const format = FORMATS[endingOf(name)];
-  if (!format) throw new Error(`only ${ENDINGS.join(", ")}`);
-  return format(text, targetLanguage);
+/** Take a File apart by its name's ending; `source` is what it says, if that is text. Throws Error. */
+export async function takeApart(file, targetLanguage) {
+  const ending = endingOf(file.name);
+  if (ending === "epub") {
+    const made = await epub(new Uint8Array(await file.arrayBuffer()));
+    return { ...made, source: made.texts.join("\n\n") };
+  }
+  if (!FORMATS[ending]) throw new Error(`only ${ENDINGS.join(", ")}`);
+  const text = await file.text();
+  return { ...FORMATS[ending](text, targetLanguage), source: text };
 }
 
 /** "page.en.md" in zh-CN -> "page.en.zh-CN.md". */

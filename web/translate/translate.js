@@ -26,7 +26,7 @@ function useTranslation() {
   const start = async (made, source, target, name = "") => {
     const control = new AbortController();
     const now = { name, target, done: 0, count: made.texts.length, translations: made.texts.map(() => ""), languages: new Map(), ended: false, problem: "", control };
-    const show = oncePerFrame(() => setState({ ...now, text: made.assemble(now.translations) }));
+    const show = oncePerFrame(() => setState({ ...now, text: (made.preview ?? made.assemble)(now.translations), whole: () => made.assemble(now.translations) }));
     show();
     try {
       await translateTexts(made.texts, source, target, control.signal, (at, text, language) => {
@@ -78,7 +78,7 @@ function Panes({ text, setText, state, begin, take }) {
     <div class="pane">
       <textarea id="translate-target" aria-label=${t("translate.target")} readonly value=${state?.text ?? ""} lang=${state?.target}></textarea>
       <p class="row"><button onClick=${copy} disabled=${!state?.ended}>${t(copied ? "copied" : "copy")}</button>
-        <button id="translate-download" disabled=${!state?.ended} onClick=${() => download(state.name ? nameOfTranslation(state.name, state.target) : `translation.${state.target}.txt`, state.text)}>${t("translate.download")}</button></p>
+        <button id="translate-download" disabled=${!state?.ended} onClick=${() => download(state.name ? nameOfTranslation(state.name, state.target) : `translation.${state.target}.txt`, state.whole())}>${t("translate.download")}</button></p>
     </div>
   </div>`;
 }
@@ -125,9 +125,8 @@ export function Translate() {
   };
   const take = async (file) => {
     try {
-      const content = await file.text();
-      const made = takeApart(file.name, content, target);
-      setText(content);
+      const made = await takeApart(file, target);
+      setText(made.source);
       setProblem("");
       await start(made, source, target, file.name);
     } catch (error) {
