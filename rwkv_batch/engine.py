@@ -133,7 +133,7 @@ class Engine:
             value = error
         except Exception as error:  # a fault in one command is its caller's answer, not the engine's end
             logger.exception("a command of the engine failed")
-            value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {type(error).__name__}: {error}")
+            value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {_named(error)}")
         reply(value)
 
     def _admit(self, job: Job, sink: Sink, arrived: float) -> None:
@@ -193,7 +193,7 @@ class Engine:
             self._load()
         except BaseException as error:  # noqa: BLE001 - SystemExit too: whoever waits in `start` has to know
             self._failure = error
-            self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine could not be started: {error}")
+            self._dead = _lost(f"the engine could not be started: {_named(error)}")
             return
         finally:
             self._loaded.set()
@@ -222,7 +222,7 @@ class Engine:
             self.jobs.abandon_all(_CUT_OFF)
         except Exception as error:  # whatever it was, all who wait are told and the process is replaced
             logger.critical("the engine's thread died", exc_info=True)
-            self._dead = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=f"the engine has died: {error}; it is restarted")
+            self._dead = _lost(f"the engine has died ({_named(error)}); it is restarted")
             self.jobs.abandon_all(self._dead)
             self._drain_inbox()
 
@@ -283,11 +283,20 @@ class Engine:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)
         if self.machine.is_lost():
             raise error
-        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {type(error).__name__}: {error}")
+        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {_named(error)}")
         if self.machine.is_out_of_memory(error):
             info = _no_memory()
         for job in dict.fromkeys(row.sequence.job for row in rows if row.sequence.is_in_steps):
             self.jobs.fail(job, info)
+
+
+def _named(error: BaseException) -> str:
+    """What was caught, in a message; some have no text of their own."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _lost(message: str) -> ErrorInfo:
+    return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 
 
 def _no_memory() -> ErrorInfo:

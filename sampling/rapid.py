@@ -109,8 +109,8 @@ class RapidSampler:
         self._params = [SamplingParams(temperature=0.0)] * max_rows
         self._table = torch.zeros(max_rows, ctypes.sizeof(Seat), dtype=torch.uint8, device=self.device)
         self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
-        self._countless = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
-        self._countless[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
+        self._penalty_exempt = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
+        self._penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
         self._chunks = torch.zeros(max_rows, MAX_CHUNKS, 2, device=self.device)
         self._best = torch.zeros(max_rows, MAX_PARTS, dtype=torch.int64, device=self.device)
         self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
@@ -169,7 +169,7 @@ class RapidSampler:
             tokens=binding.pointer(out, "out", torch.int64, (rows,), self.device),
             table=self._table.data_ptr(),
             entries=self._entries.data_ptr(),
-            penalty_exempt=self._countless.data_ptr(),
+            penalty_exempt=self._penalty_exempt.data_ptr(),
             chunks=self._chunks.data_ptr(),
             best=self._best.data_ptr(),
             arrived=self._arrived.data_ptr(),

@@ -127,7 +127,7 @@ MUTANTS: list[Mutant] = [
             ),
             ("    seat.counts[i] *= seat.parameters.decay;\n", "", "penalty_decay does nothing on a CPU"),
             (
-                "  if (!countless[token]) seat.counts[at] += 1.0f;",
+                "  if (!penalty_exempt[token]) seat.counts[at] += 1.0f;",
                 "  seat.counts[at] += 1.0f;",
                 "digits and spaces are punished on a CPU",
             ),

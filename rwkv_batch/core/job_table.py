@@ -309,15 +309,15 @@ class JobTable:
         """End a job with an error, now."""
         self._scheduler.forget_waiting(job)
         rows = self._rows_of(job)
-        job.live.clear()  # the error is all that is told
+        job.live.clear()  # the error is all that is sent
         for sequence in rows:
             self._leased.pop(sequence, None)
             self._drop(sequence)
         self._changed.pop(job, None)
         if self._jobs.get(job.job_id) is job:
             del self._jobs[job.job_id]
-            told = error if job.unfinished else None
-            job.sink(JobEvents(job_id=job.job_id, deltas=job.deltas, done=True, error=told))
+            failure = error if job.unfinished else None
+            job.sink(JobEvents(job_id=job.job_id, deltas=job.deltas, done=True, error=failure))
             self.when_delivered()
 
     def fail_all(self, error: ErrorInfo) -> None:
@@ -328,10 +328,10 @@ class JobTable:
     def abandon_all(self, error: ErrorInfo) -> None:
         """End every job when the pool says nothing more: turns that have their answer may be kept or not."""
         for job in list(self._jobs.values()):
-            told = error
+            failure = error
             if any(sequence.has_answered for sequence in self._rows_of(job)):
-                told = msgspec.structs.replace(error, message=f"{error.message}; {MAY_BE_KEPT}", retry_after_s=None)
-            self._abort(job, told)
+                failure = msgspec.structs.replace(error, message=f"{error.message}; {MAY_BE_KEPT}", retry_after_s=None)
+            self._abort(job, failure)
 
     # Going out -----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,10 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
 
 def as_service_error(error: Exception) -> ServiceError:
     """A pool's failure in the words of the one error table."""
-    return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field="session_id")  # type: ignore[arg-type]
+    if isinstance(error, PoolError):
+        return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field="session_id")
+    message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
+    return ServiceError(ErrorKind.INTERNAL, message, field="session_id")
 
 
 def _may_share_prefix(sequence: Sequence) -> bool:

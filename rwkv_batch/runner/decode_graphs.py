@@ -10,9 +10,8 @@ Engine thread only. How a loop uses it:
 Each `run` embeds the last token of each seat, runs all layers of all stages, draws and keeps the new tokens, so step
 n+1 may be launched before the host has read step n, with rows added, removed or reordered between. A row that has to
 be undone keeps its old state if its write slot differs from its read slot. `run_logits` is the same without the draw,
-for
-steps whose rows need a sampler of the host. A graph that cannot be captured raises CaptureError before any
-row's state has changed, so the step may be run without.
+for steps whose rows need a sampler of the host. A graph that cannot be captured raises CaptureError before any row's
+state has changed, so the step may be run without.
 """
 
 from __future__ import annotations

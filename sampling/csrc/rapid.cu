@@ -21,7 +21,7 @@ struct Launch {
   int64_t* tokens;           // [rows]
   Seat* table;               // [max_rows]
   Entry* entries;            // [max_rows, capacity]
-  const uint8_t* countless;  // [vocab]
+  const uint8_t* penalty_exempt;  // [vocab]
   Chunk* chunks;             // [max_rows, kMaxChunks]
   uint64_t* best;            // [max_rows, kMaxBlocks]
   uint32_t* arrived;         // [max_rows], zero between launches
@@ -60,12 +60,12 @@ __device__ __forceinline__ void take_entries(Row<T>& row, const Seat& seat) {
 
 // Counts the token, in counts that have decayed.
 template <class T>
-__device__ void count_token(const Row<T>& row, Seat& stored, int token, const uint8_t* countless, int capacity) {
+__device__ void count_token(const Row<T>& row, Seat& stored, int token, const uint8_t* penalty_exempt, int capacity) {
   bool known = false;
   const auto look_at = [&](int i, int entry_token, float count) {
     if (entry_token != token) return;
     known = true;
-    row.entries[i].count = __fadd_rn(fmaxf(count, 0.0f), countless[token] ? 0.0f : 1.0f);
+    row.entries[i].count = __fadd_rn(fmaxf(count, 0.0f), penalty_exempt[token] ? 0.0f : 1.0f);
   };
 #pragma unroll
   for (int h = 0; h < kHeld; ++h)
@@ -75,7 +75,7 @@ __device__ void count_token(const Row<T>& row, Seat& stored, int token, const ui
     look_at(i, row.entries[i].token, row.entries[i].count);
   known = __syncthreads_or(known);
   if (threadIdx.x == 0 && !known && row.num_entries < capacity) {
-    row.entries[row.num_entries] = Entry{token, 0.0f, countless[token] ? 0.0f : 1.0f, 0.0f};
+    row.entries[row.num_entries] = Entry{token, 0.0f, penalty_exempt[token] ? 0.0f : 1.0f, 0.0f};
     stored.num_entries = row.num_entries + 1;
   }
 }
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
   const Seat seat = launch.table[number];
   const int token = draw(row, all, seat, chunks, best_of_parts, launch.parts, shared, room);
   if (seat.penalised)
-    count_token(row, launch.table[number], token, launch.countless, launch.capacity);
+    count_token(row, launch.table[number], token, launch.penalty_exempt, launch.capacity);
   if (threadIdx.x == 0) {
     launch.tokens[row_number] = token;
     launch.table[number].step = seat.step + 1;

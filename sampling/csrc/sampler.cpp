@@ -44,7 +44,7 @@ struct Scratch {
 struct Sampler {
   int vocab;
   std::vector<Seat> seats;
-  std::vector<uint8_t> countless;
+  std::vector<uint8_t> penalty_exempt;
   std::vector<Scratch> scratch;
 };
 
@@ -231,7 +231,7 @@ int32_t draw(float* logits, int vocab, const Seat& seat, Scratch& scratch) {
   }
 }
 
-void count(Seat& seat, int32_t token, const std::vector<uint8_t>& countless) {
+void count(Seat& seat, int32_t token, const std::vector<uint8_t>& penalty_exempt) {
   ++seat.step;
   if (!seat.parameters.penalised) return;
   size_t at = seat.seen.size();
@@ -243,18 +243,18 @@ void count(Seat& seat, int32_t token, const std::vector<uint8_t>& countless) {
     seat.seen.push_back(token);
     seat.counts.push_back(0.0f);
   }
-  if (!countless[token]) seat.counts[at] += 1.0f;
+  if (!penalty_exempt[token]) seat.counts[at] += 1.0f;
 }
 
 }  // namespace sampling
 
 using sampling::Sampler;
 
-EXPORT Sampler* sampler_new(int64_t max_rows, int64_t vocab, const uint8_t* countless) {
+EXPORT Sampler* sampler_new(int64_t max_rows, int64_t vocab, const uint8_t* penalty_exempt) {
   auto sampler = std::make_unique<Sampler>();
   sampler->vocab = static_cast<int>(vocab);
   sampler->seats.resize(max_rows);
-  sampler->countless.assign(countless, countless + vocab);
+  sampler->penalty_exempt.assign(penalty_exempt, penalty_exempt + vocab);
   return sampler.release();
 }
 
@@ -280,7 +280,7 @@ EXPORT void sampler_sample(Sampler* sampler, float* logits, int64_t rows, const 
     sampling::Seat& seat = sampler->seats[seats[row]];
     sampling::Scratch& scratch = sampler->scratch[omp_get_thread_num()];
     const int32_t token = sampling::draw(logits + row * sampler->vocab, sampler->vocab, seat, scratch);
-    sampling::count(seat, token, sampler->countless);
+    sampling::count(seat, token, sampler->penalty_exempt);
     tokens[row] = token;
   }
 }
