@@ -21,7 +21,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --js-flags=--expose-gc"
 ).split()
 WAIT_MS = 30_000
-PASSWORD = "open sesame"
+PASSWORD = "芝麻开门 sesame"
 Opener = Callable[..., Page]
 
 

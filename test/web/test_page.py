@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with a password."""
     folder = tmp_path_factory.mktemp("locked")
     running = Service(folder, program="test/fake_app.py", PYTHONPATH=".", RWKV_PASSWORD=PASSWORD)
-    running.headers = {"Authorization": f"Bearer {PASSWORD}"}
+    running.headers = {"Authorization": f"Bearer {quote(PASSWORD)}"}
     try:
         yield running.wait_ready()
     finally:
