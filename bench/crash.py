@@ -252,9 +252,18 @@ def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: li
 def stored_names(folder: Path, service_arguments: list[str]) -> set[str]:
     """Names of the sessions that a last start finds; ends in good order."""
     service = Service(folder, *service_arguments)
-    reply = httpx.post(f"{service.url}/state/status", json={"limit": 100_000}, timeout=60, verify=False)
+    names: set[str] = set()
+    while page := _page(service.url, len(names)):
+        names.update(page)
     service.stop()
-    return {str(entry["session_id"]) for entry in reply.json()["sessions"]}
+    return names
+
+
+def _page(url: str, offset: int) -> list[str]:
+    """Names of the sessions behind the first `offset`."""
+    asked = {"limit": 10_000, "offset": offset}
+    reply = httpx.post(f"{url}/state/status", json=asked, timeout=60, verify=False)
+    return [str(entry["session_id"]) for entry in reply.json()["sessions"]]
 
 
 def misplaced(talks: list[Conversation], stored: set[str]) -> list[str]:

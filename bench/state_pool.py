@@ -37,7 +37,7 @@ from bench.state_pool_stream import measure_stream
 from state_pool.arena import ZERO_SLOT
 from state_pool.config import PoolConfig
 from state_pool.pool import StatePool
-from state_pool.session_page import Tier
+from state_pool.session_page import SessionPage, Tier
 from state_pool.sessions import Lease, LeaseState
 
 STATE_PARTS = {"stage0.wkv": ("float16", (32, 64, 64, 64)), "stage0.shift": ("float16", (64, 4096))}
@@ -149,6 +149,15 @@ class Bench:
         self.until(lambda: len(waits) == len(names))
         return waits
 
+    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
+        """A page of the list, waited for."""
+        pages: list[SessionPage | Exception] = []
+        self.pool.list_sessions(pages.append, limit, offset)
+        self.until(lambda: bool(pages))
+        if isinstance(pages[0], Exception):
+            raise pages[0]
+        return pages[0]
+
     def settle(self) -> None:
         """Wait for everything that is under way."""
         self.until(lambda: not self.pool.pending)
@@ -220,7 +229,7 @@ def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {}
     moved: dict[str, int] = {}
     for _ in range(4):
-        for name in [entry.session_id for entry in bench.pool.list_sessions().sessions]:
+        for name in [entry.session_id for entry in bench.list_sessions().sessions]:
             before = counters(bench.pool)
             started = time.perf_counter()
             lease = bench.ready(name)

@@ -44,7 +44,7 @@ class TurnBody(SamplingBody):
 class StatusBody(Body):
     """Which part of the list of sessions is wanted."""
 
-    limit: int = Field(100, ge=0, le=100_000, description="Sessions shown.")
+    limit: int = Field(100, ge=0, le=10_000, description="Sessions shown.")
     offset: int = Field(0, ge=0, lt=2**53, description="Sessions left out before, newest first.")
 
 
@@ -133,7 +133,7 @@ ROUTES = (
         StatusBody,
         "List the sessions.",
         answer=SessionList,
-        errors=(ErrorKind.ENGINE_LOST,),
+        errors=(ErrorKind.OVERLOADED, ErrorKind.TIMEOUT, ErrorKind.ENGINE_LOST),
         example={"limit": 10},
         waits_for_engine=True,
     ),

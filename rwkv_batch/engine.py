@@ -23,6 +23,8 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job
 from rwkv_batch.runner.model_runner import Launched, ModelRunner
+from state_pool.errors import PoolError
+from state_pool.session_page import SessionPage
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ class Engine:
             case calls.GetStatus():
                 self._answer(reply, self.status)
             case calls.ListSessions(limit, offset):
-                self._answer(reply, lambda: pool.list_sessions(limit, offset))
+                self._list_sessions(reply, limit, offset)
             case calls.DeleteSessions(session_id, delete_prefix):
                 self._delete_sessions(reply, session_id, delete_prefix)
             case calls.ExportSession(session_id, dialogue):
@@ -160,6 +162,17 @@ class Engine:
                 self._answer(reply, lambda: self.jobs.count_by_label().get(label, 0))
             case _:
                 reply(ServiceError(ErrorKind.NOT_FOUND, f"the engine does not answer {type(call).__name__}"))
+
+    def _list_sessions(self, reply: calls.Reply[SessionPage], limit: int, offset: int) -> None:
+        """Answers when the pool has read the page."""
+
+        def listed(page: SessionPage | Exception) -> None:
+            reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
+
+        try:
+            self.machine.pool.list_sessions(listed, limit, offset)
+        except PoolError as error:
+            reply(as_service_error(error, field=None))
 
     def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
         """Answers with the number of sessions deleted, once that cannot be undone by a crash."""

@@ -27,8 +27,20 @@ class TurnNotStored(PoolError):  # noqa: N818 - names what happened, as the mess
     """The turn could not be made durable; its session stays as it was before the turn."""
 
 
+class SessionTooLarge(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The session makes a larger file than any service takes."""
+
+
 class PoolLost(PoolError):  # noqa: N818 - names what happened, as the message does
     """A thread of the pool has died: nothing is durable any more, and the process must end."""
+
+
+class DatabaseUnreadable(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The open database failed a question."""
+
+
+class DatabaseSlow(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The open database did not answer a question in time."""
 
 
 class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does

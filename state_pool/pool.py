@@ -17,9 +17,9 @@ from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
-from state_pool.session_page import SessionPage
+from state_pool.session_listing import OnListed, SessionListing
 from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
-from state_pool.status import pool_stats, session_page
+from state_pool.status import pool_stats
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.turns import Turns
 
@@ -49,6 +49,7 @@ class StatePool:
         self._import_export = ImportExport(
             self._index, self._tiers, self._store, self._deliver, self._turns.advance, self._turns.delete_rows
         )
+        self._listing = SessionListing(self._index, self._store, self._deliver, lambda: self._turns.unlogged)
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -172,6 +173,7 @@ class StatePool:
         """Whether `poll` has or will soon have something to conclude: call it every few milliseconds."""
         store = self._store
         waits = self._deliver.waiting or self._tiers.busy or self._turns.pending or self._import_export.pending
+        waits = waits or self._listing.pending
         return bool(waits or (store is not None and store.pending))
 
     @property
@@ -191,13 +193,18 @@ class StatePool:
         self._turns.begin_saves()
         self._turns.supply.serve()
         now = time.monotonic()
+        self._listing.expire(now)
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_S
             self._do_housekeeping(now)
 
-    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
-        """Counts by tier, and sessions, newest first."""
-        return session_page(self._index, limit, offset)
+    def list_sessions(self, on_listed: OnListed, limit: int = 100, offset: int = 0) -> None:
+        """Counts by tier, and a page of the sessions, newest first, as the database's reader finds them.
+
+        `on_listed` is called once from `poll` with a `SessionPage`, with DatabaseUnreadable, or with
+        DatabaseSlow when the reader took longer than 5 s. Raises PoolFull when too many lists are being read.
+        """
+        self._listing.request(limit, offset, on_listed)
 
     def stats(self) -> dict[str, Any]:
         """Sizes, queues, counters, degradations."""

@@ -21,12 +21,14 @@ import numpy as np
 from msgspec import Meta
 
 from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
-from state_pool.errors import PoolError
+from state_pool.errors import PoolError, SessionTooLarge
 
 FORMAT = "rwkv-session-2"
 """Written. "rwkv-session-1" is read too: its checksum covers the replay and the parts' names and bytes only."""
 MAX_HEADER_BYTES = 1 << 24
 """Longest header read: room for about two million replayed token ids."""
+MAX_FILE_BYTES = 1000 << 20
+"""Longest file written: the most that `--max-state-mb` lets a service read."""
 MAX_PARTS = 1024
 """Most parts of a state; a pipeline of n devices has 2 n."""
 MAX_TOKENS = 1 << 48
@@ -87,7 +89,7 @@ class SessionFile:
     """Raw little-endian bytes by name. Empty: the zero state; everything is in `replay`."""
 
     def encode(self) -> bytes:
-        """As the bytes of a safetensors file."""
+        """As the bytes of a safetensors file. Raises SessionTooLarge."""
         header: dict[str, Any] = {
             "__metadata__": {
                 "format": FORMAT,
@@ -105,6 +107,10 @@ class SessionFile:
             at += len(data)
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        if (num_bytes := 8 + len(text) + at) > MAX_FILE_BYTES:
+            raise SessionTooLarge(
+                f"the session makes a file of {num_bytes} bytes; at most {MAX_FILE_BYTES} can be carried away"
+            )
         return b"".join([struct.pack("<Q", len(text)), text, *self.parts.values()])
 
     def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:

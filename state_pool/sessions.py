@@ -6,7 +6,10 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
+
+from sortedcontainers import SortedList
 
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.errors import SessionNotFound
@@ -209,6 +212,7 @@ class SessionIndex:
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[SessionKey, Session] = OrderedDict()
+        self._names: SortedList = SortedList()  # of SessionKey: 8 bytes a session, so that beginnings are found
         self._dialogues: dict[str, dict[int, Session]] = {}
         self.l1: OrderedDict[Session, None] = OrderedDict()
         """Sessions parked in slots, least recently used first."""
@@ -235,6 +239,7 @@ class SessionIndex:
     def add(self, session: Session) -> None:
         """Enter a session as the most recently used."""
         self._by_key[session.key] = session
+        self._names.add(session.key)
         if session.key.dialogue != LINEAR:
             self._dialogues.setdefault(session.key.session_id, {})[session.key.dialogue] = session
         self.num_existing += session.exists
@@ -250,6 +255,7 @@ class SessionIndex:
         """Forget a session, on every tier's list."""
         if self._by_key.get(session.key) is session:
             del self._by_key[session.key]
+            self._names.remove(session.key)
             self.num_existing -= session.exists
         family = self._dialogues.get(session.key.session_id, {})
         if family.get(session.key.dialogue) is session:
@@ -285,12 +291,18 @@ class SessionIndex:
     def matching(self, session_id: str, prefix: bool) -> list[Session]:
         """Sessions a delete means: by id with all dialogues, else by shown name, or all that begin so."""
         if prefix:
-            return [s for s in self if s.key.shown.startswith(session_id)]
+            return self._beginning(session_id)
         exact = list(self._dialogues.get(session_id, {}).values())
         linear = self._by_key.get(SessionKey(session_id))
         if linear is not None:
             exact.append(linear)
         return exact or self._shown_as(session_id)
+
+    def _beginning(self, prefix: str) -> list[Session]:
+        """Sessions whose shown names begin so; costs what it finds, however many others there are."""
+        keys = takewhile(lambda key: key.session_id.startswith(prefix), self._names.irange((prefix,)))
+        dialogues = self._dialogues.get(prefix.rpartition(":")[0], {}).values() if ":" in prefix else ()
+        return [self._by_key[key] for key in keys] + [s for s in dialogues if s.key.shown.startswith(prefix)]
 
     def _shown_as(self, name: str) -> list[Session]:
         """The dialogue that lists show under this name."""

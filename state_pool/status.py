@@ -1,4 +1,4 @@
-"""What the pool says of itself: a page of its sessions, sizes and troubles. Engine thread only."""
+"""What the pool says of itself: sizes and troubles. Engine thread only."""
 
 from __future__ import annotations
 
@@ -11,24 +11,7 @@ from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
-from state_pool.session_page import SessionEntry, SessionPage
 from state_pool.sessions import SessionIndex
-
-
-def session_page(index: SessionIndex, limit: int, offset: int) -> SessionPage:
-    """Counts by the fastest tier that holds a session, and a page of sessions, newest first."""
-    total = index.num_existing
-    l1 = sum(session.exists for session in index.l1)
-    l2 = sum(session.exists for session in index.l2)
-    existing = (session for session in reversed(index) if session.exists)
-    page = islice(existing, offset, offset + limit)
-    return SessionPage(
-        total=total,
-        in_slots=l1,
-        in_host_memory=l2,
-        on_disk=total - l1 - l2,
-        sessions=[SessionEntry(session.key.shown, session.tier, session.updated) for session in page],
-    )
 
 
 def pool_stats(

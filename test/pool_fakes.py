@@ -12,6 +12,7 @@ import numpy as np
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
 from state_pool.pool import StatePool
+from state_pool.session_page import SessionPage
 from state_pool.sessions import Lease, LeaseState
 
 STATE_WORDS = 32
@@ -209,6 +210,15 @@ class Driver:
         self.until(lambda: outcome.known)
         assert outcome.ok
         return count
+
+    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
+        """A page of the list, waited for; raises what it failed with."""
+        pages: list[SessionPage | Exception] = []
+        self.pool.list_sessions(pages.append, limit, offset)
+        self.until(lambda: bool(pages))
+        if isinstance(pages[0], Exception):
+            raise pages[0]
+        return pages[0]
 
     def settle(self) -> None:
         """Poll until nothing is pending."""

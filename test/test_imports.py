@@ -46,8 +46,9 @@ ROOMS = {
     "state_pool.turns": "state_pool state_pool.disk state_pool.cache",
     "state_pool.status": "state_pool state_pool.disk state_pool.cache",
     "state_pool.integrity": "state_pool state_pool.cache",
+    "state_pool.session_listing": "state_pool state_pool.disk",
     "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.status "
-    "state_pool.integrity",
+    "state_pool.integrity state_pool.session_listing",
     "state_pool.salvage": "state_pool.disk",
     # HTTP. Files beside the rooms are endpoints, as those in openai are.
     "routes.config": "",

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
-from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.errors import (
+    DatabaseSlow,
+    PoolError,
+    PoolFull,
+    SessionBusy,
+    SessionNotFound,
+    SessionTooLarge,
+    SessionUnusable,
+)
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
 
@@ -21,15 +29,17 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
     SessionUnusable: ErrorKind.SESSION_UNUSABLE,
     PoolFull: ErrorKind.OVERLOADED,
+    DatabaseSlow: ErrorKind.TIMEOUT,
+    SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
 }
 
 
-def as_service_error(error: Exception) -> ServiceError:
-    """A pool's failure in the words of the one error table."""
+def as_service_error(error: Exception, field: str | None = "session_id") -> ServiceError:
+    """A pool's failure in the words of the one error table; `field` is what the request named wrongly, if anything."""
     if isinstance(error, PoolError):
-        return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field="session_id")
+        return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field=field)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
-    return ServiceError(ErrorKind.INTERNAL, message, field="session_id")
+    return ServiceError(ErrorKind.INTERNAL, message, field=field)
 
 
 def _may_share_prefix(sequence: Sequence) -> bool:

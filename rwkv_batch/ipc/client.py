@@ -24,6 +24,7 @@ from rwkv_batch.ipc.wire import (
     Call,
     Cancel,
     EventBatch,
+    FrameTooLong,
     Hello,
     Link,
     Observe,
@@ -129,14 +130,18 @@ class EngineClient:
     def submit(self, job: Job, sink: Sink, admitted: OnAdmitted) -> None:
         """See EngineProtocol."""
         with self._lock:
-            link = self._link
+            link, refusal = self._link, ServiceError.from_info(self._reason)
             if link is not None:
                 self._waiting.admissions[job.job_id] = admitted
                 is_turn = any(row.session is not None for row in job.rows)
                 self._waiting.listeners[job.job_id] = _Listener(sink, is_turn)
-                link.send(Submit(job))
-                return
-        admitted(ServiceError.from_info(self._reason))
+                try:
+                    link.send(Submit(job))
+                    return
+                except FrameTooLong as error:
+                    del self._waiting.admissions[job.job_id], self._waiting.listeners[job.job_id]
+                    refusal = _too_long(error)
+        admitted(refusal)
 
     def cancel(self, job_id: str) -> None:
         """See EngineProtocol."""
@@ -145,13 +150,17 @@ class EngineClient:
     def call(self, call: EngineCall[AnswerT], reply: Reply[AnswerT]) -> None:
         """See EngineProtocol."""
         with self._lock:
-            link = self._link
+            link, refusal = self._link, ServiceError.from_info(self._reason)
             if link is not None:
                 call_id = next(self._call_ids)
                 self._waiting.calls[call_id] = _Asked(reply, call.answer_type())
-                link.send(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
-                return
-        reply(ServiceError.from_info(self._reason))
+                try:
+                    link.send(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
+                    return
+                except FrameTooLong as error:
+                    del self._waiting.calls[call_id]
+                    refusal = _too_long(error)
+        reply(refusal)
 
     def observe(self, observation: Observe) -> None:
         """Report an ended HTTP request; forgotten when there is no engine."""
@@ -220,6 +229,10 @@ class EngineClient:
             listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))
         for asked in waiting.calls.values():
             asked.reply(ServiceError.from_info(lost))
+
+
+def _too_long(error: FrameTooLong) -> ServiceError:
+    return ServiceError(ErrorKind.BODY_TOO_LARGE, f"the request cannot be sent to the engine: {error}")
 
 
 def _decoded(value: bytes, answer_type: type[Any]) -> Any:

@@ -23,7 +23,7 @@ import msgspec
 
 from rwkv_batch.calls import EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.errors import ServiceError, StartupError
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child
 from rwkv_batch.ipc.quotas import Quotas
@@ -34,6 +34,7 @@ from rwkv_batch.ipc.wire import (
     Call,
     Cancel,
     EventBatch,
+    FrameTooLong,
     Hello,
     Link,
     Observe,
@@ -142,7 +143,16 @@ class Peer:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
             for frame in in_frames(events):
-                self._link.send(EventBatch(frame))
+                try:
+                    self._link.send(EventBatch(frame))
+                except FrameTooLong as error:
+                    self._fail_jobs({event.job_id for event in frame}, error)
+
+    def _fail_jobs(self, job_ids: set[str], error: FrameTooLong) -> None:
+        info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the answer cannot be sent: {error}; ask for less at once")
+        for job_id in job_ids:
+            self._engine.cancel(job_id)
+            self._link.send(EventBatch([JobEvents(job_id=job_id, deltas=[], done=True, error=info)]))
 
     def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
         if refusal is not None:
@@ -155,7 +165,11 @@ class Peer:
         if isinstance(value, ServiceError):
             self._link.send(Answer(call_id, NOTHING, value.info))
         else:
-            self._link.send(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
+            try:
+                self._link.send(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
+            except FrameTooLong as error:
+                too_long = ServiceError(ErrorKind.BODY_TOO_LARGE, f"the answer cannot be sent: {error}")
+                self._link.send(Answer(call_id, NOTHING, too_long.info))
 
 
 class EngineServer:

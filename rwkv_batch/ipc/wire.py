@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING_FRAMES = 50_000
 MAX_WAITING_BYTES = 1 << 30
 """A peer that leaves so much unread is taken for dead."""
+MAX_FRAME_BYTES = 1 << 30
+"""Longest frame, sent or received: a whole session file fits (`--max-state-mb` is at most 1000)."""
 FRAME_BYTES = 1 << 22
 """About how many bytes of events go in one frame: a step may bring more, if many long rows end in it."""
 _DELTA_BYTES = 64
@@ -96,6 +98,13 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 ToWorker = Admitted | EventBatch | Answer
 
 
+class FrameTooLong(Exception):  # noqa: N818 - names what it is about
+    """A message of more than `MAX_FRAME_BYTES`: not sent, or not read."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"a message between the processes has {num_bytes} bytes, at most {MAX_FRAME_BYTES} are sent")
+
+
 def in_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
     """News cut into pieces of at most `frame_bytes` or one delta. Each job's end comes with its last piece."""
     frame: list[JobEvents] = []
@@ -150,8 +159,13 @@ class Link(Generic[Incoming, Outgoing]):
         self._name = name
 
     def send(self, *messages: Outgoing) -> None:
-        """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone."""
+        """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone.
+
+        Raises FrameTooLong; nothing is sent then, and the link goes on.
+        """
         body = self._encoder.encode(messages)
+        if len(body) > MAX_FRAME_BYTES:
+            raise FrameTooLong(len(body))
         frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
         with self._lock:
             if self._closed:
@@ -162,10 +176,15 @@ class Link(Generic[Incoming, Outgoing]):
                 self._wait(frame)
 
     def receive(self) -> Iterator[Incoming]:
-        """Messages until the peer is gone or the link is closed. Raises msgspec.DecodeError for a foreign frame."""
+        """Messages until the peer is gone or the link is closed.
+
+        Raises msgspec.DecodeError for a foreign frame, and FrameTooLong before a byte of one that says so is read.
+        """
         with contextlib.suppress(OSError), self._connection.makefile("rb", _READ_BYTES) as stream:
             while len(head := stream.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
-                body = stream.read(length := int.from_bytes(head, "big"))
+                if (length := int.from_bytes(head, "big")) > MAX_FRAME_BYTES:
+                    raise FrameTooLong(length)
+                body = stream.read(length)
                 if len(body) < length:
                     return
                 yield from self._decoder.decode(body)

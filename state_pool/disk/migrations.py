@@ -66,6 +66,10 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "GROUP BY session_id",
         ),
     ),
+    (
+        "sessions by their last turn, so that a page of the list is read without reading all of them",
+        ("CREATE INDEX sessions_by_updated ON sessions(updated) WHERE hidden = 0",),
+    ),
 )
 """(name, statements), in order; the first is version 1. Never change one that was released: add another."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from state_pool.arena import HostState
+from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import SessionKey
 
 Done = Callable[[Exception | None], None]
@@ -58,6 +59,20 @@ class Loaded:
     """None: no stored state applies; replay starts from the zero state."""
     replay: list[int]
     bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """Which sessions of the list are wanted, newest first, and what memory knows of them. Rows are database rows."""
+
+    limit: int
+    offset: int
+    tiers: Mapping[int, Tier]
+    """Rows whose state is in memory; all others are on disk."""
+    newer: Mapping[int, SessionEntry]
+    """Rows of which memory has a newer turn than the database may have: listed as they are here."""
+    deleted: frozenset[int] = frozenset()
+    """Rows whose delete is on its way to the disk: not listed."""
 
 
 @dataclass(frozen=True, slots=True)

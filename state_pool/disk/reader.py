@@ -1,4 +1,4 @@
-"""The thread that reads stored sessions back. It writes nothing."""
+"""The thread that reads stored sessions back, and lists them. It writes nothing."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from collections.abc import Callable
 
 from state_pool.arena import Arena
 from state_pool.crash_points import reach
-from state_pool.disk.operations import Loaded
+from state_pool.disk.operations import ListQuery, Loaded
+from state_pool.disk.statements import list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
-from state_pool.errors import SessionUnusable
+from state_pool.errors import DatabaseUnreadable, SessionUnusable
+from state_pool.session_page import SessionEntry
 
 logger = logging.getLogger(__name__)
 
 LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]
+OnListed = Callable[[list[SessionEntry] | DatabaseUnreadable], None]
 
 
 class Reader:
-    """Loads sessions one after another; outcomes come back through `deliver`, on the engine thread."""
+    """Answers one question after another; outcomes come back through `deliver`, on the engine thread."""
 
     def __init__(
         self, connection: sqlite3.Connection, arena: Arena, deliver: Deliver, on_death: Callable[[], None]
@@ -31,7 +34,7 @@ class Reader:
         self._arena = arena
         self._loader = Loader(connection, arena.layout, arena.fingerprint, arena.vocab)
         self._deliver = deliver
-        self._jobs: queue.SimpleQueue[tuple[int, OnLoaded] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = PoolThread("state-pool-reader", self._run, on_death)
 
     @property
@@ -41,7 +44,11 @@ class Reader:
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Ask for a session; the pool bounds how many are asked for at once."""
-        self._jobs.put((row, on_loaded))
+        self._jobs.put(lambda: self._load(row, on_loaded))
+
+    def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
+        """Ask for a page of the list of sessions; the pool bounds how many are asked for at once."""
+        self._jobs.put(lambda: self._list(query, on_listed))
 
     def close(self) -> None:
         """Finish what was asked, end the thread, close the connection. Blocks."""
@@ -50,11 +57,23 @@ class Reader:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            row, on_loaded = job
-            result = self._try(row)
-            reach("before_promotion")
-            self._deliver(_bound(on_loaded, result))
+            self._deliver(job())
         self._connection.close()
+
+    def _load(self, row: int, on_loaded: OnLoaded) -> Callable[[], None]:
+        result = self._try(row)
+        reach("before_promotion")
+        return lambda: on_loaded(result)
+
+    def _list(self, query: ListQuery, on_listed: OnListed) -> Callable[[], None]:
+        page: list[SessionEntry] | DatabaseUnreadable
+        try:
+            page = list_sessions(self._connection, query)
+        except Exception as error:  # a damaged page, out of memory: this list's failure, and the thread goes on
+            logger.exception("the sessions could not be listed")
+            failure = f"{type(error).__name__}: {error}"
+            page = DatabaseUnreadable(f"the session database could not list its sessions ({failure}); check its disk")
+        return lambda: on_listed(page)
 
     def _try(self, row: int) -> LoadResult:
         try:
@@ -83,7 +102,3 @@ class Reader:
         except ValueError as error:
             return SessionUnusable(f"the stored state does not fit this model ({error})")
         return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay))
-
-
-def _bound(on_loaded: OnLoaded, result: LoadResult) -> Callable[[], None]:
-    return lambda: on_loaded(result)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
-from state_pool.disk.operations import Append, Delete, SessionRow
-from state_pool.sessions import ROOT
+from state_pool.disk.operations import Append, Delete, ListQuery, SessionRow
+from state_pool.session_page import SessionEntry, Tier
+from state_pool.sessions import ROOT, SessionKey
 
 
 def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
@@ -114,6 +116,24 @@ def trim_turns(connection: sqlite3.Connection, session: int, turn: int, num_toke
     connection.execute(
         "DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)
     )
+
+
+def list_sessions(connection: sqlite3.Connection, query: ListQuery) -> list[SessionEntry]:
+    """A page of the sessions, newest first, those that memory knows better merged in."""
+    newer = list(query.newer.values())
+    first = max(0, query.offset - len(newer))  # so many rows stand before the page whatever is merged in
+    rows = connection.execute(
+        "SELECT id, session_id, dialogue, updated FROM sessions INDEXED BY sessions_by_updated "
+        "WHERE hidden = 0 AND id NOT IN (SELECT value FROM json_each(?)) "
+        "ORDER BY updated DESC, id DESC LIMIT ? OFFSET ?",
+        (json.dumps([*query.newer, *query.deleted]), query.offset + query.limit - first, first),
+    )
+    stored = [
+        SessionEntry(SessionKey(session_id, dialogue).shown, query.tiers.get(row, Tier.DISK), updated)
+        for row, session_id, dialogue, updated in rows
+    ]
+    merged = sorted([*newer, *stored], key=lambda entry: entry.updated, reverse=True) if newer else stored
+    return merged[query.offset - first :][: query.limit]
 
 
 def delete_sessions(connection: sqlite3.Connection, job: Delete) -> list[int]:

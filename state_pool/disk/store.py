@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import sqlite3
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from pathlib import Path
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
 from state_pool.disk.database import ProcessLock, explain, open_maintainer, open_reader, open_writer
-from state_pool.disk.operations import Append, Checkpoint, Delete, Done, Quarantined, SessionRow
-from state_pool.disk.reader import OnLoaded, Reader
+from state_pool.disk.operations import Append, Checkpoint, Delete, Done, ListQuery, Quarantined, SessionRow
+from state_pool.disk.reader import OnListed, OnLoaded, Reader
 from state_pool.disk.writer import Writer
 from state_pool.sessions import Session, SessionIndex, SessionKey
 
@@ -78,6 +79,8 @@ class Store:
             raise
         self._reader = Reader(open_reader(self.path), arena, deliver, deliver.wake)
         self._next_row = self.writer.next_row
+        self._deleted: set[int] = set()
+        """Rows whose delete the disk does not have yet."""
         self.pending = 0
         """Jobs whose outcome has not been delivered."""
 
@@ -140,6 +143,9 @@ class Store:
 
     def submit(self, job: Append | Delete | Quarantined, done: Done) -> None:
         """Queue a small write."""
+        if isinstance(job, Delete):
+            self._deleted.update(job.rows)
+            done = self._until_deleted(job, done)
         self.writer.submit(job, self._counted(done))
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
@@ -150,12 +156,24 @@ class Store:
         """Read a session back."""
         self._reader.load(row, on_loaded)
 
+    def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
+        """Read a page of the list; sessions whose delete is not on disk yet are left out."""
+        self._reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
+
     def close(self) -> None:
         """Write what is queued and let go of the file. Blocks."""
         self._reader.close()
         self.writer.close()
         if self._lock is not None:
             self._lock.release()
+
+    def _until_deleted(self, job: Delete, done: Done) -> Done:
+        def outcome(error: Exception | None) -> None:
+            if error is None:
+                self._deleted.difference_update(job.rows)
+            done(error)
+
+        return outcome
 
     def _counted(self, done: Done) -> Done:
         self.pending += 1

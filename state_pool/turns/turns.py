@@ -47,6 +47,8 @@ class Turns:
         """Turns (durability "turn") that wait for the writer's queue; each returns whether it need not wait more."""
         self._undeleted: list[tuple[int, ...]] = []
         """Deletes that failed on disk and are tried again."""
+        self.unlogged: dict[Session, None] = {}
+        """Sessions with turns on their way to the log."""
         self._next_row = 0
 
     @property
@@ -139,6 +141,7 @@ class Turns:
             self._deliver(lambda: self._conclude(session, turn, None))
         if self._store is not None and self._stores_log and not session.log_broken:
             session.unlogged += 1
+            self.unlogged[session] = None
             self._store.submit(_append_of(session, turn), lambda error: self._logged(session, turn, error))
 
     def _number(self, lease: Lease) -> None:
@@ -207,6 +210,8 @@ class Turns:
 
     def _logged(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
         session.unlogged -= 1
+        if not session.unlogged:
+            self.unlogged.pop(session, None)
         if self._config.durability == "lazy":
             session.log_broken = session.log_broken or error is not None
         else:

@@ -14,8 +14,10 @@ import pytest
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.request import Delta, Job, JobEvents
 from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
 
@@ -39,6 +41,11 @@ class Answering(FakeEngine):
     def call(self, call: Any, reply: Any) -> None:
         unknown = ServiceError(ErrorKind.SESSION_NOT_FOUND, "no such session", field="session_id")
         reply(ANSWERS.get(call, unknown))
+
+    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
+        admitted(None)
+        sink(JobEvents(job_id=job.job_id, deltas=[Delta(0, bytes(30_000), 1)]))
+        self._delivered()
 
 
 @pytest.fixture
@@ -79,3 +86,31 @@ def test_a_call_that_fails_is_answered_with_its_failure(client: EngineClient) ->
     failure = ask(client, calls.ExportSession("unknown"))
     assert isinstance(failure, ServiceError)
     assert (failure.info.kind, failure.info.field) == (ErrorKind.SESSION_NOT_FOUND, "session_id")
+
+
+def test_an_answer_that_is_too_long_is_told(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANSWERS, calls.ExportSession("long"), bytes(3000))
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2000)
+    failure = ask(client, calls.ExportSession("long"))
+    assert isinstance(failure, ServiceError)
+    assert failure.info.kind is ErrorKind.BODY_TOO_LARGE
+    assert ask(client, calls.ExportSession("s", 2)) == ANSWERS[calls.ExportSession("s", 2)], "the link goes on"
+
+
+def test_a_call_that_is_too_long_is_told(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2000)
+    failure = ask(client, calls.ImportSession("s", bytes(3000)))
+    assert isinstance(failure, ServiceError)
+    assert failure.info.kind is ErrorKind.BODY_TOO_LARGE
+    assert not client._waiting.calls
+    assert ask(client, calls.ExportSession("s", 2)) == ANSWERS[calls.ExportSession("s", 2)], "the link goes on"
+
+
+def test_news_that_are_too_long_end_their_job(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 20_000)
+    events: queue.Queue[Any] = queue.Queue()
+    client.submit(Job(job_id="j", rows=[]), events.put, lambda refusal: None)
+    told = events.get(timeout=WAIT_S)
+    assert (told.done, told.error.kind) == (True, ErrorKind.INTERNAL)
+    assert "at most 20000 are sent" in told.error.message
+    assert ask(client, calls.CountJobs("big_batch")) == 4, "the link goes on"

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.wire import EventBatch, Link, in_frames
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogprob
 
@@ -123,3 +124,22 @@ def test_few_news_go_in_one_frame() -> None:
     events = [JobEvents(job_id="j", deltas=[Delta(0, b"abc", 1)]), JobEvents(job_id="k", deltas=[], done=True)]
     assert list(in_frames(events)) == [events]
     assert list(in_frames([])) == []
+
+
+def test_a_frame_that_is_too_long_is_not_sent(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+    sender, receiver = links
+    with pytest.raises(wire.FrameTooLong, match="at most 1000"):
+        sender.send((0, LARGE))
+    sender.send((1, b"short"))
+    assert next(receiver.receive()) == (1, b"short")
+
+
+def test_a_length_from_outside_is_bounded() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall((0xFFFFFFFF).to_bytes(4, "big") + b"x")
+    theirs.close()
+    link: Link = Link(ours, DECODER, "receiver")
+    with pytest.raises(wire.FrameTooLong, match="4294967295 bytes"):
+        list(link.receive())
+    link.close()

@@ -80,7 +80,7 @@ class Ledger:
     ) -> dict[Key, list[int]]:
         """Each stored session's history: the one among those it may have whose state it holds."""
         found: dict[Key, list[int]] = {}
-        rows = driver.pool.list_sessions(limit=10_000).sessions
+        rows = driver.list_sessions(limit=10_000).sessions
         for key in [stored.key for stored in driver.pool._index if stored.exists]:
             name, dialogue = key
             state = driver.state(name, None if dialogue == LINEAR else dialogue)

@@ -271,7 +271,7 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
         driver.turn("unborn", big)
     assert words in driver.pool.stats()["degraded"]
     assert np.array_equal(driver.state("a"), state_of([ord("a"), 1], WORDS)), "the session is what it was"
-    assert driver.pool.list_sessions().total == 2
+    assert driver.list_sessions().total == 2
     mend_disk(driver)
     driver.turn("a", [2, 3])
     assert driver.pool.stats()["degraded"] is None
@@ -339,12 +339,12 @@ def test_a_failed_delete_is_told_and_tried_again(tmp_path: Path) -> None:
     assert driver.pool.delete("a", on_durable=outcome) == 1
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], TurnNotStored)
-    assert driver.pool.list_sessions().total == 0
+    assert driver.list_sessions().total == 0
     mend_disk(driver)
     driver.until(lambda: driver.pool.stats()["degraded"] is None)
     driver.pool.close()
     driver = reopen(tmp_path)
-    assert driver.pool.list_sessions().total == 0
+    assert driver.list_sessions().total == 0
     driver.pool.close()
 
 
@@ -352,8 +352,8 @@ def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
     driver = reopen(tmp_path, state_db_max_gb=0.0005, l1_sessions=1, l2_sessions=1)
     for i in range(60):
         driver.turn(f"s{i}", [i])
-    driver.until(lambda: not store_of(driver).over_limit and driver.pool.list_sessions().total < 60)
-    names = [entry.session_id for entry in driver.pool.list_sessions().sessions]
+    driver.until(lambda: not store_of(driver).over_limit and driver.list_sessions().total < 60)
+    names = [entry.session_id for entry in driver.list_sessions().sessions]
     assert names == [f"s{i}" for i in range(59, 59 - len(names), -1)], "the newest are left"
     driver.pool.close()
 
@@ -399,7 +399,7 @@ def test_what_is_whole_is_salvaged(tmp_path: Path) -> None:
     assert lost
     assert not set(saved) & set(lost)
     driver = reopen(tmp_path / "new")
-    assert driver.pool.list_sessions().total == len(saved)
+    assert driver.list_sessions().total == len(saved)
     for name in saved:
         if name.startswith("s"):
             assert np.array_equal(driver.state(name), state_of([int(name[1:]), 1, 2], WORDS))
@@ -449,7 +449,7 @@ def test_a_delete_overtakes_a_state_that_waits_to_be_written(tmp_path: Path, dur
     assert driver.pool.check_integrity() == []
     driver.pool.close()
     driver = reopen(tmp_path)
-    assert driver.pool.list_sessions().total == 0
+    assert driver.list_sessions().total == 0
     driver.pool.close()
     with raw(tmp_path) as connection:
         for table in ("sessions", "turns", "states", "state_chunks"):

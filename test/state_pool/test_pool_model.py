@@ -174,13 +174,13 @@ class World:
             self.pool._flush = lambda store: None  # type: ignore[method-assign]
         self.pool.close()
         self.start()
-        assert self.pool.list_sessions().total == len(self.model)
+        assert self.driver.list_sessions().total == len(self.model)
 
     def check_rest(self) -> None:
         """Nothing runs: every slot has an owner, every session one tier, every count is right."""
         self.driver.settle()
         assert self.pool.check_integrity() == []
-        status = self.pool.list_sessions(limit=10_000)
+        status = self.driver.list_sessions(limit=10_000)
         names = sorted(session.session_id for session in status.sessions)
         assert names == sorted(name if n == LINEAR else f"{name}:{n}" for name, n in self.model)
         stamps = [session.updated for session in status.sessions]

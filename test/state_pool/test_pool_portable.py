@@ -142,7 +142,7 @@ def test_a_turn_waits_for_a_session_that_is_being_brought(tmp_path: Path) -> Non
     driver.pool.import_session("u", file, Outcome())
     driver.delete("u")
     driver.settle()
-    assert driver.pool.list_sessions().total == 2
+    assert driver.list_sessions().total == 2
     driver.pool.close()
 
 
@@ -198,7 +198,7 @@ def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotASession, match=r"token id 1000 at position 1 .* vocabulary of 1000"):
         driver.pool.import_session("t", decode(file.encode()), Outcome())
     import_session(driver, "t", SessionFile("model-a", 2, [1, 999], {}, {}).encode())
-    assert driver.pool.list_sessions().total == 1
+    assert driver.list_sessions().total == 1
     driver.pool.close()
 
 

@@ -62,7 +62,7 @@ def test_busy_is_told_at_once_if_wanted(driver: Driver) -> None:
 
 def test_a_dropped_turn_leaves_no_trace(driver: Driver) -> None:
     driver.pool.release(driver.ready(driver.pool.checkout("never")))
-    assert driver.pool.list_sessions().total == 0
+    assert driver.list_sessions().total == 0
     driver.turn("s", [1])
     lease = driver.ready(driver.pool.checkout("s"))
     slot = driver.compute(lease, [9, 9])
@@ -116,7 +116,7 @@ def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
     assert isinstance(outcome.calls[0], SessionNotFound)
     driver.pool.release(waiting)
     driver.pool.release(branch)
-    assert driver.pool.list_sessions().total == 0
+    assert driver.list_sessions().total == 0
     assert not driver.turn("s", [3]).exists
     assert np.array_equal(driver.state("s"), state_of([3]))
 
@@ -130,7 +130,7 @@ def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:
     driver.delete("s")
     driver.settle()
     assert outcome.known
-    assert driver.pool.list_sessions().total == 0
+    assert driver.list_sessions().total == 0
 
 
 def test_what_a_delete_means(driver: Driver) -> None:
@@ -144,7 +144,7 @@ def test_what_a_delete_means(driver: Driver) -> None:
     assert driver.delete("a:1") == 1, "then the dialogue that is shown so"
     assert np.array_equal(driver.state("a", 2), state_of([1, 2])), "its child needs it no more"
     assert driver.delete("a") == 2
-    assert [entry.session_id for entry in driver.pool.list_sessions().sessions] == ["ab"]
+    assert [entry.session_id for entry in driver.list_sessions().sessions] == ["ab"]
     assert driver.delete("a", prefix=True) == 1
 
 
@@ -163,7 +163,7 @@ def test_status_lists_newest_first_in_pages(driver: Driver) -> None:
     for i in range(6):
         driver.turn(f"s{i}", [i])
     driver.turn("s0", [1])
-    status = driver.pool.list_sessions(limit=2, offset=1)
+    status = driver.list_sessions(limit=2, offset=1)
     assert [entry.session_id for entry in status.sessions] == ["s5", "s4"]
     assert status.total == 6
     assert status.sessions[0].tier is Tier.SLOT
@@ -176,11 +176,11 @@ def test_sessions_expire(tmp_path: Path) -> None:
     driver.turn("old", [1])
     next(iter(driver.pool._index)).updated -= 100
     driver.turn("new", [1])
-    driver.until(lambda: driver.pool.list_sessions().total == 1)
+    driver.until(lambda: driver.list_sessions().total == 1)
     driver.settle()
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    assert [entry.session_id for entry in driver.pool.list_sessions().sessions] == ["new"]
+    assert [entry.session_id for entry in driver.list_sessions().sessions] == ["new"]
     driver.pool.close()
 
 
@@ -203,7 +203,7 @@ def test_memory_only_forgets_the_oldest() -> None:
     time.sleep(0.3)
     driver.pool.poll()
     driver.settle()
-    status = driver.pool.list_sessions()
+    status = driver.list_sessions()
     assert status.total <= 2 + 3 + 4
     assert status.sessions[0].session_id == "s29"
     assert driver.pool.stats()["counters"]["lost"] == 30 - status.total

@@ -1,0 +1,107 @@
+"""Pages of the list of sessions: read by the database's reader, so that the engine thread never walks all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from state_pool.disk.operations import ListQuery
+from state_pool.disk.store import CompletionQueue, Store
+from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull
+from state_pool.session_page import SessionEntry, SessionPage
+from state_pool.sessions import Session, SessionIndex
+
+AT_ONCE = 16
+"""Lists that the reader has been asked for and has not answered."""
+TIMEOUT_S = 5.0
+"""How long the reader may take; behind it may be a disk that hangs."""
+
+OnListed = Callable[[SessionPage | Exception], None]
+"""Called once, on the engine thread, from `StatePool.poll`."""
+Unlogged = Callable[[], Iterable[Session]]
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """One caller who waits for a page."""
+
+    on_listed: OnListed
+    deadline: float
+    told: bool = False
+
+    def tell(self, outcome: SessionPage | Exception) -> None:
+        """The first outcome only."""
+        if not self.told:
+            self.told = True
+            self.on_listed(outcome)
+
+
+class SessionListing:
+    """Asks the reader for pages and adds what only memory knows: tiers, and turns not written yet. Engine thread."""
+
+    def __init__(self, index: SessionIndex, store: Store | None, deliver: CompletionQueue, unlogged: Unlogged) -> None:
+        """`unlogged`: sessions with turns on their way to the log, wherever their state is."""
+        self._index = index
+        self._store = store
+        self._deliver = deliver
+        self._unlogged = unlogged
+        self._requests: dict[_Request, None] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody still waits for a page."""
+        return any(not request.told for request in self._requests)
+
+    def request(self, limit: int, offset: int, on_listed: OnListed) -> None:
+        """See `StatePool.list_sessions`. Raises PoolFull."""
+        if self._store is None:  # then every session is in memory, and L1 and L2 bound their number
+            existing = (session for session in reversed(self._index) if session.exists)
+            entries = [_entry_of(session) for session in islice(existing, offset, offset + limit)]
+            self._deliver(lambda: on_listed(self._page(entries)))
+            return
+        if len(self._requests) >= AT_ONCE:
+            raise PoolFull(f"{AT_ONCE} lists of sessions are being read already; try again in a moment")
+        request = _Request(on_listed, time.monotonic() + TIMEOUT_S)
+        self._requests[request] = None
+        tiers = {session.row: session.tier for session in self._in_memory()}
+        query = ListQuery(limit, offset, tiers, self._newer_than_disk())
+        self._store.list_sessions(query, lambda outcome: self._listed(request, outcome))
+
+    def expire(self, now: float) -> None:
+        """Tell those who have waited too long. Their place stays taken until the reader comes to them."""
+        for request in self._requests:
+            if now > request.deadline:
+                request.tell(
+                    DatabaseSlow(
+                        f"the session database has not listed its sessions within {TIMEOUT_S:g} s; "
+                        "its disk is slow or busy: try again later"
+                    )
+                )
+
+    def _listed(self, request: _Request, outcome: list[SessionEntry] | DatabaseUnreadable) -> None:
+        del self._requests[request]
+        request.tell(outcome if isinstance(outcome, Exception) else self._page(outcome))
+
+    def _page(self, entries: list[SessionEntry]) -> SessionPage:
+        total = self._index.num_existing
+        l1 = sum(session.exists for session in self._index.l1)
+        l2 = sum(session.exists for session in self._index.l2)
+        return SessionPage(total=total, in_slots=l1, in_host_memory=l2, on_disk=total - l1 - l2, sessions=entries)
+
+    def _in_memory(self) -> Iterator[Session]:
+        yield from self._index.l1
+        yield from self._index.l2
+
+    def _newer_than_disk(self) -> dict[int, SessionEntry]:
+        """By row, sessions whose newest turn the database may not have; all are in memory or on their way to the log.
+
+        The index holds no others: a session leaves memory when the disk has all of it, or it is refused as lost.
+        """
+        behind = [session for session in self._in_memory() if session.log_broken and session.dirty]
+        return {session.row: _entry_of(session) for session in (*behind, *self._unlogged()) if session.exists}
+
+
+def _entry_of(session: Session) -> SessionEntry:
+    return SessionEntry(session.key.shown, session.tier, session.updated)

@@ -1,0 +1,190 @@
+"""Lists of sessions, deletes by beginning and /status: right whatever is where, and no walk over all sessions."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.state_pool_listing import growth, measure
+from state_pool import session_file, session_listing
+from state_pool.disk.store import Store
+from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull, SessionTooLarge
+from state_pool.session_file import SessionFile
+from state_pool.session_page import SessionPage, Tier
+from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+
+
+def store_of(driver: Driver) -> Store:
+    """The pool's third tier."""
+    assert driver.pool._store is not None
+    return driver.pool._store
+
+
+@contextmanager
+def writer_held(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The writer commits nothing meanwhile."""
+    writer, go = store_of(driver).writer, threading.Event()
+    commit = writer._commit_group
+
+    def held(group: Any) -> None:
+        go.wait()
+        commit(group)
+
+    monkeypatch.setattr(writer, "_commit_group", held)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+@contextmanager
+def reader_held(driver: Driver) -> Iterator[None]:
+    """The reader hangs, as on a disk that does not answer."""
+    go = threading.Event()
+
+    def hang() -> Any:
+        go.wait()
+        return lambda: None
+
+    store_of(driver)._reader._jobs.put(hang)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def test_the_engine_threads_work_does_not_grow_with_the_sessions(tmp_path: Path) -> None:
+    found = growth(measure(tmp_path, 200), measure(tmp_path, 4000))
+    assert set(found) == {"stats", "list", "list deep", "delete"}
+    assert max(found.values()) <= 1.05, found
+
+
+def test_turns_that_the_disk_does_not_have_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(num_slots=8), config_in(tmp_path, durability="lazy", l1_sessions=3, l2_sessions=20))
+    for number in range(8):
+        driver.turn(f"s{number}", [number])
+    driver.settle()
+    with writer_held(driver, monkeypatch):
+        for name in ("s2", "new", "s5", "newest"):
+            driver.turn(name, [1])
+        wanted = ["newest", "s5", "new", "s2", "s7", "s6", "s4", "s3", "s1", "s0"]
+        pages = {(limit, offset): driver.list_sessions(limit, offset) for limit in range(5) for offset in range(12)}
+        for (limit, offset), page in pages.items():
+            assert [entry.session_id for entry in page.sessions] == wanted[offset : offset + limit], (limit, offset)
+        whole = driver.list_sessions()
+        tiers = [(entry.session_id, entry.tier) for entry in whole.sessions]
+        assert tiers == [(s.key.shown, s.tier) for s in map(driver.pool._index.get, map(SessionKey, wanted)) if s]
+        assert {tier for _, tier in tiers} >= {Tier.SLOT, Tier.HOST}
+    driver.settle()
+    assert [entry.session_id for entry in driver.list_sessions().sessions] == wanted
+    driver.pool.close()
+
+
+def test_a_log_that_broke_lists_what_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path, durability="lazy"))
+    driver.turn("old", [1])
+    driver.settle()
+
+    def fails(*arguments: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("state_pool.disk.statements.append_turn", fails)
+        for name in ("a", "old"):
+            driver.turn(name, [2])
+        driver.settle()
+        assert [entry.session_id for entry in driver.list_sessions().sessions] == ["old", "a"]
+    driver.pool.close()
+
+
+def test_a_page_is_full_while_deletes_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    for number in range(6):
+        driver.turn(f"s{number}", [number])
+    outcome = Outcome()
+    with writer_held(driver, monkeypatch):
+        assert driver.pool.delete("s4", on_durable=outcome) == 1
+        page = driver.list_sessions(3)
+        assert [entry.session_id for entry in page.sessions] == ["s5", "s3", "s2"]
+        assert page.total == 5
+    driver.until(lambda: outcome.known)
+    assert [entry.session_id for entry in driver.list_sessions(2, 1).sessions] == ["s3", "s2"]
+    assert not store_of(driver)._deleted
+    driver.pool.close()
+
+
+def test_a_reader_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_listing, "TIMEOUT_S", 0.0)
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    outcomes: list[SessionPage | Exception] = []
+    with reader_held(driver):
+        for _ in range(session_listing.AT_ONCE):
+            driver.pool.list_sessions(outcomes.append)
+        driver.until(lambda: len(outcomes) == session_listing.AT_ONCE)
+        assert all(isinstance(outcome, DatabaseSlow) for outcome in outcomes)
+        assert not driver.pool.pending, "nobody waits any more"
+        with pytest.raises(PoolFull, match="lists of sessions are being read already"):
+            driver.pool.list_sessions(outcomes.append)
+    driver.until(lambda: not driver.pool._listing._requests)
+    assert len(outcomes) == session_listing.AT_ONCE, "each is told once"
+    monkeypatch.setattr(session_listing, "TIMEOUT_S", 60.0)
+    assert driver.list_sessions().total == 1
+    driver.pool.close()
+
+
+def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as connection:
+        connection.execute("DROP INDEX sessions_by_updated")
+    with pytest.raises(DatabaseUnreadable, match="no such index"):
+        driver.list_sessions()
+    assert np.array_equal(driver.state("s"), state_of([1]))
+    driver.pool.close()
+
+
+def test_what_waits_at_the_end_is_answered(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    outcomes: list[SessionPage | Exception] = []
+    driver.pool.list_sessions(outcomes.append)
+    driver.pool.close()
+    assert [outcome.total for outcome in outcomes if isinstance(outcome, SessionPage)] == [1]
+
+
+def test_names_that_begin_so_are_those_that_a_walk_finds() -> None:
+    draw, index = random.Random(5), SessionIndex()
+    kept: list[Session] = []
+    for row in range(600):
+        key = SessionKey("".join(draw.choices("ab:1é🙂", k=draw.randint(1, 5))), draw.choice([LINEAR, 1, 2, 12]))
+        if index.get(key) is None:
+            kept.append(Session(key, row, 0.0, 0.0, turn=1))
+            index.add(kept[-1])
+        if draw.random() < 0.3:
+            index.remove(kept.pop(draw.randrange(len(kept))))
+    names = [session.key.shown for session in kept]
+    for prefix in {name[:length] for name in names for length in range(1, len(name) + 1)} | {"c", "zz:"}:
+        wanted = {session.key for session in kept if session.key.shown.startswith(prefix)}
+        found = [session.key for session in index.matching(prefix, prefix=True)]
+        assert set(found) == wanted, prefix
+        assert len(found) == len(wanted), prefix
+
+
+def test_a_file_that_no_service_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SessionFile("model-a", 3, [1, 2, 3], {"a": ("int32", (64,))}, {"a": bytes(256)})
+    size = len(file.encode())
+    monkeypatch.setattr(session_file, "MAX_FILE_BYTES", size)
+    assert len(file.encode()) == size
+    monkeypatch.setattr(session_file, "MAX_FILE_BYTES", size - 1)
+    with pytest.raises(SessionTooLarge, match=f"a file of {size} bytes; at most {size - 1}"):
+        file.encode()
