@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -82,29 +83,37 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-class KeyRing:
-    """The keys in force. Any thread may ask and reload."""
+class KeysFile:
+    """The file of keys and what it held when it could last be used. The supervisor's: all HTTP workers get the same."""
 
     def __init__(self, path: str = "") -> None:
-        """`path`: --keys-file; "" = no keys are used. None are in force until `reload`."""
+        """`path`: --keys-file; "" = no keys are used. None are in force until `read`."""
         self._path = path
-        self._keys: list[tuple[str, ApiKey]] = []
+        self.keys: tuple[ApiKey, ...] = ()
 
-    @property
-    def is_used(self) -> bool:
-        """Whether there is a file of keys."""
-        return bool(self._path)
-
-    def reload(self) -> None:
+    def read(self) -> None:
         """Read the file again; keys stay as they are if it cannot be used."""
         if not self._path:
             return
         try:
-            self._keys = [(key.digest, key) for key in load_keys(self._path)]
+            self.keys = load_keys(self._path)
         except KeysError as error:
-            logger.error("--keys-file %s; %d keys stay in force", error, len(self._keys))
+            logger.error("--keys-file %s; %d keys stay in force", error, len(self.keys))
         else:
-            logger.info("--keys-file %s: %d keys are in force", self._path, len(self._keys))
+            logger.info("--keys-file %s: %d keys are in force", self._path, len(self.keys))
+
+
+class KeyRing:
+    """The keys in force in an HTTP worker. Any thread may ask and replace."""
+
+    def __init__(self, is_used: bool = False) -> None:
+        """`is_used`: whether there is a file of keys."""
+        self.is_used = is_used
+        self._keys: list[tuple[str, ApiKey]] = []
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """From now on these are in force."""
+        self._keys = [(key.digest, key) for key in keys]
 
     def find(self, given: str) -> ApiKey | None:
         """The key that was given; takes as long for any that is not one."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from routes.api_keys import KeysFile
 from rwkv_batch.errors import StartupError
 from supervisor.child import Child, back_off_s
 
@@ -61,6 +62,7 @@ class HttpWorkers:
     context: ForkServerContext
     arguments: tuple[Any, ...]
     num_sockets: int
+    keys: KeysFile
     target: Any = http_process
     workers: list[Worker] = field(default_factory=list)
     failures: int = 0
@@ -90,10 +92,11 @@ class HttpWorkers:
             worker.child.tell("drain" if worker.socket is not None else "finish")
 
     def reload(self) -> None:
-        """Read the file of keys again; spares read it when they begin to serve."""
+        """Read the file of keys again; spares are given the keys when they begin to serve."""
+        self.keys.read()
         for worker in self.workers:
             if worker.socket is not None:
-                worker.child.tell("reload")
+                worker.child.tell(("keys", self.keys.keys))
 
     def finish(self) -> None:
         """End when the last answer is out."""
@@ -145,7 +148,7 @@ class HttpWorkers:
         for number, worker in zip(free, spares, strict=False):
             worker.socket = number
             worker.child.name = f"http-{number}"
-            worker.child.tell(("serve", number))
+            worker.child.tell(("serve", number, self.keys.keys))
 
     def _reap(self, worker: Worker) -> None:
         self.workers.remove(worker)

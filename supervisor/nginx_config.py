@@ -181,6 +181,8 @@ http {{
             proxy_set_header Connection "";
             proxy_set_header Host $http_host;
             proxy_set_header X-Forwarded-For $remote_addr;
+            # Bodies are JSON or session files, whatever they call themselves; Robyn would answer forms with a 500.
+            proxy_set_header Content-Type "";
             proxy_set_header {key_header} {key};
             proxy_request_buffering on;
             proxy_buffering off;

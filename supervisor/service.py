@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from routes.api_keys import KeysFile
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle
 from settings import Settings
@@ -80,7 +81,9 @@ class Supervisor:
         self._engine = Child("engine", spawn, engine_process, engine)
         sockets = self._listeners.workers
         http = (settings.http, self._address, style, sockets)
-        self._workers = HttpWorkers(fork_context(), http, len(sockets), http_target)
+        keys = KeysFile(settings.http.keys_file)
+        keys.read()
+        self._workers = HttpWorkers(fork_context(), http, len(sockets), keys, http_target)
         self._front: Child | None = None
         if self._listeners.front is not None:
             config = NginxConfig.of(settings, sockets)

@@ -74,8 +74,8 @@ def run_http_worker(
     """Main function of the process: it stands by until it is given a number of `listeners`, then serves that one.
 
     The supervisor is sent ("standby", None), ("serving", None), ("engine", whether it is there), ("failed", reason).
-    It sends ("serve", number), ("all", whether every worker takes work), "reload" (the keys), "drain" and "finish",
-    which ends the process.
+    It sends ("serve", number, keys), ("all", whether every worker takes work), ("keys", those in force from now on),
+    "drain" and "finish", which ends the process.
     """
     become_child(name, style)
     supervisor = SupervisorLink(pipe)
@@ -107,15 +107,15 @@ def _run(
     gc.freeze()
     supervisor.tell("standby")
     match supervisor.hear():
-        case ("serve", number):
+        case ("serve", number, keys):
             name = f"http-{number}"
+            context.keys.replace(keys)
         case _:
             os._exit(0)
     # Robyn gives a process 512 / visible CPUs threads for streams, each of which holds one while it waits.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
     set_up_logging(name, style)
     name_requests()
-    context.keys.reload()
     client.start(name)
     follow = threading.Thread(target=_follow, args=(context, client, supervisor), name="supervisor", daemon=True)
     follow.start()
@@ -124,7 +124,7 @@ def _run(
 
 def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> Context:
     gate = Gate(config.max_streams, config.max_streams_per_client)
-    context = Context(client, config, gate, readiness, KeyRing(config.keys_file), tokenizer=preload.TOKENIZER)
+    context = Context(client, config, gate, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
     context.shared[system.OPENAPI] = preload.OPENAPI_DOCUMENT
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
     context.shared[web_page.FILES] = preload.WEB_FILES
@@ -193,8 +193,8 @@ def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink) 
                 context.gate.draining = True
                 client.is_ending = True
                 context.readiness.wake_all()
-            case "reload":
-                context.keys.reload()
+            case ("keys", keys):
+                context.keys.replace(keys)
             case "finish":
                 deadline = time.monotonic() + context.config.drain_timeout_s
                 while context.gate.inside and time.monotonic() < deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from routes.api_keys import KeyRing, KeysError, load_keys
+from routes.api_keys import KeyRing, KeysError, KeysFile, load_keys
 from routes.config import HttpConfig
 from routes.exchange import Exchange, request_id
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -64,9 +65,10 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert few.limits == ClientLimits(rows=2, requests_per_minute=6)
     assert free.limits == ClientLimits()
     assert hashed.limits == ClientLimits(tokens_per_minute=40)
-    ring = KeyRing(str(tmp_path / "keys.toml"))
-    assert ring.find(PLAIN) is None  # nothing is in force before it is read
-    ring.reload()
+    file, ring = KeysFile(str(tmp_path / "keys.toml")), KeyRing(is_used=True)
+    assert not file.keys and ring.find(PLAIN) is None  # nothing is in force before it is read
+    file.read()
+    ring.replace(file.keys)
     assert [one and one.name for one in map(ring.find, (PLAIN, FREE, HASHED))] == ["few", "free", "hashed"]
     assert [ring.find(wrong) for wrong in ("", PLAIN[:-1], PLAIN + "x", few.digest, "few", "\ud800")] == [None] * 6
 
@@ -314,8 +316,14 @@ def test_keys_are_read_again_at_sighup(keyed: Service) -> None:
     wait_for(lambda: all_answer("brand-new-key", 200) and all_answer(PLAIN, 401), 20, "the new file is in force")
     file.write_text("[[key")
     keyed.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: keyed.log.read_text().count("stay in force") >= 2, 20, "both workers complain")
+    wait_for(lambda: keyed.log.read_text().count("stay in force") == 1, 20, "it complains")
     assert all_answer("brand-new-key", 200)
+    before = keyed.pids()
+    del before["engine"]
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(set(keyed.pids().values()) - set(before.values())) == 3, 20, "spares have taken over")
+    assert all_answer("brand-new-key", 200), "with the keys in force, not what stands in the file just now"
     file.write_text(FILE)
     keyed.process.send_signal(signal.SIGHUP)
     wait_for(lambda: all_answer("brand-new-key", 401) and all_answer(FREE, 200), 20, "the old file is in force")

@@ -86,6 +86,14 @@ def test_malformed_framing_ends_at_nginx(proxied: Service, framing: bytes, statu
     assert proxied.pids() == before
 
 
+def test_forms_are_told_that_json_is_wanted(proxied: Service) -> None:
+    """Robyn parses them by itself, before it is known who asks."""
+    for kind, body in (("multipart/form-data", b"--x"), ("multipart/form-data; boundary=x", b"--x\r\n\r\nabc")):
+        answer = proxied.post(CHAT, content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 400 and "JSON" in answer.json()["error"]
+    assert proxied.post(CHAT, content=json.dumps(SHORT), headers={"Content-Type": "multipart/x"}).status_code == 200
+
+
 def test_a_correct_chunked_body_with_a_trailer_is_served(proxied: Service) -> None:
     before, body = proxied.pids(), json.dumps(SHORT).encode()
     chunks = b"%x\r\n%s\r\n0\r\nX-Checksum: 1\r\n\r\n" % (len(body), body)
