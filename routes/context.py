@@ -99,5 +99,7 @@ class Context:
     wake_ups: WakeUps = field(default_factory=WakeUps)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))
+    session_files: int = 0
+    """Exports and imports under way; the event loop's."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents made once at start, by name."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pydantic import ConfigDict, Field
 
 from routes.context import Context
@@ -11,7 +14,10 @@ from routes.response.reply import FILE, Answer, Reply, json_answer
 from routes.response.response_models import Imported
 from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.calls import ExportSession, ImportSession
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+AT_ONCE = 2
+"""Files that an HTTP worker has under way: each is in memory here, on its way and in the engine."""
 
 
 class ExportQuery(Fields):
@@ -29,10 +35,27 @@ class ImportQuery(Fields):
     session_id: str = Field(min_length=1, max_length=256, description="A name that no session has yet.")
 
 
+@contextmanager
+def _place(context: Context) -> Iterator[None]:
+    """One of the worker's places, for as long as a file is under way. Raises ServiceError (overloaded)."""
+    if context.session_files >= AT_ONCE:
+        raise ServiceError(
+            ErrorKind.OVERLOADED,
+            f"this HTTP worker has {AT_ONCE} sessions' files under way; try again in a moment",
+            retry_after_s=1.0,
+        )
+    context.session_files += 1
+    try:
+        yield
+    finally:
+        context.session_files -= 1
+
+
 async def export_session(context: Context, upload: Upload) -> Reply:
     """The session as it was after its last durable turn: a safetensors file."""
     query: ExportQuery = upload.query
-    content = await ask(context, ExportSession(query.session_id, query.dialogue_idx))
+    with _place(context):
+        content = await ask(context, ExportSession(query.session_id, query.dialogue_idx))
     headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
     return Answer(content, content_type=FILE, headers=headers)
 
@@ -40,7 +63,8 @@ async def export_session(context: Context, upload: Upload) -> Reply:
 async def import_session(context: Context, upload: Upload) -> Reply:
     """Make a session of a file that `/state/export` of a service with the same model has written."""
     query: ImportQuery = upload.query
-    num_tokens = await ask(context, ImportSession(query.session_id, upload.content))
+    with _place(context):
+        num_tokens = await ask(context, ImportSession(query.session_id, upload.content))
     return json_answer({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,13 @@ import pytest
 from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.readiness import Readiness
+from routes.response.reply import Answer
+from routes.route import Upload
+from routes.session_files import AT_ONCE, ExportQuery, ImportQuery, export_session, import_session
+from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_file import SessionFile, decode
 from test.hostile_files import hostile
 from test.serving import Service
@@ -135,3 +143,44 @@ def test_a_session_of_another_model_is_refused(service: Service, tmp_path: Path)
         assert refused.status_code == 422 and "another model" in refused.json()["error"]
     finally:
         other.close()
+
+
+class Holding:
+    """An engine that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.replies: list[Any] = []
+
+    def call(self, call: Any, reply: Any) -> None:
+        self.replies.append(reply)
+
+
+def test_few_files_are_under_way_at_once() -> None:
+    """Fourteen of 110 MB that came together were more than the engine's link holds, and cut every stream off."""
+
+    async def scenario() -> None:
+        engine: Any = Holding()
+        context = Context(engine, HttpConfig(), Gate(1), Readiness(0))
+
+        def begin() -> asyncio.Task[Any]:
+            return asyncio.create_task(import_session(context, Upload(ImportQuery(session_id="s"), b"content")))
+
+        async def answer(value: object) -> None:
+            await asyncio.sleep(0)
+            engine.replies.pop(0)(value)
+
+        begun = [begin() for _ in range(AT_ONCE)]
+        await asyncio.sleep(0)
+        for refused in (begin(), asyncio.create_task(export_session(context, Upload(ExportQuery(session_id="s"))))):
+            with pytest.raises(ServiceError) as refusal:
+                await asyncio.wait_for(refused, 10)
+            assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
+        await answer(ServiceError(ErrorKind.INVALID_FIELD, "no session"))
+        await answer(7)
+        assert [type(one) for one in await asyncio.gather(*begun, return_exceptions=True)] == [ServiceError, Answer]
+        again = [begin() for _ in range(AT_ONCE)]
+        for _ in again:
+            await answer(7)
+        await asyncio.wait_for(asyncio.gather(*again), 10)
+
+    asyncio.run(scenario())
