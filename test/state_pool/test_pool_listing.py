@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 
 from bench.state_pool_listing import growth, measure
+from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool import session_file, session_listing
+from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
 from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull, SessionTooLarge
+from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
 from state_pool.session_page import SessionPage, Tier
 from state_pool.sessions import LINEAR, Session, SessionIndex, SessionKey
+from test.harness import ask, call, run, started_engine, tiny_model, turn
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
 
@@ -47,7 +51,7 @@ def writer_held(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @contextmanager
-def reader_held(driver: Driver) -> Iterator[None]:
+def reader_held(pool: StatePool) -> Iterator[None]:
     """The reader hangs, as on a disk that does not answer."""
     go = threading.Event()
 
@@ -55,7 +59,8 @@ def reader_held(driver: Driver) -> Iterator[None]:
         go.wait()
         return lambda: None
 
-    store_of(driver)._reader._jobs.put(hang)
+    assert pool._store is not None
+    pool._store._reader._jobs.put(hang)
     try:
         yield
     finally:
@@ -127,7 +132,7 @@ def test_a_reader_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
     outcomes: list[SessionPage | Exception] = []
-    with reader_held(driver):
+    with reader_held(driver.pool):
         for _ in range(session_listing.AT_ONCE):
             driver.pool.list_sessions(outcomes.append)
         driver.until(lambda: len(outcomes) == session_listing.AT_ONCE)
@@ -140,6 +145,19 @@ def test_a_reader_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(session_listing, "TIMEOUT_S", 60.0)
     assert driver.list_sessions().total == 1
     driver.pool.close()
+
+
+def test_the_engine_goes_on_and_tells_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PoolConfig(state_db=str(tmp_path / "sessions.db"))
+    with started_engine(tiny_model(tmp_path), config) as engine:
+        run(engine, turn("s", "hello", max_tokens=2))
+        assert call(engine, "session_status", limit=5, offset=0).total == 1
+        with monkeypatch.context() as patched, reader_held(engine.machine.pool):
+            patched.setattr(session_listing, "TIMEOUT_S", 0.0)
+            with pytest.raises(ServiceError, match="disk is slow or busy") as told:
+                call(engine, "session_status", limit=5, offset=0)
+            assert (told.value.info.kind, told.value.info.field) == (ErrorKind.TIMEOUT, None)
+            run(engine, ask("the engine runs meanwhile", max_tokens=2))
 
 
 def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
