@@ -28,6 +28,7 @@ from bench.gpu import commit
 from bench.gpu_model import SIZES, write_random_file
 from bench.traffic import measure, numbers
 from rwkv_batch.engine import Engine
+from rwkv_batch.ipc.process import settle_garbage_collector
 from settings import parse_settings
 
 
@@ -63,6 +64,7 @@ def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, fl
     engine.start()
     try:
         results = []
+        settle_garbage_collector()  # as the service does
         for clients in args.clients:
             with busy_shares(devices) as shares:
                 figures = measure(engine, clients, args)
@@ -73,6 +75,7 @@ def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, fl
     finally:
         engine.stop()
         del engine
+        gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -27,6 +27,7 @@ import torch
 from app import with_model
 from bench.gpu import commit
 from rwkv_batch.engine import Engine
+from rwkv_batch.ipc.process import settle_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from sampling.params import SamplingParams
 from settings import parse_settings
@@ -135,6 +136,7 @@ def main() -> None:
         engine = Engine(with_model(parse_settings(flags, os.environ)).engine)
         engine.start()
         try:
+            settle_garbage_collector()  # as the service does
             device = engine.machine.device
             machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
             results = []

@@ -136,7 +136,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The new dialogue's number after a branching turn."""
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is new of one row: bytes of text that can no longer belong to a stop, perhaps the end."""
 
     row: int
@@ -147,7 +147,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob] | None = None
 
 
-class JobEvents(msgspec.Struct, frozen=True, kw_only=True):
+class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """All events of one job from one engine step. `done` is set exactly once, on the last."""
 
     job_id: str

@@ -151,7 +151,10 @@ class JobTable:
         """The step of this number over these rows is on its way; more may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
-            self._keeper.advance(sequence, row.num_tokens)
+            if sequence.owns_its_slot:
+                sequence.num_computed_tokens += row.num_tokens
+            else:
+                self._keeper.advance(sequence, row.num_tokens)
             if row.draws:
                 sequence.token_ids.append(PENDING)
                 sequence.in_step = step
@@ -174,7 +177,8 @@ class JobTable:
             self._finish(sequence, reason)
             return
         sequence.token_ids[at] = token
-        self._keeper.update_rollback_state(sequence)
+        if sequence.lease is not None:
+            self._keeper.update_rollback_state(sequence)
         if (delta := sequence.output.take_delta()) is not None:
             sequence.job.deltas.append(delta)
             self._changed[sequence.job] = None

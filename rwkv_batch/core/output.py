@@ -55,6 +55,11 @@ class RowOutput:
         if logprob is not None:
             self._logprobs.append((self._length, logprob))
         self._node, found = self._stops.automaton.advance(self._node, text)
+        if found is None and not self._node.depth and not self._tail and len(self.tokens) < self._request.max_tokens:
+            self._ready += text  # nothing here can belong to a stop: by far the most tokens
+            self._length += len(text)
+            self._ends.append(self._length)
+            return None
         self._tail += text
         if found is not None:
             self._cut = self._length + found
@@ -100,7 +105,8 @@ class RowOutput:
         """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
         if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):
             return None
-        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, self._shown_logprobs() or None)
+        logprobs = self._shown_logprobs() if self._logprobs else None
+        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, logprobs or None)
         self._ready.clear()
         self._gathered = 0
         return delta

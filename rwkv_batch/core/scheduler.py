@@ -30,6 +30,8 @@ class ScheduledRow:
     num_tokens: int
     draws: bool
     """whether a token is drawn after it"""
+    feeds_back: bool = False
+    """whether it reads the token that it drew last, which its seat still holds on the device, and draws"""
 
 
 class Scheduler:
@@ -113,16 +115,27 @@ class Scheduler:
         """The rows of the next group that has any to run, and which group that is."""
         for turn in range(self._turn, self._turn + len(self._groups)):
             group = self._groups[turn % len(self._groups)]
-            for sequence in [s for s in group if s.num_uncomputed_tokens > 1]:  # closing turns
-                del group[sequence]
-                self._reading[sequence] = None
             self._even_out(group)
-            decoding = [s for s in group if self._may_run(s, oldest)]
+            decoding = self._ready_rows(group, oldest)
             if decoding:
                 self._turn = (turn + 1) % len(self._groups)
                 decoding.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
-                return [ScheduledRow(s, 1, s.draws) for s in decoding], turn % len(self._groups)
+                rows = [ScheduledRow(s, 1, s.draws, s.draws and len(s.token_ids) > s.prompt_end) for s in decoding]
+                return rows, turn % len(self._groups)
         return [], 0
+
+    def _ready_rows(self, group: dict[Sequence, None], oldest: int) -> list[Sequence]:
+        """A group's rows that may run. Those that have more to read than a token, turns that close, leave it."""
+        ready, closing = [], []
+        for sequence in group:
+            if len(sequence.token_ids) - sequence.num_computed_tokens > 1:
+                closing.append(sequence)
+            elif self._may_run(sequence, oldest) if sequence.lease is not None else sequence.may_run(oldest):
+                ready.append(sequence)
+        for sequence in closing:
+            del group[sequence]
+            self._reading[sequence] = None
+        return ready
 
     def _even_out(self, group: dict[Sequence, None]) -> None:
         """Give rows to the smallest groups once this one is larger than its share by an eighth, and by two rows."""

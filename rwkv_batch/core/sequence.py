@@ -194,9 +194,9 @@ class Sequence:
         return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
 
     @property
-    def last_is_drawn(self) -> bool:
-        """Whether the one token it reads next is the one it drew last, which its seat still holds on the device."""
-        return self.draws and self.num_uncomputed_tokens == 1 and len(self.token_ids) > self.prompt_end
+    def owns_its_slot(self) -> bool:
+        """Whether it reads and writes one slot of its own, and nobody else waits for what it leaves there."""
+        return self.shared is None and self.spare_slot == NO_SLOT and not self.cache_points
 
     @property
     def lacks_spare_slot(self) -> bool:
@@ -213,8 +213,10 @@ class Sequence:
 
         `oldest`: see `Scheduler.schedule`.
         """
-        if not self.is_ahead:
-            return self.num_uncomputed_tokens == 1
+        if len(self.token_ids) - self.num_computed_tokens != 1:
+            return False
+        if self.token_ids[-1] != PENDING:
+            return True
         if self.in_step > oldest or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:
             return False
         return self.lease is None or self.spare_slot != NO_SLOT

@@ -7,7 +7,6 @@ receives; the main thread, which waits for the supervisor.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import logging
 import os
@@ -25,7 +24,7 @@ from rwkv_batch.calls import EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogStyle, become_child, settle_garbage_collector
 from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
@@ -257,9 +256,7 @@ def run_engine(
         logger.exception("the engine did not start")
         supervisor.send(("failed", f"the engine did not start: {type(error).__name__}: {error}"))
         sys.exit(1)
-    # What was loaded stays: a full collection that walks all of it stops every row for 100 ms.
-    gc.collect()
-    gc.freeze()
+    settle_garbage_collector()
     EngineServer(engine, address)
     try:
         supervisor.send(("ready", None))

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import StagedArrays
+from rwkv_batch.runner.graph_capture import Array, StagedArrays
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import GraphStage
@@ -106,6 +107,7 @@ class DecodeGraphs:
         self.max_rows = max_rows
         self.dummy_seat = seats = max_rows if seats is None else seats
         self.sizes = padded_sizes(max_rows)
+        self._padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "seats": self.dummy_seat}
         self._sampler = sampler or Greedy()
         self._padded_rows = padded = self.sizes[-1]
         names = ("read_slots", "write_slots", "seats", "seats32")
@@ -168,9 +170,14 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= len(seats))
         graphs = [self._graph(number, size, sampled) for number in range(len(self.places))]
         before = None
+        arrays = {
+            "read_slots": np.fromiter(read_slots, np.int64, len(read_slots)),
+            "write_slots": np.fromiter(write_slots, np.int64, len(write_slots)),
+            "seats": np.fromiter(seats, np.int64, len(seats)),
+        }
         for number, (place, graph) in enumerate(zip(self.places, graphs, strict=True)):
             with place.current():
-                self._fill(number, seats, read_slots, write_slots)
+                self._fill(number, size, arrays)
             place.run(graph.replay, size, before)
             before = place
 
@@ -180,24 +187,19 @@ class DecodeGraphs:
         if key not in self._captured:
             started = time.perf_counter()
             with self.places[number].current():
-                self._fill(number, [], [], [])
+                self._fill(number, size, dict.fromkeys(self._padding, np.zeros(0, dtype=np.int64)))
                 name = f"a decode graph of {size} rows on {self.places[number].device}"
                 self._captured[key] = self.places[number].recorder.record(lambda: self._step(*key), name)
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
 
-    def _fill(self, number: int, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> None:
-        """One step's rows on their way to a stage's device; all rows beyond are padding."""
-        rows, dummy = len(seats), self.dummy_seat
+    def _fill(self, number: int, size: int, arrays: Mapping[str, Array]) -> None:
+        """One step's rows on their way to a stage's device; rows beyond them, up to `size`, are padding."""
         with self._staged[number].filling() as host:
-            for name, values, padding in (
-                ("read_slots", read_slots, ZERO_SLOT),
-                ("write_slots", write_slots, DUMMY_SLOT),
-                ("seats", seats, dummy),
-                ("seats32", seats, dummy),
-            ):
-                host[name][:rows] = values
-                host[name][rows:] = padding
+            for name, values in arrays.items():
+                host[name][: len(values)] = values
+                host[name][len(values) : size] = self._padding[name]
+            host["seats32"][:size] = host["seats"][:size]
 
     def _step(self, number: int, size: int, sampled: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""

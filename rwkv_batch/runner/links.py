@@ -11,14 +11,14 @@ class Link:
 
     Values go straight from GPU to GPU where the machine lets them (`how` is "peer"), else through pinned memory of the
     host. The source's stream waits only for a place that was sent to `depth` sends ago and is still being read. One
-    thread uses a link; senders and receivers are the current streams of the two devices.
+    thread uses a link. It sends and receives on the streams that are the two devices' current ones when it is made.
     """
 
     def __init__(self, source: torch.device, target: torch.device, size: int, dtype: torch.dtype, depth: int) -> None:
         """Places for `size` numbers each."""
         is_direct = source == target or torch.cuda.can_device_access_peer(target, source)
         self.how = "peer" if is_direct else "pinned memory"
-        self._source, self._target = source, target
+        self._from, self._to = torch.cuda.current_stream(source), torch.cuda.current_stream(target)
         here = {"device": target} if self.how == "peer" else {"pin_memory": True}
         self._places = [torch.empty(size, dtype=dtype, **here) for _ in range(depth)]
         self._arrived = [torch.cuda.Event() for _ in range(depth)]
@@ -32,15 +32,14 @@ class Link:
     def send(self, values: Tensor) -> int:
         """Start to carry values [n], n at most the size, as soon as the source's stream has made them: their number."""
         at = self.sent % len(self._places)
-        stream = torch.cuda.current_stream(self._source)
-        stream.wait_event(self._taken[at])
+        self._from.wait_event(self._taken[at])
         place = self._places[at][: len(values)]
         if self.how == "peer":
             with torch.cuda.stream(self._idle):
                 place.copy_(values, non_blocking=True)
         else:
             place.copy_(values, non_blocking=True)
-        self._arrived[at].record(stream)
+        self._arrived[at].record(self._from)
         self.sent += 1
         return self.sent
 
@@ -48,8 +47,7 @@ class Link:
         """Have the target's stream wait for send `number` and copy it into `into` [n]; older ones are dropped."""
         assert self.received < number <= self.sent, "each is received once, in order"
         at = (number - 1) % len(self._places)
-        stream = torch.cuda.current_stream(self._target)
-        stream.wait_event(self._arrived[at])
+        self._to.wait_event(self._arrived[at])
         into.copy_(self._places[at][: len(into)], non_blocking=True)
-        self._taken[at].record(stream)
+        self._taken[at].record(self._to)
         self.received = number

@@ -272,11 +272,7 @@ class ModelRunner:
         """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
         parts = [rows]
         if self._graphs is not None:
-            by_graph = [row.sequence.last_is_drawn for row in rows]
-            parts = [
-                [row for row, is_by_graph in zip(rows, by_graph, strict=True) if is_by_graph is wanted]
-                for wanted in (False, True)
-            ]
+            parts = [[row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]]
         return [part for part in parts if part]
 
     @torch.inference_mode()
@@ -290,7 +286,7 @@ class ModelRunner:
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(step.drawing):
             groups.setdefault(row.sequence.sampler, []).append(i)
-        if self._graphs is not None and all(row.sequence.last_is_drawn for row in rows):
+        if self._graphs is not None and all(row.feeds_back for row in rows):
             try:
                 self._launch_graph(self._graphs, step, groups)
                 return step
@@ -367,6 +363,8 @@ class ModelRunner:
         self._known = max(self._known, step.tokens_sent)
         for members, with_logprobs, fetch in step.draws:
             tokens, *told = fetch.read()
+            if len(members) == len(drawn) and not with_logprobs:
+                return [(token, None) for token in tokens.tolist()]
             results: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens.tolist()]
             if with_logprobs:
                 results = self._with_logprobs([step.drawing[i] for i in members], tokens.tolist(), Logprobs(*told))

@@ -25,6 +25,7 @@ class GraphStage:
         self.stage = stage
         self.device = stage.precision.device
         self.recorder = Recorder(self.device)
+        self._current = torch.cuda.device(self.device)
         self._given: Tensor | None = None
         """[2 * tokens * C]: x and v_first of a step, one behind the other"""
         self._result: Tensor | None = None
@@ -72,7 +73,7 @@ class GraphStage:
 
     def current(self) -> AbstractContextManager[None]:
         """While entered, the stage's GPU is the current one."""
-        return torch.cuda.device(self.device)
+        return self._current
 
 
 def graph_stages(stages: Sequence[Stage], most_tokens: int, depth: int) -> list[GraphStage]:

@@ -154,7 +154,7 @@ class Runner:
         """See `ModelRunner.parts`."""
         if not self.splits:
             return [rows] if rows else []
-        decode = [row for row in rows if row.sequence.last_is_drawn]
+        decode = [row for row in rows if row.feeds_back]
         return [part for part in ([row for row in rows if row not in decode], decode) if part]
 
     def launch(self, rows: list[ScheduledRow], after: Iterable[Step] = ()) -> Step:
