@@ -144,12 +144,13 @@ class CudaOps:
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """As naive, one kernel: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32."""
+        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
+
+        One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both.
+        """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         y = torch.empty_like(p.r)
-        ragged = inputs.max_seqlen > 1
-        rows = len(inputs.read_slots)
         f32 = torch.float32
         args = WkvArgs(
             **{name: cuda_pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
@@ -161,17 +162,22 @@ class CudaOps:
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
             y=cuda_pointer(y),
             state=slots_pointer(wkv, (torch.float16, f32)),
-            cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),
-            rows=rows,
             heads=width // HEAD_SIZE,
         )
-        if ragged:
-            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r))
-        else:
+        rows = len(inputs.read_slots)
+        single = inputs.single_rows if inputs.max_seqlen > 1 else rows
+        if single:
+            args.rows = single
             library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
+        if rows > single:
+            args.rows = rows - single
+            args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[single:], torch.int64)
+            args.read_slots = cuda_pointer(inputs.read_slots[single:], torch.int64)
+            args.write_slots = cuda_pointer(inputs.write_slots[single:], torch.int64)
+            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
         return y, p.v if v_first is None else v_first
 
     def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:

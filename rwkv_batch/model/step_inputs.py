@@ -31,6 +31,8 @@ class StepInputs:
     """[R] int64: flat indices of the tokens after which logits are wanted, R <= B"""
     max_seqlen: int
     """Longest row; 1 means every row decodes (or reads a single token)."""
+    single_rows: int = 0
+    """The first so many rows read one token each, which a backend may use; 0: not told."""
     token_rows: Tensor | None = None
     """[T] int64: the row of each token; made on the device by a backend that needs it"""
 
@@ -43,6 +45,7 @@ class StepInputs:
             write_slots=pinned(self.write_slots, device).to(device, non_blocking=True),
             logit_tokens=pinned(self.logit_tokens, device).to(device, non_blocking=True),
             max_seqlen=self.max_seqlen,
+            single_rows=self.single_rows,
         )
 
 

@@ -101,8 +101,10 @@ class DecodeGraphs:
         sampler: DeviceSampler | None = None,
         seats: int | None = None,
         depth: int = 2,
+        logit_rows: int = 0,
     ) -> None:
-        """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way."""
+        """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way;
+        `logit_rows`: least rows of `logits`."""
         self.places = list(places)
         self.max_rows = max_rows
         self.dummy_seat = seats = max_rows if seats is None else seats
@@ -123,7 +125,7 @@ class DecodeGraphs:
         """by stage, size, and whether it draws (the last stage's only)"""
         assert last.stage.head is not None, "graphs draw from the logits of the last stage"
         vocab = last.stage.head.linear.weight.shape[0]
-        self.logits = torch.empty(padded, vocab, dtype=torch.float32, device=last.device)
+        self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
         """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
 
     @staticmethod
@@ -219,9 +221,12 @@ class DecodeGraphs:
             return
         logits = place.stage.logits(x, inputs, self.logits)
         if sampled:
-            drawn = self._drawn[:size]
-            self._sampler.sample_on_device(logits, staged["seats32"][:size], drawn)
-            self.tokens.drawn[seats] = drawn
+            self.draw(logits, staged, self._drawn[:size])
+
+    def draw(self, logits: Tensor, staged: Mapping[str, Tensor], drawn: Tensor) -> None:
+        """Inside a graph: draw for logits [B, V] of the staged seats into `drawn` [B] int64, and keep the tokens."""
+        self._sampler.sample_on_device(logits, staged["seats32"][: len(drawn)], drawn)
+        self.tokens.drawn[staged["seats"][: len(drawn)]] = drawn
 
 
 def padded_sizes(max_rows: int) -> list[int]:

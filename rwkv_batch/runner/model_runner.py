@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import WeightsError, open_weights
@@ -23,6 +24,7 @@ from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import HostCopy
+from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.stage_graphs import graph_stages
@@ -47,13 +49,26 @@ CPU_SLOTS_SHARE = 0.25
 
 
 @dataclass(slots=True)
+class Drawn:
+    """What one sampler draws in a step, on its way to the host."""
+
+    members: list[int]
+    """which of `Launched.drawing`, in order"""
+    copy: HostCopy
+    """token ids [n] int64, and log-probabilities (`Logprobs`) where there are any"""
+    with_logprobs: bool = False
+    places: list[int] | None = None
+    """where the members' tokens stand among them; None: there is nothing else"""
+
+
+@dataclass(slots=True)
 class Launched:
     """A step on its way."""
 
     rows: list[ScheduledRow]
     drawing: list[ScheduledRow]
-    draws: list[tuple[list[int], bool, HostCopy]] = field(default_factory=list)
-    """per sampler: which of `drawing`, whether with log-probabilities, and what is on its way to the host"""
+    draws: list[Drawn] = field(default_factory=list)
+    """per sampler"""
     started: float = field(default_factory=time.monotonic)
     launched: float = 0.0
     """when its launch ended"""
@@ -103,6 +118,7 @@ class ModelRunner:
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
         self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
+        self._mixed_graphs = None if self._graphs is None else self._make_mixed_graphs(self._graphs)
         self._tokens = self._graphs.tokens if self._graphs is not None else self._make_last_tokens()
         self._known = 0
         """number under which the tokens of the last step that the host has read come to the first device"""
@@ -186,9 +202,16 @@ class ModelRunner:
         sampler = self.sampler("")
         assert isinstance(sampler, DeviceSampler)
         rows, stages = self.limits.rows_in_step, self.pipeline.stages
-        most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in usable_sizes(stages, rows)), 1)
+        mixed = usable_mixed_sizes(stages, rows)
+        prompts = usable_sizes(stages, rows)
+        most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in mixed), *(size.tokens for size in prompts))
         places = graph_stages(stages, most_tokens, self.steps_in_flight)
-        return DecodeGraphs(places, rows, sampler, self.limits.num_seats, self.steps_in_flight)
+        drawn = max((size.drawn for size in mixed), default=0)
+        return DecodeGraphs(places, rows, sampler, self.limits.num_seats, self.steps_in_flight, drawn)
+
+    def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
+        sizes = usable_mixed_sizes(self.pipeline.stages, self.limits.rows_in_step)
+        return MixedGraphs(graphs, sizes, self.steps_in_flight)
 
     def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
         return PrefillGraphs(graphs.places, graphs.logits, self.steps_in_flight)
@@ -211,8 +234,9 @@ class ModelRunner:
         if self._graphs is not None:
             try:
                 self._graphs.warm_up()
-                if self._prefill_graphs is not None:
-                    self._prefill_graphs.warm_up()
+                for graphs in (self._prefill_graphs, self._mixed_graphs):
+                    if graphs is not None:
+                        graphs.warm_up()
             except CaptureError as error:
                 self._give_up_graphs(error)
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
@@ -237,7 +261,8 @@ class ModelRunner:
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         logger.error("steps go on without graphs: %s", error)
-        self._graphs, self._prefill_graphs, self.graph_refusal = None, None, str(error)
+        self._graphs = self._prefill_graphs = self._mixed_graphs = None
+        self.graph_refusal = str(error)
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -272,11 +297,14 @@ class ModelRunner:
         """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
         parts = [rows]
         if self._graphs is not None:
-            parts = [[row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]]
+            reading, decoding = [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
+            parts = [reading, decoding]
+            if reading and decoding and self._mixed_size(decoding, reading) is not None:
+                parts = [decoding + reading]
         return [part for part in parts if part]
 
     @torch.inference_mode()
-    def launch(self, rows: list[ScheduledRow], after: Sequence[Launched] = ()) -> Launched:
+    def launch(self, rows: list[ScheduledRow], after: Collection[Launched] = ()) -> Launched:
         """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
 
         `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn.
@@ -286,9 +314,12 @@ class ModelRunner:
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(step.drawing):
             groups.setdefault(row.sequence.sampler, []).append(i)
-        if self._graphs is not None and all(row.feeds_back for row in rows):
+        if self._graphs is not None and rows[0].feeds_back:
             try:
-                self._launch_graph(self._graphs, step, groups)
+                if rows[-1].feeds_back:
+                    self._launch_graph(self._graphs, step, groups)
+                else:
+                    self._launch_mixed(step)
                 return step
             except CaptureError as error:
                 self._give_up_graphs(error)
@@ -311,13 +342,53 @@ class ModelRunner:
         sequences = [row.sequence for row in step.rows]
         seats = [sequence.seat for sequence in sequences]
         slots = [sequence.read_slot for sequence in sequences], [sequence.write_slot for sequence in sequences]
-        in_graph = len(groups) == 1 and self.sampler(next(iter(groups))) is self.sampler("")
-        if in_graph and all(sequence.request.sampling.top_logprobs is None for sequence in sequences):
+        if self._draws_in_graph(sequences):
             drawn = graphs.run(seats, *slots)
             step.tokens_sent = self._tokens.send()
-            step.draws.append((list(range(len(seats))), False, HostCopy(drawn)))
+            step.draws.append(Drawn(list(range(len(seats))), HostCopy(drawn)))
         else:
             self._draw_groups(step, groups, graphs.run_logits(seats, *slots))
+
+    def _draws_in_graph(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether all of them draw as graphs do: by the first sampler, and without log-probabilities."""
+        first = self.sampler("")
+        return all(
+            sequence.request.sampling.top_logprobs is None
+            and (not sequence.sampler or self.sampler(sequence.sampler) is first)
+            for sequence in sequences
+        )
+
+    def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
+        """The graph that holds both, if they may go together."""
+        if self._mixed_graphs is None:
+            return None
+        tokens = sum(row.num_tokens for row in reading)
+        size = self._mixed_graphs.size_for(len(decoding), len(reading), tokens)
+        drawing = (row.sequence for row in [*decoding, *reading] if row.draws)
+        return size if size is not None and self._draws_in_graph(drawing) else None
+
+    def _launch_mixed(self, step: Launched) -> None:
+        """Rows that decode, first, and prompts behind them: one graph draws for both."""
+        decoding, reading = [r for r in step.rows if r.feeds_back], [r for r in step.rows if not r.feeds_back]
+        size = self._mixed_size(decoding, reading)
+        assert self._mixed_graphs is not None and size is not None, "`parts` has found a size for them"
+        self._admit(row.sequence for row in reading if row.draws)
+        rows = {
+            "seats": [row.sequence.seat for row in decoding],
+            "read_slots": [row.sequence.read_slot for row in decoding],
+            "write_slots": [row.sequence.write_slot for row in decoding],
+        }
+        seats = [row.sequence.seat if row.draws else None for row in reading]
+        drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats)
+        step.tokens_sent = self._tokens.send()
+        places = [*range(len(decoding)), *(size.decoding + i for i, row in enumerate(reading) if row.draws)]
+        step.draws.append(Drawn(list(range(len(places))), HostCopy(drawn), places=places))
+
+    def _admit(self, sequences: Iterable[Sequence]) -> None:
+        """Tell their samplers of rows that draw for the first time."""
+        for sequence in sequences:
+            if len(sequence.token_ids) == sequence.prompt_end:
+                self.sampler(sequence.sampler).admit(sequence.seat, sequence.request.sampling)
 
     def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
         """The rows' tokens, those not known to the host filled in on the device."""
@@ -348,27 +419,28 @@ class ModelRunner:
             picked = logits if len(groups) == 1 else logits[on_device(members, torch.int64, logits.device)]
             sequences = [step.drawing[i].sequence for i in members]
             sampler, seats = self.sampler(name), [sequence.seat for sequence in sequences]
-            for sequence in sequences:
-                if len(sequence.token_ids) == sequence.prompt_end:  # its first draw
-                    sampler.admit(sequence.seat, sequence.request.sampling)
+            self._admit(sequences)
             sampled = sampler.sample(picked, seats)
             step.tokens_sent = self._tokens.remember(seats, sampled.token_ids)
             told = sampled.logprobs
             rest = (told.chosen, told.top_ids, told.top) if told is not None else ()
-            step.draws.append((members, told is not None, HostCopy(sampled.token_ids, *rest)))
+            step.draws.append(Drawn(members, HostCopy(sampled.token_ids, *rest), with_logprobs=told is not None))
 
     def read(self, step: Launched) -> list[tuple[int, TokenLogprob | None]]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
         drawn: list[tuple[int, TokenLogprob | None]] = [(0, None)] * len(step.drawing)
         self._known = max(self._known, step.tokens_sent)
-        for members, with_logprobs, fetch in step.draws:
-            tokens, *told = fetch.read()
-            if len(members) == len(drawn) and not with_logprobs:
-                return [(token, None) for token in tokens.tolist()]
-            results: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens.tolist()]
-            if with_logprobs:
-                results = self._with_logprobs([step.drawing[i] for i in members], tokens.tolist(), Logprobs(*told))
-            for i, entry in zip(members, results, strict=True):
+        for part in step.draws:
+            on_host, *told = part.copy.read()
+            tokens = on_host.tolist()
+            if part.places is not None:
+                tokens = [tokens[place] for place in part.places]
+            results: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in tokens]
+            if part.with_logprobs:
+                results = self._with_logprobs([step.drawing[i] for i in part.members], tokens, Logprobs(*told))
+            if len(results) == len(drawn):
+                return results
+            for i, entry in zip(part.members, results, strict=True):
                 drawn[i] = entry
         return drawn
 

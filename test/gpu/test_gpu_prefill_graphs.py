@@ -13,6 +13,7 @@ from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.mixed_graphs import MixedGraphs, usable_mixed_sizes
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillGraphs
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import graph_stages
@@ -125,3 +126,46 @@ def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGr
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
     few = PrefillGraphs(decode.places, decode.logits[:4])
     assert {size.rows for size in few.sizes} == {1, 4} and few.sizes == SIZES[: len(few.sizes)]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "lengths"), [(1, [20]), (8, [5, 11]), (13, [1, 30, 7]), (40, [90]), (48, [3] * 16)]
+)
+def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, lengths: list[int]) -> None:
+    """The tokens and states of the two parts run apart; fresh prompts and states, what is not read poisoned."""
+    graphs = DecodeGraphs(graph_stages([stage], 400, 2), 48, logit_rows=80)
+    mixed = MixedGraphs(graphs, usable_mixed_sizes([stage], 48))
+    size = mixed.size_for(decoding, len(lengths), sum(lengths))
+    assert size is not None and stage.state is not None
+    randomise(stage)
+    slots = torch.randperm(SLOTS - 2)[: decoding + len(lengths)].add(2).tolist()
+    mine, theirs = slots[:decoding], slots[decoding:]
+    tokens = torch.randint(VOCAB, (decoding,)).tolist()
+    rows = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
+    draws = [i for i in range(len(lengths)) if i != 1]
+    wkv, shift = stage.state.wkv.clone(), stage.state.shift.clone()
+    one = stage.logits(*apart(stage, step_inputs([[t] for t in tokens], mine, mine, list(range(decoding))))).argmax(-1)
+    other = stage.logits(*apart(stage, step_inputs(rows, [0] * len(rows), theirs, draws))).argmax(-1)
+    wanted = stage.state.wkv.clone()
+    stage.state.wkv.copy_(wkv), stage.state.shift.copy_(shift)
+    seats = list(range(48))
+    graphs.tokens.remember(seats[:decoding], tokens)
+    graphs.logits.fill_(float("nan"))
+    prompt_seats = [seats[-1 - i] if i in draws else None for i in range(len(rows))]
+    prompts_ = step_inputs(rows, [0] * len(rows), theirs, draws)
+    named = {"seats": seats[:decoding], "read_slots": mine, "write_slots": mine}
+    if decoding + len(draws) <= 48:
+        drawn = mixed.run(size, named, prompts_, prompt_seats).tolist()
+        assert drawn[:decoding] == one.tolist()
+        assert [drawn[size.decoding + i] for i in draws] == other.tolist()
+        assert graphs.tokens.drawn[seats[:decoding]].tolist() == one.tolist()
+        torch.testing.assert_close(stage.state.wkv[slots].float(), wanted[slots].float(), rtol=0.02, atol=0.02)
+        untouched = [slot for slot in range(2, SLOTS) if slot not in slots]
+        assert torch.equal(stage.state.wkv[untouched], wkv[untouched])
+
+
+def apart(stage: Stage, inputs: StepInputs) -> tuple[torch.Tensor, StepInputs]:
+    """A forward of one part, kernel by kernel."""
+    here = inputs.to(GPU)
+    x, _ = stage.forward(stage.embed(here.tokens), None, here)
+    return x, here
