@@ -33,8 +33,10 @@ from sampling.params import SamplingParams
 from settings import parse_settings
 
 SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
-SETTLE = 0.25
-"""Share of the time that is not counted: the clients begin together."""
+SETTLE_S = 1.0
+"""Not counted after every client has had its first token."""
+BEGIN_S = 60.0
+"""At most until then."""
 FIRST_WORD, LAST_WORD = 300, 60000
 """Ids of tokens that stand for words in a prompt, where the vocabulary has so many."""
 
@@ -52,16 +54,25 @@ class Clients:
         self._ended = threading.Semaphore(0)
         self.counts = self.stops = False
         self.tokens = 0
+        self.seconds = 0.0
+        """that were counted"""
+        self._begun: set[str] = set()
+        """clients that have had a token"""
         self.ttft: list[float] = []
 
     def run(self, seconds: float) -> None:
-        """Ask for that long, then let every row end."""
+        """Ask until all have begun, count for that long, then let every row end."""
         for client in range(self._clients):
             self._ask(client, 0)
-        time.sleep(seconds * SETTLE)
+        deadline = time.monotonic() + BEGIN_S
+        while len(self._begun) < self._clients and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(SETTLE_S)
         self.counts = True
-        time.sleep(seconds * (1 - SETTLE))
+        started = time.perf_counter()
+        time.sleep(seconds)
         self.counts, self.stops = False, True
+        self.seconds = time.perf_counter() - started
         for _ in range(self._clients):
             self._ended.acquire()
 
@@ -70,7 +81,8 @@ class Clients:
         prompt = [self._random.randint(min(FIRST_WORD, last), last) for _ in range(self._prompt_tokens)]
         row = GenerateRequest(
             prompt=prompt,
-            max_tokens=self._random.randint(*self._drawn),
+            # A client's first answer is cut as if it had been at it for a while: else all would end together.
+            max_tokens=self._random.randint(*self._drawn) if turn else self._random.randint(1, self._drawn[1]),
             sampling=SAMPLING,
             ignore_eos=True,
             chunk_size=1,
@@ -86,6 +98,8 @@ class Clients:
     def _sink(self, events: JobEvents) -> None:
         drawn = sum(delta.num_tokens for delta in events.deltas)
         asked = self._asked.pop(events.job_id, None) if drawn else None
+        if asked is not None and len(self._begun) < self._clients:
+            self._begun.add(events.job_id.partition(".")[0])
         if self.counts:
             self.tokens += drawn
             if asked is not None:
@@ -102,10 +116,11 @@ def measure(engine: Engine, clients: int, args: argparse.Namespace) -> dict[str,
     """One line."""
     load = Clients(engine, clients, args.prompt_tokens, args.drawn)
     load.run(args.seconds)
-    percentiles = statistics.quantiles(load.ttft, n=100) if len(load.ttft) > 1 else [load.ttft[0]] * 99
+    ttft = load.ttft or [float("nan")]
+    percentiles = statistics.quantiles(ttft, n=100) if len(ttft) > 1 else ttft * 99
     return {
         "clients": clients,
-        "tokens_per_s": round(load.tokens / (args.seconds * (1 - SETTLE))),
+        "tokens_per_s": round(load.tokens / load.seconds),
         "requests": len(load.ttft),
         "ttft_ms_p50": round(percentiles[49] * 1e3, 1),
         "ttft_ms_p99": round(percentiles[98] * 1e3, 1),
