@@ -66,6 +66,8 @@ def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, fl
         results = []
         settle_garbage_collector()  # as the service does
         for clients in args.clients:
+            if clients > 2 * engine.machine.limits.max_running:
+                continue  # most of them would wait for a place: a measurement of the queue
             with busy_shares(devices) as shares:
                 figures = measure(engine, clients, args)
             results.append({"devices": devices, **figures, "busy": shares})

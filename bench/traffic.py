@@ -35,7 +35,7 @@ from settings import parse_settings
 SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 SETTLE_S = 1.0
 """Not counted after every client has had its first token."""
-BEGIN_S = 60.0
+BEGIN_S = 15.0
 """At most until then."""
 FIRST_WORD, LAST_WORD = 300, 60000
 """Ids of tokens that stand for words in a prompt, where the vocabulary has so many."""
