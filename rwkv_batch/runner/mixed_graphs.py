@@ -20,15 +20,13 @@ from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.graph_capture import Array, StagedArrays
 from rwkv_batch.runner.prefill_graphs import PrefillSize, padded
-from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 
-DECODING = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1024, 1152)
+DECODING = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""With more rows a step is long, and a prompt has its first token sooner when it goes before."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 96), PrefillSize(16, 256))
-MOST_WORK = 12e12
-"""Tokens times weights of a GPU, from which on reading the weights twice costs little: about 1,700 tokens of 7.2B."""
 
 
 class MixedSize(NamedTuple):
@@ -48,12 +46,11 @@ class MixedSize(NamedTuple):
         return self.decoding + self.prompts.rows
 
 
-def usable_mixed_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[MixedSize, ...]:
+def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:
     """Sizes worth a graph for steps of at most `max_rows` decoding rows, the smallest first."""
-    weights = max(13 * stage.width**2 * len(stage.layers) for stage in stages)
     most = next((size for size in DECODING if size >= max_rows), DECODING[-1])
     sizes = (MixedSize(decoding, prompts) for decoding in DECODING if decoding <= most for prompts in PROMPTS)
-    return tuple(sorted((s for s in sizes if s.tokens * weights <= MOST_WORK), key=lambda size: size.tokens))
+    return tuple(sorted(sizes, key=lambda size: size.tokens))
 
 
 class MixedGraphs:
@@ -99,12 +96,12 @@ class MixedGraphs:
         size: MixedSize,
         decoding: Mapping[str, Sequence[int]],
         prompts: StepInputs,
-        prompt_seats: Sequence[int | None],
+        prompt_seats: Sequence[int],
     ) -> Tensor:
-        """Launch a step that fits: drawn tokens [decoding + rows] int64 on the last device, overwritten by the next.
+        """Launch a step that fits: drawn tokens [decoding + R] int64 on the last device, overwritten by the next.
 
         `decoding`: seats, read_slots and write_slots of the rows that decode, whose tokens come first; `prompts` on the
-        CPU, whose rows' tokens stand from `size.decoding` on; `prompt_seats`: None where a row does not draw yet.
+        CPU; `prompt_seats` of those R rows of them that draw, whose tokens stand from `size.decoding` on.
         """
         graphs = [self._graph(number, size) for number in range(len(self._decode.places))]
         arrays = self._arrays(size, decoding, prompts, prompt_seats)
@@ -121,7 +118,7 @@ class MixedGraphs:
         size: MixedSize,
         decoding: Mapping[str, Sequence[int]],
         prompts: StepInputs,
-        prompt_seats: Sequence[int | None],
+        prompt_seats: Sequence[int],
     ) -> dict[str, Array]:
         first, dummy = size.decoding, self._decode.dummy_seat
 
@@ -132,7 +129,6 @@ class MixedGraphs:
 
         single = np.arange(first)
         behind = padded(prompts, size.prompts)
-        drawing = [dummy if seat is None else seat for seat in prompt_seats]
         return {
             "tokens": behind["tokens"],
             "token_rows": np.concatenate([single, behind["token_rows"] + first]),
@@ -141,7 +137,7 @@ class MixedGraphs:
             "write_slots": np.concatenate([filled(decoding["write_slots"], first, DUMMY_SLOT), behind["write_slots"]]),
             "logit_tokens": np.concatenate([single, behind["logit_tokens"] + first]),
             "seats": np.concatenate(
-                [filled(decoding["seats"], first, dummy), filled(drawing, size.prompts.rows, dummy)]
+                [filled(decoding["seats"], first, dummy), filled(prompt_seats, size.prompts.rows, dummy)]
             ),
         }
 

@@ -202,7 +202,7 @@ class ModelRunner:
         sampler = self.sampler("")
         assert isinstance(sampler, DeviceSampler)
         rows, stages = self.limits.rows_in_step, self.pipeline.stages
-        mixed = usable_mixed_sizes(stages, rows)
+        mixed = usable_mixed_sizes(rows)
         prompts = usable_sizes(stages, rows)
         most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in mixed), *(size.tokens for size in prompts))
         places = graph_stages(stages, most_tokens, self.steps_in_flight)
@@ -210,7 +210,7 @@ class ModelRunner:
         return DecodeGraphs(places, rows, sampler, self.limits.num_seats, self.steps_in_flight, drawn)
 
     def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
-        sizes = usable_mixed_sizes(self.pipeline.stages, self.limits.rows_in_step)
+        sizes = usable_mixed_sizes(self.limits.rows_in_step)
         return MixedGraphs(graphs, sizes, self.steps_in_flight)
 
     def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
@@ -378,10 +378,10 @@ class ModelRunner:
             "read_slots": [row.sequence.read_slot for row in decoding],
             "write_slots": [row.sequence.write_slot for row in decoding],
         }
-        seats = [row.sequence.seat if row.draws else None for row in reading]
+        seats = [row.sequence.seat for row in reading if row.draws]
         drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats)
         step.tokens_sent = self._tokens.send()
-        places = [*range(len(decoding)), *(size.decoding + i for i, row in enumerate(reading) if row.draws)]
+        places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(seats))]
         step.draws.append(Drawn(list(range(len(places))), HostCopy(drawn), places=places))
 
     def _admit(self, sequences: Iterable[Sequence]) -> None:

@@ -134,7 +134,7 @@ def test_what_has_no_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGr
 def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, lengths: list[int]) -> None:
     """The tokens and states of the two parts run apart; fresh prompts and states, what is not read poisoned."""
     graphs = DecodeGraphs(graph_stages([stage], 400, 2), 48, logit_rows=80)
-    mixed = MixedGraphs(graphs, usable_mixed_sizes([stage], 48))
+    mixed = MixedGraphs(graphs, usable_mixed_sizes(48))
     size = mixed.size_for(decoding, len(lengths), sum(lengths))
     assert size is not None and stage.state is not None
     randomise(stage)
@@ -151,13 +151,13 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
     seats = list(range(48))
     graphs.tokens.remember(seats[:decoding], tokens)
     graphs.logits.fill_(float("nan"))
-    prompt_seats = [seats[-1 - i] if i in draws else None for i in range(len(rows))]
+    prompt_seats = [seats[-1 - i] for i in draws]
     prompts_ = step_inputs(rows, [0] * len(rows), theirs, draws)
     named = {"seats": seats[:decoding], "read_slots": mine, "write_slots": mine}
     if decoding + len(draws) <= 48:
         drawn = mixed.run(size, named, prompts_, prompt_seats).tolist()
         assert drawn[:decoding] == one.tolist()
-        assert [drawn[size.decoding + i] for i in draws] == other.tolist()
+        assert drawn[size.decoding :] == other.tolist()
         assert graphs.tokens.drawn[seats[:decoding]].tolist() == one.tolist()
         torch.testing.assert_close(stage.state.wkv[slots].float(), wanted[slots].float(), rtol=0.02, atol=0.02)
         untouched = [slot for slot in range(2, SLOTS) if slot not in slots]
