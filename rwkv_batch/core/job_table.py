@@ -170,8 +170,9 @@ class JobTable:
 
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         """A row has drawn a token."""
-        at = sequence.prompt_end + len(sequence.output.tokens)
-        reason = sequence.output.push(token, logprob)
+        output = sequence.output
+        at = sequence.prompt_end + len(output.tokens)
+        reason = output.push(token, logprob)
         if reason is not None:
             self._keeper.take_back(sequence)
             self._finish(sequence, reason)
@@ -179,7 +180,7 @@ class JobTable:
         sequence.token_ids[at] = token
         if sequence.lease is not None:
             self._keeper.update_rollback_state(sequence)
-        if (delta := sequence.output.take_delta()) is not None:
+        if output.has_chunk and (delta := output.take_delta()) is not None:
             sequence.job.deltas.append(delta)
             self._changed[sequence.job] = None
 

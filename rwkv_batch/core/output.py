@@ -101,6 +101,11 @@ class RowOutput:
         partial = b"" if start == self._cut else self._table[self.tokens[whole]][: self._cut - start]
         return self.tokens[:whole], partial
 
+    @property
+    def has_chunk(self) -> bool:
+        """Whether as many tokens are gathered as a delta has."""
+        return self._gathered >= self._chunk
+
     def take_delta(self, finish: Finish | None = None) -> Delta | None:
         """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
         if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):

@@ -173,9 +173,9 @@ class DecodeGraphs:
         graphs = [self._graph(number, size, sampled) for number in range(len(self.places))]
         before = None
         arrays = {
-            "read_slots": np.fromiter(read_slots, np.int64, len(read_slots)),
-            "write_slots": np.fromiter(write_slots, np.int64, len(write_slots)),
-            "seats": np.fromiter(seats, np.int64, len(seats)),
+            "read_slots": np.array(read_slots, dtype=np.int64),
+            "write_slots": np.array(write_slots, dtype=np.int64),
+            "seats": np.array(seats, dtype=np.int64),
         }
         for number, (place, graph) in enumerate(zip(self.places, graphs, strict=True)):
             with place.current():

@@ -16,7 +16,7 @@ from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import WeightsError, open_weights
@@ -311,19 +311,16 @@ class ModelRunner:
         """
         step = Launched(rows, [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
-        groups: dict[str, list[int]] = {}
-        for i, row in enumerate(step.drawing):
-            groups.setdefault(row.sequence.sampler, []).append(i)
         if self._graphs is not None and rows[0].feeds_back:
             try:
                 if rows[-1].feeds_back:
-                    self._launch_graph(self._graphs, step, groups)
+                    self._launch_graph(self._graphs, step)
                 else:
                     self._launch_mixed(step)
                 return step
             except CaptureError as error:
                 self._give_up_graphs(error)
-        self._draw_groups(step, groups, self._forward(self._inputs(rows)))
+        self._draw_groups(step, self._forward(self._inputs(rows)))
         return step
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -337,26 +334,27 @@ class ModelRunner:
         holds_all = self._logits is not None and len(inputs.logit_tokens) <= len(self._logits)
         return self.pipeline.forward(inputs, self._logits if holds_all else None)
 
-    def _launch_graph(self, graphs: DecodeGraphs, step: Launched, groups: dict[str, list[int]]) -> None:
+    def _launch_graph(self, graphs: DecodeGraphs, step: Launched) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
         sequences = [row.sequence for row in step.rows]
         seats = [sequence.seat for sequence in sequences]
-        slots = [sequence.read_slot for sequence in sequences], [sequence.write_slot for sequence in sequences]
+        slots = _slots_of(sequences)
         if self._draws_in_graph(sequences):
             drawn = graphs.run(seats, *slots)
             step.tokens_sent = self._tokens.send()
             step.draws.append(Drawn(list(range(len(seats))), HostCopy(drawn)))
         else:
-            self._draw_groups(step, groups, graphs.run_logits(seats, *slots))
+            self._draw_groups(step, graphs.run_logits(seats, *slots))
 
     def _draws_in_graph(self, sequences: Iterable[Sequence]) -> bool:
         """Whether all of them draw as graphs do: by the first sampler, and without log-probabilities."""
-        first = self.sampler("")
-        return all(
-            sequence.request.sampling.top_logprobs is None
-            and (not sequence.sampler or self.sampler(sequence.sampler) is first)
-            for sequence in sequences
-        )
+        for sequence in sequences:
+            if sequence.request.sampling.top_logprobs is not None:
+                return False
+            name = sequence.job.spec.sampler
+            if name and self.sampler(name) is not self.sampler(""):
+                return False
+        return True
 
     def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
         """The graph that holds both, if they may go together."""
@@ -373,11 +371,9 @@ class ModelRunner:
         size = self._mixed_size(decoding, reading)
         assert self._mixed_graphs is not None and size is not None, "`parts` has found a size for them"
         self._admit(row.sequence for row in reading if row.draws)
-        rows = {
-            "seats": [row.sequence.seat for row in decoding],
-            "read_slots": [row.sequence.read_slot for row in decoding],
-            "write_slots": [row.sequence.write_slot for row in decoding],
-        }
+        sequences = [row.sequence for row in decoding]
+        reads, writes = _slots_of(sequences)
+        rows = {"seats": [sequence.seat for sequence in sequences], "read_slots": reads, "write_slots": writes}
         seats = [row.sequence.seat for row in reading if row.draws]
         drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats)
         step.tokens_sent = self._tokens.send()
@@ -413,8 +409,11 @@ class ModelRunner:
             inputs.tokens[at] = fed[seats].to(inputs.tokens.device)
         return inputs
 
-    def _draw_groups(self, step: Launched, groups: dict[str, list[int]], logits: Tensor) -> None:
+    def _draw_groups(self, step: Launched, logits: Tensor) -> None:
         """Draw for the rows of logits [R, V], those of each sampler together."""
+        groups: dict[str, list[int]] = {}
+        for i, row in enumerate(step.drawing):
+            groups.setdefault(row.sequence.sampler, []).append(i)
         for name, members in groups.items():
             picked = logits if len(groups) == 1 else logits[on_device(members, torch.int64, logits.device)]
             sequences = [step.drawing[i].sequence for i in members]
@@ -520,3 +519,11 @@ class ModelRunner:
             "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
         }
+
+
+def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
+    """Where rows that have read their prompts read and write their states."""
+    if all(sequence.spare_slot == NO_SLOT and sequence.shared is None for sequence in sequences):
+        slots = [sequence.slot for sequence in sequences]
+        return slots, slots
+    return [sequence.read_slot for sequence in sequences], [sequence.write_slot for sequence in sequences]
