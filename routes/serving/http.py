@@ -264,7 +264,7 @@ def _off_table(context: Context, routes: Iterable[Route]) -> RobynHandler:
 def _off_table_answer(table: dict[str, set[str]], request: Request) -> Answer:
     path = unquote_plus(request.url.path).rstrip("/") or "/"
     methods = table.get(path) or _with_parameter(table, path)
-    if methods is None:
+    if methods is None or request.method in methods:  # the latter if it is spelt in a way that its route has not
         info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; /openapi.json lists them")
         return _refusal(info, path)
     allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))

@@ -131,6 +131,13 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
     assert httpx.head(service.url + "/healthz").status_code == 200
 
 
+def test_a_path_spelt_in_another_way_is_not_there(service: Service) -> None:
+    for target in ("/%2f", "/stat%75s%2f"):
+        with service.connect() as connection:
+            connection.sendall(f"GET {target} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
+            assert read_all(connection).startswith(b"HTTP/1.1 404"), target
+
+
 def test_translate_refuses_what_it_cannot_read(service: Service) -> None:
     path = "/translate/v1/batch-translate"
     assert service.post(path, {"text_list": ["a"]}).json()["field"] == "target_lang"
