@@ -34,7 +34,7 @@ class Link:
         at = self.sent % len(self._places)
         self._from.wait_event(self._taken[at])
         place = self._places[at][: len(values)]
-        if self.how == "peer":
+        if self.how == "peer" and self._from.device != self._to.device:
             with torch.cuda.stream(self._idle):
                 place.copy_(values, non_blocking=True)
         else:
