@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def watched() -> Iterator[Power]:
     command = [
         "nvidia-smi",
         "-i",
-        "0",
+        os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
         "--query-gpu=power.draw,clocks.sm",
         "--format=csv,noheader,nounits",
         "-lms",
