@@ -22,7 +22,8 @@ from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job
-from rwkv_batch.runner.model_runner import Launched, ModelRunner
+from rwkv_batch.runner.drawing import Launched
+from rwkv_batch.runner.model_runner import ModelRunner
 from state_pool.errors import PoolError
 from state_pool.session_page import SessionPage
 

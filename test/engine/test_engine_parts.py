@@ -17,8 +17,9 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest
+from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.graph_capture import CaptureError
-from rwkv_batch.runner.model_runner import Launched, ModelRunner
+from rwkv_batch.runner.model_runner import ModelRunner
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn

@@ -17,7 +17,7 @@ from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason
-from rwkv_batch.runner.model_runner import Launched
+from rwkv_batch.runner.drawing import Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn

@@ -11,7 +11,7 @@ import pytest
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.request import FinishReason, Job
-from rwkv_batch.runner.model_runner import Launched
+from rwkv_batch.runner.drawing import Launched
 from test.harness import Running, ask, run, started_engine, submit, tiny_model
 from test.serving import wait_for
 
@@ -100,7 +100,7 @@ def test_a_sampler_in_the_making_is_no_step(engine: Engine, monkeypatch: pytest.
         seen.append(engine.rounds)
         return engine.machine.sampler(""), {}
 
-    monkeypatch.setattr("rwkv_batch.runner.model_runner.choose_sampler", slowly)
+    monkeypatch.setattr("rwkv_batch.runner.drawing.choose_sampler", slowly)
     run(engine, ask("x", max_tokens=1), sampler="naive")
     assert seen == [None] and engine.rounds is not None
 

@@ -1,0 +1,82 @@
+"""How many rows, slots and prompt tokens the devices' memory holds."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.limits import Limits
+from rwkv_batch.errors import StartupError
+from rwkv_batch.runner.pipeline import Pipeline
+from state_pool.arena import FIRST_FREE_SLOT
+
+CPU_ROWS = 256
+GPU_ROWS = 1024
+CPU_PREFILL_TOKENS = 256
+GPU_PREFILL_TOKENS = 4096
+GPU_PREFILL_BESIDE = 1024
+"""As fast per token as more (7.2B on an H200: 26 ms for 8 x 128); rows that decode beside it wait 40 ms, not 110."""
+CPU_SLOTS_SHARE = 0.25
+"""Share of the machine's memory that slots may take on a CPU."""
+
+
+class Memory:
+    """What is left of each device beside the weights, and what is made of it. Before slots are allocated."""
+
+    def __init__(self, config: EngineConfig, pipeline: Pipeline) -> None:
+        self._config = config
+        self._pipeline = pipeline
+        self._shares = {device: pipeline.slot_bytes_on(device) for device in set(pipeline.devices)}
+        """bytes of one slot on each device"""
+
+    def limits(self) -> Limits:
+        """Bounds of the engine, as told or by memory. Raises StartupError if not one row fits."""
+        on_gpu = self._pipeline.devices[-1].type == "cuda"
+        groups = self._config.micro_batches or self._pipeline.concurrency
+        rows = self._config.max_running or self._affordable_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
+        prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
+        beside = self._config.prefill_tokens_beside or (GPU_PREFILL_BESIDE if on_gpu else prefill_tokens)
+        return Limits(
+            max_running=rows,
+            max_waiting_rows=self._config.max_waiting_rows,
+            max_waiting_rows_per_client=self._config.max_waiting_rows_per_client,
+            prefill_tokens_per_step=prefill_tokens,
+            prefill_chunk=self._config.prefill_chunk,
+            prefill_tokens_beside=min(beside, prefill_tokens),
+            groups=groups,
+        )
+
+    def _affordable_rows(self, wanted: int) -> int:
+        """Rows whose slots fit into the memory that is left."""
+        device = min(self._shares, key=lambda device: self._free_bytes(device) // self._shares[device])
+        free, share = self._free_bytes(device), self._shares[device]
+        fitting = free // share - self._parked_slots()
+        if fitting < 1:
+            raise StartupError(
+                f"too little memory: {free >> 20} MiB are left for states on {device}, one takes "
+                f"{share >> 20} MiB there and {self._parked_slots()} are set aside; "
+                "lower --l1-sessions and --prefix-cache-slots, or use a smaller model"
+            )
+        return min(wanted, fitting * 8 // 9 or 1)
+
+    def num_slots(self, rows: int, session_slots: int) -> int:
+        """Slots of running rows, an eighth more for marks and borders, the parked ones, and what sessions take.
+
+        A session's row takes `session_slots` beside its own, as far as half the memory that is left holds them. Paused
+        rows use them too.
+        """
+        slots = rows + max(4, rows // 8) + self._parked_slots()
+        fitting = min(self._free_bytes(device) // share for device, share in self._shares.items())
+        return int(slots + min(rows * session_slots, max(0, fitting - slots) // 2))
+
+    def _free_bytes(self, device: torch.device) -> int:
+        """Memory of a device that slots may take."""
+        if device.type != "cuda":
+            return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - self._config.gpu_memory_utilization) * total)
+
+    def _parked_slots(self) -> int:
+        return self._config.pool.l1_sessions + self._config.pool.prefix_cache_slots + FIRST_FREE_SLOT
