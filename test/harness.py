@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Iterator
@@ -126,3 +127,5 @@ def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -
     finally:
         engine.stop()
     assert engine.jobs.check_integrity() == []
+    del engine
+    gc.collect()  # an engine is a circle of objects, with hundreds of megabytes in it
