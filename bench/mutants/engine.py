@@ -36,8 +36,8 @@ MUTANTS: list[Mutant] = [
                 "one long prompt fills a step",
             ),
             (
-                "return [ScheduledRow(s, 1, s.draws) for s in decoding], turn % len(self._groups)",
-                "return [ScheduledRow(s, 1, True) for s in decoding], turn % len(self._groups)",
+                "ScheduledRow(s, 1, s.draws, s.draws and",
+                "ScheduledRow(s, 1, True, s.draws and",
                 "a closing turn draws one more token",
             ),
             (
@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
                 "one job's rows take the last places",
             ),
             (
-                "return not queue.forked and queue.num_reading_for_several < most",
+                "return reading < most and reading + queue.num_held_for_several < 2 * most",
                 "return True",
                 "shared prompts hold all slots: nobody goes on",
             ),
@@ -151,7 +151,7 @@ MUTANTS: list[Mutant] = [
                 "a client's jobs do not take turns",
             ),
             (
-                "        for sequence in sequences:\n            self.forked.pop(sequence, None)\n",
+                "        for sequence in sequences:\n            self._no_longer_forked(self.of(job.client), sequence)\n",
                 "",
                 "cancelled forked rows stay queued: no prompt is read for several any more",
             ),
@@ -171,8 +171,8 @@ MUTANTS: list[Mutant] = [
                 "`seated` never falls",
             ),
             (
-                "        jobs.appendleft(job)\n        job.waiting.extendleft(reversed(sequences))",
-                "        jobs.append(job)\n        job.waiting.extend(sequences)",
+                "        rows.jobs.appendleft(job)\n        job.waiting.extendleft(reversed(sequences))",
+                "        rows.jobs.append(job)\n        job.waiting.extend(sequences)",
                 "rows that share a prompt wait behind all others while its slot is held",
             ),
             (
@@ -209,8 +209,8 @@ MUTANTS: list[Mutant] = [
             ("            self._keeper.take_back(sequence)\n", "", "a session contains tokens past its stop"),
             ("        sequence.token_ids[at] = token\n", "", "the drawn token is never known"),
             (
-                "        self._keeper.update_rollback_state(sequence)\n",
-                "",
+                "            self._keeper.update_rollback_state(sequence)\n",
+                "            pass\n",
                 "every stop across tokens reads its session anew",
             ),
             (
@@ -265,7 +265,7 @@ MUTANTS: list[Mutant] = [
                 "        for sequence in list(job.live):",
                 "rows of a cancelled job start later",
             ),
-            ("        job.live.clear()  # the error is all that is told\n", "", "rows of a failed job send more news"),
+            ("        job.live.clear()  # the error is all that is sent\n", "", "rows of a failed job send more news"),
             ("if waiting + job.num_rows > limit:", "if waiting > limit:", "one job may overfill the queue"),
             ("if job.client and waiting + job.num_rows > share:", "if False:", "one client fills the queue"),
             (
@@ -365,8 +365,8 @@ MUTANTS: list[Mutant] = [
                 "a stop read ahead stays in the session",
             ),
             (
-                "        for border in sequence.cache_points:\n            self.pool.abandon_cache_point(sequence.token_ids[:border])\n",
-                "",
+                "        self._abandon_borders(sequence)\n        sequence.cache_points = []\n",
+                "        sequence.cache_points = []\n",
                 "a cache border of a cancelled row is awaited for ever",
             ),
             (
@@ -452,9 +452,9 @@ MUTANTS: list[Mutant] = [
                 "a waiting row counts as one that has answered: a cancel forgets it",
             ),
             (
-                "return self.draws and self.num_uncomputed_tokens == 1 and len",
-                "return self.num_uncomputed_tokens == 1 and len",
-                "a closing turn is run with the drawing rows' last tokens",
+                "return self.shared is None and self.spare_slot == NO_SLOT and not self.cache_points",
+                "return self.spare_slot == NO_SLOT and not self.cache_points",
+                "a row that begins from another's state never lets go of it",
             ),
         ],
         ci=(1, 2),
