@@ -297,7 +297,7 @@ MUTANTS: list[Mutant] = [
                 "rows of n > 1 bear other rows' numbers",
             ),
         ],
-        ci=(1, 8),
+        ci=(2, 8),
     ),
     *of(
         "rwkv_batch/core/state_manager.py",

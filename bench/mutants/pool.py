@@ -442,7 +442,6 @@ MUTANTS: list[Mutant] = [
                 "a delete that overtook a state is told as a success of it",
             ),
         ],
-        ci=(1,),
     ),
     *of(
         "state_pool/disk/reader.py",
