@@ -206,7 +206,11 @@ MUTANTS: list[Mutant] = [
                 "if True:  # else it ended",
                 "a token is taken for a row that has ended",
             ),
-            ("            self._keeper.take_back(sequence)\n", "", "a session contains tokens past its stop"),
+            (
+                "            self._keeper.take_back(sequence)\n",
+                "",
+                "each turn that ends by a stop reads its session anew",
+            ),
             ("        sequence.token_ids[at] = token\n", "", "the drawn token is never known"),
             (
                 "            self._keeper.update_rollback_state(sequence)\n",

@@ -7,6 +7,7 @@ from bench.mutants.mutant import Mutant, of
 WORLDS = "test/simulation/test_simulation.py"
 FAULTS = "test/state_pool/test_pool_faults.py"
 SESSIONS = "test/state_pool/test_pool_sessions.py"
+EFFECTS = "test/state_pool/test_pool_effects.py"
 MODEL = "test/state_pool/test_pool_model.py"
 PREFIX = "test/state_pool/test_pool_prefix.py"
 DIALOGUES = "test/state_pool/test_pool_dialogues.py"
@@ -374,7 +375,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/writer.py",
-        (FAULTS, "test/state_pool/test_pool_threads.py", WORLDS, SESSIONS),
+        (EFFECTS, FAULTS, "test/state_pool/test_pool_threads.py", WORLDS, SESSIONS),
         [
             (
                 "        if error is not None and len(group) > 1 and not _is_outside(error):\n",
@@ -442,6 +443,7 @@ MUTANTS: list[Mutant] = [
                 "a delete that overtook a state is told as a success of it",
             ),
         ],
+        ci=(1,),
     ),
     *of(
         "state_pool/disk/reader.py",
