@@ -18,7 +18,7 @@ SAMPLERS = {
     "cpu": ("sampling.cpu", "CpuSampler"),
     "naive": ("sampling.naive", "NaiveSampler"),
 }
-"""Name -> module and class, in the default order of preference."""
+"""Name -> module and class, in the default order of preference; `EngineConfig.samplers` lists the same names."""
 
 LAST_RESORTS = ("cpu", "naive")
 """Need nothing but torch and a compiler, or torch alone: one of them serves where no other can."""

@@ -9,6 +9,7 @@ import pytest
 
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
+from sampling.registry import SAMPLERS
 from settings import (
     FLAGS,
     SETTINGS_PAGE,
@@ -113,3 +114,8 @@ def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str
 
 def test_http_workers_by_cpus() -> None:
     assert [default_http_workers(cpus) for cpus in (1, 2, 7, 8, 31, 32, 256)] == [2, 2, 2, 4, 4, 8, 8]
+
+
+def test_every_sampler_may_be_asked_for() -> None:
+    assert parse_settings([], {}).engine.samplers == tuple(SAMPLERS)
+    assert parse_settings(["--samplers", ",".join(reversed(SAMPLERS))], {}).engine.samplers == tuple(reversed(SAMPLERS))
