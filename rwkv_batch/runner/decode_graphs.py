@@ -85,11 +85,6 @@ class LastTokens:
         if self._link is not None and number > self._link.received:
             self._link.receive(number, self.to_feed)
 
-    def bring_all(self) -> None:
-        """Have the first device wait for everything that was sent."""
-        if self._link is not None:
-            self.bring(self._link.sent)
-
 
 class DecodeGraphs:
     """Captures and replays decode steps; the sizes of a stage share one memory pool."""

@@ -319,7 +319,7 @@ class ModelRunner:
             "layers": [len(stage.layers) for stage in self.pipeline.stages],
             "micro_batches": self.limits.groups,
             "steps_in_flight": self.steps_in_flight,
-            "links": [place.link_kind for place in places if place.link_kind is not None],
+            "links": [kind for kind in (*(place.link_kind for place in places), self._tokens.link_kind) if kind],
         }
 
     def status(self) -> dict[str, Any]:
