@@ -28,6 +28,7 @@ import torch
 
 from bench.gpu_check import kernel_errors, limit_of, model_errors
 from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
+from bench.origin import commit
 from rwkv_batch.model.quant.formats import Format, format_of
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
@@ -216,12 +217,6 @@ def floors(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str
         "of_bandwidth": moved / seconds / (ceilings.copy_tb_s * 1e12),
         "of_compute": flops / seconds / (ceilings.gemm_tflops * 1e12),
     }
-
-
-def commit() -> str:
-    """The code's commit, if it is known here."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def parse_arguments() -> argparse.Namespace:

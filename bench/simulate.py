@@ -1,6 +1,7 @@
 """The engine on one thread with a virtual clock: how many worlds, drawn from seeds, hold what is promised.
 
     python -m bench.simulate [--seeds 5000] [--first 0] [--steps 140] [--jobs 2] [--without KIND ...] [--minimise]
+                             [--out FILE]
 
 Each world is the real scheduler, job table, state manager and state pool (prefix cache, SQLite file) over a device
 whose states are numbers; sizes, traffic, the order in which threads go on, faults of disk, device and threads, kills
@@ -20,8 +21,10 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
+from bench.origin import origin
 from test.simulation.faults import KINDS
 from test.simulation.world import STEPS, Found, run
 
@@ -56,6 +59,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="faults that do not happen")
     parser.add_argument("--minimise", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the last line")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     arguments = parser.parse_args()
     without = frozenset(arguments.without)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
@@ -72,6 +77,7 @@ def main() -> None:
             print(json.dumps(minimise(seed, arguments.steps, without)), flush=True)
     last = {
         "measure": "simulation",
+        **origin(arguments.commit),
         "seeds": arguments.seeds,
         "first": arguments.first,
         **counts,
@@ -79,6 +85,8 @@ def main() -> None:
         "failed_seeds": [seed for seed, _ in failed[:20]],
         "first_failures": [found.partition("\n")[0] for _, found in failed[:5]],
     }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
     print(json.dumps(last))
     sys.exit(1 if failed else 0)
 

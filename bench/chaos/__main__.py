@@ -38,6 +38,7 @@ from bench.chaos.disturbances import Disturbances
 from bench.chaos.health import FLAT, Figures, Sampler, all_figures, at_rest, growth, name_of
 from bench.chaos.traffic import Client, Findings, stop
 from bench.crash import Service, check_all, misplaced, stored_names
+from bench.origin import origin
 
 STORM = 0.6
 """Share of the time in which things are broken."""
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, help="where the service's log goes")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     parser.add_argument("--service-argument", action="append", default=[], help="given to app.py as it is")
     arguments = parser.parse_args()
     service_arguments = ["--dtype", "fp32", "--pp-devices", "cpu", "--log-level", "warning", "--access-log", "false"]
@@ -161,7 +163,13 @@ def main() -> None:
             if arguments.log is not None and (folder / "service.log").exists():
                 arguments.log.write_text((folder / "service.log").read_text(errors="replace"))
         tracebacks = (folder / "service.log").read_text(errors="replace").count("Traceback")
-    last = {"measure": "chaos", "minutes": arguments.minutes, "clients": arguments.clients, **result}
+    last = {
+        "measure": "chaos",
+        **origin(arguments.commit),
+        "minutes": arguments.minutes,
+        "clients": arguments.clients,
+        **result,
+    }
     last |= {"tracebacks": tracebacks, "ok": not is_bad(result)}
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

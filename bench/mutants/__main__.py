@@ -1,12 +1,17 @@
 """Which tests see which wrong change.
 
-    python -m bench.mutants [--only TEXT] [--jobs 2] [--wide] [--timeout 600] [--ci]
+    python -m bench.mutants [--only TEXT] [--jobs 2] [--wide] [--ci] [--out FILE [--again FILE]]
+                            [--timeout 600] [--test-timeout 120] [--seconds S] [--cores-each 0]
 
 Each mutant of `bench/mutants/*.py` is applied alone to a copy of the tree, never in place, and its expected tests run
-until the first failure. `--wide`: a survivor also meets every other test that starts no service. `--only`: those whose
-name contains the text; `--ci`: those that CI runs. A run that takes longer than `--timeout` is told apart: the change
-made something wait for ever, or the machine is slow. The table says which test saw what; the last line is JSON, exit status 1 if
-fewer than nine in ten were seen.
+until the first failure; it counts if the test fails again alone, and passes without the change. `--wide`: a survivor
+also meets every other test that starts no service. `--only`: those whose name contains the text; `--ci`: those that CI
+runs. A run that takes longer than `--timeout` is told apart: the change made something wait for ever, or the machine
+is slow. `--out` is written after each mutant, so that a run that is cut keeps what it has; with `--again` what an
+earlier file has as killed is not tried again. After `--seconds` no further mutant is begun. `--cores-each`: each copy
+of the tree runs on so many cores of its own.
+
+The table says which test saw what; the last line is JSON, exit status 1 if fewer than nine in ten were seen.
 """
 
 from __future__ import annotations
@@ -14,44 +19,96 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
 
-from bench.mutants.runner import MUTANTS, TOO_LATE, Outcome, Trees, try_mutant
+from bench.mutants.mutant import Mutant
+from bench.mutants.runner import MUTANTS, Limits, Outcome, Trees, Unchanged, try_mutant
+from bench.origin import origin
 
 ENOUGH = 0.9
+Result = dict[str, Any]
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a mutant's name")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests of one mutant")
+    parser.add_argument("--test-timeout", type=float, default=120.0, help="seconds for one test")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no mutant is begun")
+    parser.add_argument("--cores-each", type=int, default=0)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--ci", action="store_true")
-    arguments = parser.parse_args()
-    chosen = [m for m in MUTANTS if arguments.only in m.name and (m.in_ci or not arguments.ci)]
-    outcomes: list[Outcome] = []
-    with Trees(arguments.jobs) as trees, ThreadPoolExecutor(arguments.jobs) as pool:
-        for outcome in pool.map(lambda m: try_mutant(trees, m, arguments.timeout, arguments.wide), chosen):
-            outcomes.append(outcome)
-            said = f"seen by {outcome.seen_by}" if outcome.seen_by else "SURVIVED"
-            print(f"{len(outcomes):4}/{len(chosen)} {outcome.mutant.name}: {said}", flush=True)
-    survivors = [outcome.mutant.name for outcome in outcomes if not outcome.seen_by]
-    late = [outcome.mutant.name for outcome in outcomes if outcome.seen_by.startswith(TOO_LATE)]
-    killed = len(outcomes) - len(survivors) - len(late)
-    print(
-        json.dumps(
-            {
-                "measure": "mutants",
-                "mutants": len(outcomes),
-                "killed": killed,
-                "survived": survivors,
-                "timed_out": late,
-            },
-            ensure_ascii=False,
-        )
-    )
-    sys.exit(0 if killed >= ENOUGH * len(outcomes) else 1)
+    parser.add_argument("--out", type=Path, help="a file for all results, written after each")
+    parser.add_argument("--again", type=Path, help="a file of an earlier run")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    return parser.parse_args()
+
+
+def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Outcome]:
+    """Try all, as many at a time as asked for; in the order in which they end."""
+    limits = Limits(arguments.timeout, arguments.test_timeout)
+    unchanged, until = Unchanged(limits), time.monotonic() + arguments.seconds
+    with Trees(arguments.jobs, arguments.cores_each) as trees, ThreadPoolExecutor(arguments.jobs) as pool:
+
+        def attempt(mutant: Mutant) -> Outcome | None:
+            if time.monotonic() > until:
+                return None
+            return try_mutant(trees, mutant, unchanged, limits, arguments.wide)
+
+        for done in as_completed([pool.submit(attempt, mutant) for mutant in chosen]):
+            if (outcome := done.result()) is not None:
+                yield outcome
+    if unchanged.failing:
+        print("fail without any change here, and were left out:", *sorted(unchanged.failing), sep="\n  ")
+
+
+def summary(results: dict[str, Result], here: dict[str, Any]) -> dict[str, Any]:
+    """The last line: of the mutants that exist now, what became of each."""
+    known = [results[mutant.name] for mutant in MUTANTS if mutant.name in results]
+    named = {verdict: [one["name"] for one in known if one["verdict"] == verdict] for verdict in ("survived", "late")}
+    return {
+        "measure": "mutants",
+        **here,
+        "mutants": len(known),
+        "killed": sum(one["verdict"] == "killed" for one in known),
+        "survived": named["survived"],
+        "timed_out": named["late"],
+    }
+
+
+def write(file: Path | None, last: dict[str, Any], results: dict[str, Result]) -> None:
+    """Results so far, whole or not at all."""
+    if file is not None:
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps({**last, "results": list(results.values())}, ensure_ascii=False, indent=1) + "\n")
+        part.replace(file)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    here = origin(arguments.commit)
+    results: dict[str, Result] = {}
+    if arguments.again is not None:
+        earlier = json.loads(arguments.again.read_text())["results"]
+        results = {one["name"]: one for one in earlier if one["verdict"] == "killed"}
+    wanted = [m for m in MUTANTS if arguments.only in m.name and (m.in_ci or not arguments.ci)]
+    chosen = [mutant for mutant in wanted if mutant.name not in results]
+    for number, outcome in enumerate(outcomes(chosen, arguments), 1):
+        name, seen_by, verdict = outcome.mutant.name, outcome.seen_by, outcome.verdict
+        one = {"name": name, "verdict": verdict, "seen_by": seen_by, "seconds": outcome.seconds}
+        results[name] = {**one, "commit": here["commit"]}
+        said = f"seen by {seen_by}" if seen_by else "SURVIVED"
+        print(f"{number:4}/{len(chosen)} {name}: {said} ({outcome.seconds:g} s)", flush=True)
+        write(arguments.out, summary(results, here), results)
+    last = summary(results, here)
+    print(json.dumps(last, ensure_ascii=False))
+    sys.exit(0 if last["killed"] >= ENOUGH * last["mutants"] else 1)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +28,16 @@ LEFT_OUT = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"
 WIDE = ("test/engine", "test/state_pool", "test/sampling", "test/simulation")
 TOO_LATE = "none within"
 """How `Outcome.seen_by` begins when the tests did not end in time."""
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_IS_TEST = re.compile(r"^test/\S+\.py(::|$)")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long tests may take, in seconds."""
+
+    mutant_s: float = 600.0
+    test_s: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -32,21 +47,39 @@ class Outcome:
     mutant: Mutant
     seen_by: str
     """the test that failed first; "": none did"""
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """ "killed", "survived", or "late": neither, for its tests did not end."""
+        if self.seen_by.startswith(TOO_LATE):
+            return "late"
+        return "killed" if self.seen_by else "survived"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A copy of the tree, and the cores that its tests run on."""
+
+    path: Path
+    cores: tuple[int, ...] = ()
 
 
 class Trees:
     """Copies of the tree, one for each that runs at a time; they go at the end."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, cores: int = 0) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+        ours = sorted(os.sched_getaffinity(0))
         for number in range(count):
-            tree = self._folder / str(number)
-            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            path = self._folder / str(number)
+            shutil.copytree(ROOT, path, ignore=shutil.ignore_patterns(*LEFT_OUT))
             for name in LINKED:
                 if (ROOT / name).exists():
-                    (tree / name).symlink_to((ROOT / name).resolve())
-            self._free.put(tree)
+                    (path / name).symlink_to((ROOT / name).resolve())
+            chosen = {ours[(number * cores + i) % len(ours)] for i in range(cores)}
+            self._free.put(Tree(path, tuple(sorted(chosen))))
 
     def __enter__(self) -> Trees:
         return self
@@ -54,13 +87,48 @@ class Trees:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def take(self) -> Path:
-        """A tree nobody else uses."""
-        return self._free.get()
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Tree]:
+        """A tree nobody else uses meanwhile."""
+        tree = self._free.get()
+        try:
+            yield tree
+        finally:
+            self._free.put(tree)
 
-    def give_back(self, tree: Path) -> None:
-        """It is as it was."""
-        self._free.put(tree)
+    @contextlib.contextmanager
+    def changed(self, mutant: Mutant) -> Iterator[Tree]:
+        """A tree with the change. Raises ValueError if it does not apply."""
+        with self.taken() as tree:
+            file = tree.path / mutant.file
+            source = file.read_text(encoding="utf-8")
+            try:
+                file.write_text(applied(mutant, source), encoding="utf-8")
+                yield tree
+            finally:
+                file.write_text(source, encoding="utf-8")
+
+
+class Unchanged:
+    """Which tests fail without any change, on this machine: each is asked once, and then left out."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.failing: set[str] = set()
+        self._limits = limits
+        self._known: dict[str, Future[bool]] = {}
+        self._lock = threading.Lock()
+
+    def passes(self, test: str, cores: tuple[int, ...]) -> bool:
+        """Whether it does; whoever asks for it meanwhile waits."""
+        with self._lock:
+            first: Future[bool] = Future()
+            answer = self._known.setdefault(test, first)
+        if answer is first:
+            passed = not first_failure(Tree(ROOT, cores), [test], self._limits)
+            if not passed:
+                self.failing.add(test)
+            answer.set_result(passed)
+        return answer.result()
 
 
 def applied(mutant: Mutant, source: str) -> str:
@@ -71,35 +139,59 @@ def applied(mutant: Mutant, source: str) -> str:
     return source.replace(mutant.snippet, mutant.replacement)
 
 
-def try_mutant(trees: Trees, mutant: Mutant, timeout: float, wide: bool = False) -> Outcome:
+def try_mutant(trees: Trees, mutant: Mutant, unchanged: Unchanged, limits: Limits, wide: bool = False) -> Outcome:
     """Run the expected tests against a mutant, then the others if `wide`."""
-    tree = trees.take()
-    file = tree / mutant.file
-    source = file.read_text(encoding="utf-8")
-    try:
-        file.write_text(applied(mutant, source), encoding="utf-8")
-        seen_by = first_failure(tree, [test for test in mutant.tests if (ROOT / test).exists()], timeout)
+    began = time.monotonic()
+    with trees.changed(mutant) as tree:
+        seen_by = confirmed_failure(tree, [test for test in mutant.tests if (ROOT / test).exists()], unchanged, limits)
         if not seen_by and wide:
-            seen_by = first_failure(tree, list(WIDE), timeout)
-    finally:
-        file.write_text(source, encoding="utf-8")
-        trees.give_back(tree)
-    return Outcome(mutant, seen_by)
+            seen_by = confirmed_failure(tree, list(WIDE), unchanged, limits)
+    return Outcome(mutant, seen_by, round(time.monotonic() - began, 1))
 
 
-def first_failure(tree: Path, tests: list[str], timeout: float) -> str:
+def confirmed_failure(tree: Tree, tests: list[str], unchanged: Unchanged, limits: Limits) -> str:
+    """The first test that the change fails: with it once more when alone, and not without it. "": all pass."""
+    by_chance: set[str] = set()
+    while True:
+        test = first_failure(tree, tests, limits, unchanged.failing | by_chance)
+        if not _IS_TEST.match(test):  # none, too late, or pytest could not even begin
+            return test
+        if not unchanged.passes(test, tree.cores):
+            continue
+        if first_failure(tree, [test], limits):
+            return test
+        by_chance.add(test)
+
+
+def first_failure(tree: Tree, tests: list[str], limits: Limits, without: Iterable[str] = ()) -> str:
     """The first test that fails there; "": all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "120", *tests]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
+    command = ["taskset", "-c", ",".join(map(str, tree.cores))] if tree.cores else []
+    command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", f"{limits.test_s:g}"]
+    command += [part for test in without for part in ("--deselect", test)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": _path(tree.path)}
     with subprocess.Popen(
-        command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [*command, *tests],
+        cwd=tree.path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=limits.mutant_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            return f"{TOO_LATE} {timeout:g} s"
+            return f"{TOO_LATE} {limits.mutant_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # services that a test did not end
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return ""
     found = _FAILED.search(output)
     return found.group(1) if found else output[-300:].strip() or f"exit status {process.returncode}"
+
+
+def _path(tree: Path) -> str:
+    """The tree, then whatever packages come from there now."""
+    return os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.mutants.mutant import Mutant
-from bench.mutants.runner import MUTANTS, ROOT, Trees, applied, try_mutant
+from bench.mutants.runner import MUTANTS, ROOT, Limits, Trees, Unchanged, applied, try_mutant
 
 CI = [mutant for mutant in MUTANTS if mutant.in_ci]
 
@@ -35,4 +35,5 @@ def trees() -> Iterator[Trees]:
 
 @pytest.mark.parametrize("mutant", CI, ids=lambda mutant: mutant.name)
 def test_a_wrong_change_is_seen(trees: Trees, mutant: Mutant) -> None:
-    assert try_mutant(trees, mutant, timeout=150.0).seen_by
+    limits = Limits(mutant_s=150.0)
+    assert try_mutant(trees, mutant, Unchanged(limits), limits).verdict == "killed"

@@ -31,7 +31,8 @@ class Turn:
 class Gone:
     """What a delete has taken."""
 
-    histories: dict[SessionKey, list[int]]
+    histories: dict[SessionKey, list[list[int]]]
+    """all that a crash before it is told may bring back"""
     sessions: set[Session]
 
 
@@ -108,16 +109,17 @@ class Ledger:
         for session in doomed:
             history = self.of.pop(session, None)
             if history is not None and self.by_key.get(session.key) is history:
+                gone.histories[session.key] = self._beginnings(session.key)
+                self.unsure.setdefault(session.key, []).extend(gone.histories[session.key])
                 del self.by_key[session.key]
-                self.unsure.setdefault(session.key, []).append(history)
-                gone.histories[session.key] = history
                 self.borders.pop(session.key, None)
         return gone
 
     def deleted(self, gone: Gone) -> None:
         """A delete is told: nothing brings these back."""
-        for key, history in gone.histories.items():
-            self.unsure[key] = [known for known in self.unsure[key] if known is not history]
+        for key, histories in gone.histories.items():
+            told = {id(history) for history in histories}
+            self.unsure[key] = [known for known in self.unsure.get(key, []) if id(known) not in told]
         for turn in self.turns.values():
             turn.gone = turn.gone or turn.session in gone.sessions
 
@@ -144,15 +146,19 @@ class Ledger:
             self.keep(session, histories[key])
 
     def _candidates(self, key: SessionKey) -> list[list[int]]:
-        known = self.by_key.get(key)
-        wanted = [] if known is None else [known]
-        if self.lazy and known is not None:
-            wanted += [known[:length] for length in self.borders.get(key, [])]
+        wanted = self._beginnings(key)
         for turn in self.turns.values():
             may_be_there = not turn.told or (turn.session.deleted and not turn.gone)
             if turn.session.key == key and may_be_there:
                 wanted.append(turn.before + turn.tokens)
         return wanted + self.unsure.get(key, [])
+
+    def _beginnings(self, key: SessionKey) -> list[list[int]]:
+        """A name's history, and what a crash may leave of it with durability "lazy"."""
+        known = self.by_key.get(key)
+        if known is None:
+            return []
+        return [known, *(known[:length] for length in self.borders.get(key, []) if self.lazy)]
 
     def reopen(self, sessions: Iterable[Session]) -> None:
         """After an orderly end: everything is there and nothing else."""

@@ -1,0 +1,27 @@
+"""What a figure is from, for the record: processor, cores, Python, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+def commit() -> str:
+    """The code's commit, if it is known here."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def origin(given_commit: str = "") -> dict[str, Any]:
+    """This machine and the code; `given_commit`: where git is not at hand."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0].partition(": ")[2] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "commit": given_commit or commit(),
+    }
