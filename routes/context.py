@@ -99,6 +99,9 @@ class Context:
     wake_ups: WakeUps = field(default_factory=WakeUps)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     started: int = field(default_factory=lambda: int(time.time()))
+    whole_within_s: float | None = 2.0
+    """What fails, or is whole, within this time has a true status. An answer that takes longer has begun by then, with
+    status 200: only what is written shows whether its client is still there. None: it is waited for."""
     session_files: int = 0
     """Exports and imports under way; the event loop's."""
     shared: dict[str, Any] = field(default_factory=dict)

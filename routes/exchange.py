@@ -12,7 +12,7 @@ import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rwkv_batch.request import ClientLimits, Job, JobEvents
+from rwkv_batch.request import ClientLimits, Job, JobEvents, Priority
 
 REQUEST_ID = "X-Request-Id"
 _SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -30,6 +30,8 @@ class Exchange:
     """The API key's name, else the address."""
     limits: ClientLimits | None = None
     """Of the API key."""
+    priority: Priority | None = None
+    """Of all its jobs; None: they say."""
     is_stream: bool = False
     started: float = field(default_factory=time.monotonic)
     rows: int = 0

@@ -62,7 +62,7 @@ async def turn_job(context: Context, body: TurnBody, label: str, branch_from: in
     rows = await as_turn(
         context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait
     )
-    return make_job(rows, body.timeout_s, label)
+    return make_job(rows, body, label)
 
 
 async def chat_completions(context: Context, body: TurnBody) -> Reply:

@@ -159,7 +159,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     if not made.missing:
         return json_answer(made.assembled())
     rows = await off_loop(characters, _rows, context, made.missing)
-    job = make_job(rows, body.timeout_s, LABEL)
+    job = make_job(rows, body, LABEL)
 
     def whole(results: list[RowResult]) -> object:
         for key, row in zip(made.missing, results, strict=True):

@@ -60,13 +60,14 @@ ROOMS = {
     "routes.request": "routes.config routes.context",
     "routes.response": "routes.config routes.context routes.exchange routes.wakeups routes.request",
     "routes.route": "routes.context routes.request routes.response",
+    "routes.dispatch": "routes.context routes.exchange routes.request routes.response routes.route",
     "routes": "routes.context routes.request routes.response routes.route routes.openai",
     "routes.openai": "routes routes.context routes.exchange routes.request routes.response routes.route",
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
     "routes.serving": "routes routes.api_keys routes.config routes.context routes.exchange routes.readiness "
-    "routes.request routes.response routes.route routes.openai routes.docs routes.table",
+    "routes.request routes.response routes.route routes.dispatch routes.openai routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 

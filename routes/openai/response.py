@@ -69,7 +69,7 @@ def _check_logprobs(body: OpenAIBody, rows: int) -> None:
 
 def openai_job(body: OpenAIBody, rows: list[GenerateRequest], label: str) -> Job:
     """The job of these rows."""
-    return make_job(rows, body.timeout_s, label)
+    return make_job(rows, body, label)
 
 
 def as_logprob(value: float) -> float:

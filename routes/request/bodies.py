@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.request.shown import shown, shown_name
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
 
@@ -89,7 +90,23 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 
 
-class GenerationBody(Body):
+class UrgencyFields(Body):
+    """How soon an answer is wanted."""
+
+    timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")
+    priority: Literal["interactive", "batch"] | None = Field(
+        None,
+        description="batch: gives way to interactive rows and takes what places they leave. "
+        "Without it a request of more than eight rows is batch work.",
+    )
+
+    @property
+    def urgency(self) -> Priority:
+        """`priority` as the engine reads it."""
+        return Priority.AUTO if self.priority is None else Priority(self.priority)
+
+
+class GenerationBody(UrgencyFields):
     """Fields of every route that generates, however it draws."""
 
     model: str = Field("rwkv7", max_length=256, description="Repeated in the answer.")
@@ -106,7 +123,6 @@ class GenerationBody(Body):
     )
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
     use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
-    timeout_s: float | None = Field(None, gt=0, le=86400, description="Unfinished rows then end with 'timeout'.")
 
     def sampling(self, seed: int) -> SamplingParams:
         """How a row with this seed draws: by temperature alone, by the Gumbel-max rule."""
@@ -207,7 +223,7 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 """The label of a text in the prompt: by name if the code is known, else as it is."""
 
 
-class TranslateBody(Body):
+class TranslateBody(UrgencyFields):
     """immersive-translate's custom API."""
 
     source_lang: Language = Field(AUTO, description="ISO code, or auto; what is no known code is used as it is.")

@@ -6,15 +6,22 @@ import uuid
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.bodies import DEFAULT_STOPS, BatchBody, PromptBody
+from routes.request.bodies import DEFAULT_STOPS, BatchBody, PromptBody, UrgencyFields
 from routes.request.generate_requests import build_rows, given_stops, off_loop
 from routes.request.session_turn import as_turn
 from rwkv_batch.request import GenerateRequest, Job
 
 
-def make_job(rows: list[GenerateRequest], timeout_s: float | None, label: str, sampler: str = "") -> Job:
-    """A job of these rows, under an id that no other HTTP worker makes; the rest: see Job."""
-    return Job(job_id=uuid.uuid4().hex, rows=rows, sampler=sampler, timeout_s=timeout_s, label=label)
+def make_job(rows: list[GenerateRequest], body: UrgencyFields, label: str, sampler: str = "") -> Job:
+    """A job of these rows, as urgent as the body says, under an id that no other HTTP worker makes; see Job."""
+    return Job(
+        job_id=uuid.uuid4().hex,
+        rows=rows,
+        sampler=sampler,
+        timeout_s=body.timeout_s,
+        label=label,
+        priority=body.urgency,
+    )
 
 
 async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
@@ -27,7 +34,7 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
         if body.messages:
             resume = prompts.chat(prompts.new_messages(body.messages), prompts.think_mode(body.enable_think))
         rows = await as_turn(context, rows, texts[0], body.session_id, resume, field, wait=body.wait)
-    return make_job(rows, body.timeout_s, label, sampler)
+    return make_job(rows, body, label, sampler)
 
 
 def prompt_forms(body: BatchBody, stop_tokens: list[int | str] | None) -> tuple[list[str], list[int | str], str]:

@@ -69,7 +69,7 @@ class EventStream:
             self._exchange.observe(events)
         return batch
 
-    async def wait_begun(self, timeout_s: float) -> JobEvents | None:
+    async def wait_begun(self, timeout_s: float | None) -> JobEvents | None:
         """The first events of a session's turn, which are pulled all the same; None if there are none in that time.
 
         A turn may fail for its session, which takes a moment to find. All else that is admitted mostly goes well, and
@@ -80,8 +80,8 @@ class EventStream:
         await asyncio.wait([self._begun], timeout=timeout_s)
         return self._begun.result() if self._begun.done() else None
 
-    async def wait_finished(self, timeout_s: float) -> bool:
-        """Whether the last event is there within `timeout_s` seconds."""
+    async def wait_finished(self, timeout_s: float | None) -> bool:
+        """Whether the last event is there within `timeout_s` seconds; None: waits until it is."""
         await asyncio.wait([self._finished], timeout=timeout_s)
         return self._finished.done()
 
@@ -112,7 +112,11 @@ async def submit(context: Context, job: Job) -> EventStream:
     admission: asyncio.Future[None] = loop.create_future()
     exchange = current()
     job = msgspec.structs.replace(
-        job, client=exchange.client, limits=exchange.limits, timeout_s=time_limit(context.config, job.timeout_s)
+        job,
+        client=exchange.client,
+        limits=exchange.limits,
+        priority=exchange.priority or job.priority,
+        timeout_s=time_limit(context.config, job.timeout_s),
     )
     exchange.submit(job)
     stream = EventStream(context, job)

@@ -5,6 +5,7 @@ A dialect only formats. Iterators run on threads of Robyn's pool, one per answer
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,9 +32,6 @@ from rwkv_batch.request import Finish, Job, JobEvents
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 2.0
-"""What fails, or is whole, within this time has a true status. An answer that takes longer has begun by then, with
-status 200: only what is written shows whether its client is still there."""
 PATIENCE_S = 0.25
 """A writer that has nothing to say for so long says that, which shows whether its client is still there."""
 HEARTBEAT = b": hb\n\n"
@@ -195,7 +193,12 @@ async def run_whole(
             logger.exception("an answer could not be written")
             return error_answer(_INTERNAL, error_body)
 
-    if await events.wait_finished(GRACE_S):
+    try:
+        is_whole = await events.wait_finished(context.whole_within_s)
+    except asyncio.CancelledError:
+        events.close()
+        raise
+    if is_whole:
         return make()
     return Stream(JsonChunks(events, make), JSON)
 
@@ -205,7 +208,7 @@ async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcri
     if not stream:
         return await run_whole(context, job, transcript, dialect.whole, dialect.error_body)
     events = await submit(context, job)
-    begun = await events.wait_begun(GRACE_S)
+    begun = await events.wait_begun(context.whole_within_s)
     if begun is not None and (error := _failed_at_once(begun, job.num_rows)) is not None:
         events.close()
         raise ServiceError.from_info(error)

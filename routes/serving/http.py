@@ -5,7 +5,6 @@ Handlers run on Robyn's event loop and never block it. Nothing else in the tree 
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections import defaultdict
@@ -16,6 +15,7 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
+from routes.dispatch import settled
 from routes.exchange import REQUEST_ID, Exchange, current, request_id, work_on
 from routes.openai.errors import PREFIX, openai_error
 from routes.request.bodies import validate
@@ -32,13 +32,10 @@ from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import Observe
 
-logger = logging.getLogger(__name__)
-
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 OFF_TABLE = "other"
 """The route's name in figures for paths that do not exist."""
 _UNAUTHORIZED = ErrorInfo(kind=ErrorKind.UNAUTHORIZED, message="Unauthorized: invalid or missing password")
-_INTERNAL = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log says more")
 _SIGNS_OF_LIFE = (HEARTBEAT, BLANK)
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
@@ -217,15 +214,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         except ServiceError as error:
             report(context, exchange, HTTP_STATUS[error.info.kind], error.info.kind)
             return _whole(context, exchange, error_answer(error.info, route.error_body))
-        try:
-            reply = await _run(context, route, request)
-        except ServiceError as error:
-            exchange.failure = error.info.kind
-            reply = error_answer(error.info, route.error_body)
-        except Exception:  # a fault of ours is a 500 in the route's form, and the worker goes on
-            logger.exception("%s %s failed", route.method, route.path)
-            exchange.failure = _INTERNAL.kind
-            reply = error_answer(_INTERNAL, route.error_body)
+        reply = await settled(route, _run(context, route, request))
         if isinstance(reply, Stream):
             exchange.is_stream = reply.content_type == SSE
             return _streamed(context, reply, visit)

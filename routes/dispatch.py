@@ -1,0 +1,57 @@
+"""A route's handler and what its failures become: one place for requests over HTTP and for those that come in files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+
+from routes.context import Context
+from routes.exchange import current
+from routes.request.bodies import validate
+from routes.request.generate_requests import off_loop
+from routes.response.reply import Answer, Reply, Stream, error_answer
+from routes.route import Route
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+
+logger = logging.getLogger(__name__)
+
+_INTERNAL = ErrorInfo(kind=ErrorKind.INTERNAL, message="internal error; the server's log says more")
+_STREAM = ErrorInfo(
+    kind=ErrorKind.INVALID_FIELD,
+    message="stream: must be false where the answer goes into a file",
+    field="stream",
+    given=True,
+)
+
+
+async def settled(route: Route, reply: Awaitable[Reply]) -> Reply:
+    """What the handler replies; a failure is an answer in the route's form."""
+    try:
+        return await reply
+    except ServiceError as error:
+        current().failure = error.info.kind
+        return error_answer(error.info, route.error_body)
+    except Exception:  # a fault of ours is a 500 in the route's form, and the worker goes on
+        logger.exception("%s %s failed", route.method, route.path)
+        current().failure = _INTERNAL.kind
+        return error_answer(_INTERNAL, route.error_body)
+
+
+async def whole_answer(context: Context, route: Route, data: object, characters: int = 0) -> Answer:
+    """The route's answer to a body of about so many characters that came without HTTP; never a stream.
+
+    `context.whole_within_s` must be None. The task's exchange says who asks (`exchange.work_on`).
+    """
+    reply = await settled(route, _handled(context, route, data, characters))
+    if isinstance(reply, Stream):
+        reply.chunks.close()
+        return error_answer(_STREAM, route.error_body)
+    return reply
+
+
+async def _handled(context: Context, route: Route, data: object, characters: int) -> Reply:
+    assert route.body is not None
+    if isinstance(data, dict) and data.get("stream") is True:
+        raise ServiceError.from_info(_STREAM)
+    body = await off_loop(characters, validate, route.body, data)
+    return await route.handle(context, body)

@@ -1,0 +1,123 @@
+"""Handlers without HTTP: what they ask of the engine, how urgent it is, and what their failures become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.dispatch import whole_answer
+from routes.exchange import Exchange, work_on
+from routes.readiness import Readiness
+from routes.response.reply import Answer
+from routes.table import ROUTES
+from routes.translate import CACHE, TranslationCache
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Priority
+
+BY_PATH = {route.path: route for route in ROUTES if route.method == "POST"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"contents": ["a"]},
+    "/FIM/v1/batch-FIM": {"prefix": ["a"], "suffix": ["b"]},
+    "/translate/v1/batch-translate": {"source_lang": "en", "target_lang": "de", "text_list": ["a"]},
+    "/openai/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/openai/v1/completions": {"prompt": "a"},
+    "/big_batch/completions": {"contents": ["a"], "stream": False},
+}
+
+
+class Engine:
+    """Answers every row with "ok" at once, or refuses, or keeps silent; remembers what it was asked."""
+
+    is_connected = True
+
+    def __init__(self, refusal: ServiceError | None = None, silent: bool = False) -> None:
+        self.jobs: list[Job] = []
+        self.cancelled: list[str] = []
+        self.refusal, self.silent = refusal, silent
+
+    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
+        self.jobs.append(job)
+        admitted(self.refusal)
+        if self.refusal is None and not self.silent:
+            finish = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)
+            deltas = [Delta(row, b"ok", 1, finish) for row in range(job.num_rows)]
+            sink(JobEvents(job_id=job.job_id, deltas=deltas, done=True))
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+    def call(self, call: object, reply: Any) -> None:
+        reply({"fingerprint": "0" * 12})
+
+    def observe(self, observation: object) -> None: ...
+
+
+def ask(engine: Engine, path: str, body: object, priority: Priority | None = None) -> Answer:
+    async def asked() -> Answer:
+        context = Context(engine, HttpConfig(), Gate(8), Readiness(0), whole_within_s=None)  # type: ignore[arg-type]
+        context.shared[CACHE] = TranslationCache(0)
+        work_on(Exchange(client="somebody", priority=priority))
+        return await whole_answer(context, BY_PATH[path], body)
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_says_how_urgent_it_is(path: str) -> None:
+    engine = Engine()
+    for given in ({}, {"priority": None}, {"priority": "interactive"}, {"priority": "batch"}):
+        assert ask(engine, path, {**BODIES[path], **given}).status == 200
+    assert [job.priority for job in engine.jobs] == ["auto", "auto", "interactive", "batch"]
+    refused = ask(engine, path, {**BODIES[path], "priority": "now"})
+    assert refused.status in (400, 422) and b"priority" in refused.body
+
+
+def test_the_exchange_may_decide_for_the_body() -> None:
+    engine = Engine()
+    for path, body in BODIES.items():
+        ask(engine, path, {**body, "priority": "interactive"}, Priority.BATCH)
+    assert {job.priority for job in engine.jobs} == {Priority.BATCH}
+    assert {job.client for job in engine.jobs} == {"somebody"}
+
+
+def test_failures_are_answers_in_the_routes_form() -> None:
+    native = ask(Engine(), "/v1/chat/completions", {"contents": ["a"], "temperature": -1})
+    assert native.status == 422 and json.loads(native.body)["field"] == "temperature"
+    openai = ask(Engine(), "/openai/v1/completions", {"prompt": "a", "temperature": -1})
+    assert json.loads(openai.body)["error"]["param"] == "temperature"
+    full = Engine(ServiceError(ErrorKind.OVERLOADED, "full", retry_after_s=7))
+    answer = ask(full, "/v1/chat/completions", {"contents": ["a"]})
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/big_batch/completions", "/openai/v1/completions"])
+def test_a_stream_is_refused_and_leaves_nothing_running(path: str) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != "stream"}
+    engine = Engine(silent=True)
+    streams_unasked = path == "/big_batch/completions"
+    answer = ask(engine, path, body if streams_unasked else {**body, "stream": True})
+    assert answer.status == 422 and b"stream" in answer.body
+    assert engine.cancelled == [job.job_id for job in engine.jobs]
+
+
+def test_a_cancelled_question_ends_its_job() -> None:
+    engine = Engine(silent=True)
+
+    async def give_up() -> None:
+        context = Context(engine, HttpConfig(), Gate(8), Readiness(0), whole_within_s=None)  # type: ignore[arg-type]
+        route = BY_PATH["/v1/chat/completions"]
+        asking = asyncio.create_task(whole_answer(context, route, {"contents": ["a"]}))
+        while not engine.jobs:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(give_up())
+    assert engine.cancelled == [engine.jobs[0].job_id]
