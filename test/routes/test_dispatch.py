@@ -38,10 +38,12 @@ class Engine:
     def __init__(self, refusal: ServiceError | None = None, silent: bool = False) -> None:
         self.jobs: list[Job] = []
         self.cancelled: list[str] = []
+        self.asked = asyncio.Event()
         self.refusal, self.silent = refusal, silent
 
     def submit(self, job: Job, sink: Any, admitted: Any) -> None:
         self.jobs.append(job)
+        self.asked.set()
         admitted(self.refusal)
         if self.refusal is None and not self.silent:
             finish = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)
@@ -112,9 +114,9 @@ def test_a_cancelled_question_ends_its_job() -> None:
         context = Context(engine, HttpConfig(), Gate(8), Readiness(0), whole_within_s=None)  # type: ignore[arg-type]
         route = BY_PATH["/v1/chat/completions"]
         asking = asyncio.create_task(whole_answer(context, route, {"contents": ["a"]}))
-        while not engine.jobs:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.05)
+        await engine.asked.wait()
+        await asyncio.sleep(0)  # admitted
+        await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
