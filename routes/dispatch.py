@@ -30,11 +30,11 @@ async def settled(route: Route, reply: Awaitable[Reply]) -> Reply:
         return await reply
     except ServiceError as error:
         current().failure = error.info.kind
-        return error_answer(error.info, route.error_body)
+        return error_answer(error.info, route.error_form)
     except Exception:  # a fault of ours is a 500 in the route's form, and the worker goes on
         logger.exception("%s %s failed", route.method, route.path)
         current().failure = _INTERNAL.kind
-        return error_answer(_INTERNAL, route.error_body)
+        return error_answer(_INTERNAL, route.error_form)
 
 
 async def whole_answer(context: Context, route: Route, data: object, characters: int = 0) -> Answer:
@@ -45,7 +45,7 @@ async def whole_answer(context: Context, route: Route, data: object, characters:
     reply = await settled(route, _handled(context, route, data, characters))
     if isinstance(reply, Stream):
         reply.chunks.close()
-        return error_answer(_STREAM, route.error_body)
+        return error_answer(_STREAM, route.error_form)
     return reply
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from routes.context import Context
 from routes.request.bodies import Body, Fields
-from routes.response.reply import JSON, ErrorBody, Reply, native_error
+from routes.response.reply import JSON, NATIVE_ERRORS, ErrorForm, Reply
 from rwkv_batch.errors import ErrorKind
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
@@ -49,7 +49,7 @@ class Route:
     """What the events of a stream hold beside failures, where the body may ask for one."""
     is_public: bool = False
     """Wants no password."""
-    error_body: ErrorBody = native_error
+    error_form: ErrorForm = NATIVE_ERRORS
     errors: tuple[ErrorKind, ...] = ()
     """What this route may answer beyond what its other fields imply."""
     content_type: str = JSON

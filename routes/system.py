@@ -8,7 +8,7 @@ from pydantic import Field
 
 from routes import big_batch
 from routes.context import Context
-from routes.openai.errors import openai_error
+from routes.openai.errors import OPENAI_ERRORS
 from routes.request import prompts
 from routes.request.bodies import CountBody, Fields
 from routes.request.generate_requests import off_loop
@@ -123,7 +123,7 @@ def model_route(path: str) -> Route:
         "One model.",
         answer=Model,
         query=ModelQuery,
-        error_body=openai_error,
+        error_form=OPENAI_ERRORS,
         errors=(ErrorKind.MODEL_NOT_FOUND,),
         example={"model": "rwkv7"},
     )

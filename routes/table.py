@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from routes import big_batch, fim, multi_state, session_files, state, system, translate, v1, v2, web_page
 from routes.docs import pages
-from routes.openai import chat, completions
+from routes.openai import chat, completions, embeddings
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -18,6 +18,7 @@ ROUTES: tuple[Route, ...] = (
     *multi_state.ROUTES,
     *chat.ROUTES,
     *completions.ROUTES,
+    *embeddings.ROUTES,
     *system.ROUTES,
     *pages.ROUTES,
     *web_page.ROUTES,

@@ -19,7 +19,7 @@ from routes.request.bodies import AUTO, TranslateBody
 from routes.request.generate_requests import encode, greedy_row, invalid, off_loop
 from routes.request.jobs import make_job
 from routes.response.generate import RowResult, run_whole
-from routes.response.reply import Reply, json_answer, native_error
+from routes.response.reply import NATIVE_ERRORS, Reply, json_answer
 from routes.response.response_models import Translations
 from routes.response.transcript import Transcript
 from routes.route import Route
@@ -173,7 +173,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
             cache.put(key, made.known[key])
         return made.assembled()
 
-    return await run_whole(context, job, Transcript(len(rows)), whole, native_error)
+    return await run_whole(context, job, Transcript(len(rows)), whole, NATIVE_ERRORS)
 
 
 EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}

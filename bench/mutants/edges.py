@@ -264,9 +264,15 @@ MUTANTS: list[Mutant] = [
                 "work is taken while the service ends",
             ),
             ('    answer.headers["Allow"] = allowed\n', "", "405 does not say what is allowed"),
+        ],
+    ),
+    *of(
+        "routes/dispatch.py",
+        HTTP,
+        [
             (
-                "        except Exception:  # a fault of ours is a 500",
-                "        except ZeroDivisionError:  # a fault of ours is a 500",
+                "    except Exception:  # a fault of ours is a 500",
+                "    except ZeroDivisionError:  # a fault of ours is a 500",
                 "a fault of a route is no JSON",
             ),
         ],
@@ -342,12 +348,12 @@ MUTANTS: list[Mutant] = [
                 "a failed job is an empty answer",
             ),
             (
-                '                chunk += sse(self._dialect.error_body(row.finish.error) | {"index": row.row})\n',
+                '                chunk += sse(self._dialect.error_form.body(row.finish.error) | {"index": row.row})\n',
                 "                pass\n",
                 "a row's failure is not told in a stream",
             ),
             (
-                "        if self._transcript.error is not None:\n            return sse(self._dialect.error_body(self._transcript.error)) + DONE\n",
+                "        if self._transcript.error is not None:\n            return sse(self._dialect.error_form.body(self._transcript.error)) + DONE\n",
                 "",
                 "a failed stream ends as if it were whole",
             ),

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from routes.request.bodies import Fields
-from routes.response.http_status import HTTP_STATUS
-from routes.response.reply import FILE, JSON, SSE, native_error
+from routes.response.reply import FILE, JSON, NATIVE_ERRORS, SSE
 from routes.response.response_models import Error, OpenAIError
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
@@ -64,7 +63,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    failure = Error if route.error_body is native_error else OpenAIError
+    failure = Error if route.error_form is NATIVE_ERRORS else OpenAIError
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": _good(route, failure)}}
     for status, text in _errors(route).items():
         responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(failure)}}}
@@ -134,6 +133,8 @@ def _errors(route: Route) -> dict[str, str]:
     kinds += (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE) if route.uploads else ()
     kinds += _OF_WORK if route.is_work else ()
     texts: dict[str, str] = {}
-    for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: HTTP_STATUS[kind]):
-        texts[str(HTTP_STATUS[kind])] = " ".join(filter(None, (texts.get(str(HTTP_STATUS[kind])), _ERRORS[kind])))
+    statuses = route.error_form.statuses
+    for kind in sorted((kind for kind in _ERRORS if kind in kinds), key=lambda kind: statuses[kind]):
+        status = str(statuses[kind])
+        texts[status] = " ".join(filter(None, (texts.get(status), _ERRORS[kind])))
     return texts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes.context import Context
-from routes.openai.errors import openai_error
+from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import ChatBody
 from routes.openai.response import (
     OpenAIDialect,
@@ -41,7 +41,8 @@ class ChatDialect(OpenAIDialect):
     def __init__(self, body: ChatBody, fingerprint: str, num_rows: int) -> None:
         super().__init__(body, fingerprint, num_rows)
         self._tells_logprobs = body.logprobs
-        self._partings = [Parting(thinks=body.think is not prompts.Think.OFF) for _ in range(num_rows)]
+        thinks = body.think is not prompts.Think.OFF
+        self._partings = [Parting(thinks, body.continues) for _ in range(num_rows)]
 
     def opening(self) -> bytes:
         """See Dialect: the role of every choice."""
@@ -98,11 +99,11 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     """Answer a conversation, `n` times from one prefill.
 
     With `session_id` only what follows the last answer is read, once the session exists; its state holds the rest.
-    Thoughts come as `reasoning_content`.
+    Thoughts come as `reasoning_content`. A conversation that ends with the assistant's message is gone on with there.
     """
     own = given_stops(body)
     stops = [*(prompts.THINK_FORMS[body.think].stops if own is None else own), *body.stop_texts]
-    whole = prompts.chat(body.messages, body.think)
+    whole = prompts.chat(body.messages, body.think, body.continues)
     rows = await openai_rows(context, body, [whole], stops, "messages")
     if body.session_id is not None:
         new = prompts.chat(prompts.new_messages(body.messages), body.think)
@@ -121,7 +122,7 @@ ROUTES = (
         is_work=True,
         answer=ChatAnswer,
         events=(ChatChunk,),
-        error_body=openai_error,
+        error_form=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example={"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
     ),

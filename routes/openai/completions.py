@@ -8,7 +8,7 @@ from typing import Any
 
 from routes import system
 from routes.context import Context
-from routes.openai.errors import openai_error
+from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import CompletionBody
 from routes.openai.response import (
     OpenAIDialect,
@@ -120,7 +120,7 @@ def _route(path: str) -> Route:
         is_work=True,
         answer=CompletionAnswer,
         events=(CompletionChunk,),
-        error_body=openai_error,
+        error_form=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example=EXAMPLE,
     )
@@ -130,7 +130,13 @@ ROUTES = (
     _route(PATH),
     _route("/v1/completions"),
     Route(
-        "GET", "/openai/v1/models", system.models, None, "The models served.", answer=ModelList, error_body=openai_error
+        "GET",
+        "/openai/v1/models",
+        system.models,
+        None,
+        "The models served.",
+        answer=ModelList,
+        error_form=OPENAI_ERRORS,
     ),
     system.model_route("/openai/v1/models/{model}"),
 )

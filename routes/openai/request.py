@@ -60,6 +60,9 @@ class StreamOptions(Fields):
 class OpenAIBody(SessionFields, SamplingBody):
     """What both OpenAI routes understand."""
 
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**64, description="Answer i draws with seed + i; a negative one counts from 2^64 down."
+    )
     n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt; they share its prefill.")
     stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
         [], description="Texts that end an answer, beside `stop_tokens`."
@@ -105,6 +108,11 @@ class ChatBody(OpenAIBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="How long it thinks; overrides enable_think."
     )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Go on with the last message, the assistant's, and answer with what follows it. "
+        "Without it that is done where the last message is the assistant's and there is no session.",
+    )
     tools: Unserved = Field(None, description="Not supported yet; refused.")
     functions: Unserved = Field(None, description="Not supported; refused.")
     audio: Unserved = Field(None, description="Not supported; refused.")
@@ -116,8 +124,17 @@ class ChatBody(OpenAIBody):
     )
 
     @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        if self.continue_final_message is None:
+            return self.session_id is None and self.messages[-1].role == "assistant"
+        return self.continue_final_message
+
+    @property
     def think(self) -> prompts.Think:
         """How long the model thinks."""
+        if self.continues:
+            return prompts.Think.OFF
         if self.reasoning_effort is not None:
             return prompts.EFFORTS[self.reasoning_effort]
         return prompts.think_mode(self.enable_think)
@@ -131,6 +148,16 @@ class ChatBody(OpenAIBody):
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise PydanticCustomError(
+                "continue", "continue_final_message needs a last message of the assistant", {"field": "messages"}
+            )
+        if self.continue_final_message and self.session_id is not None:
+            raise PydanticCustomError(
+                "continue",
+                "continue_final_message cannot be combined with session_id: the session has read its last answer",
+                {"field": "continue_final_message"},
+            )
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         return self

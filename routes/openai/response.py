@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes.context import Context
-from routes.openai.errors import openai_error
+from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import OpenAIBody
 from routes.request.generate_requests import build_rows, invalid, off_loop
 from routes.request.jobs import make_job
 from routes.response.event_stream import ask
 from routes.response.generate import PlainDialect, RowResult
 from routes.response.native_format import usage
-from routes.response.reply import ErrorBody, sse
+from routes.response.reply import sse
 from routes.response.transcript import RowUpdate
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
@@ -88,7 +88,7 @@ def token_text(token: bytes) -> str:
 class OpenAIDialect(PlainDialect):
     """One object an answer, one choice a chunk: SDKs look at the first choice only."""
 
-    error_body: ErrorBody = staticmethod(openai_error)
+    error_form = OPENAI_ERRORS
     id_prefix = ""
     whole_object = ""
     chunk_object = ""

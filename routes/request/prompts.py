@@ -73,17 +73,27 @@ def think_mode(enable_think: bool) -> Think:
 
 def one_turn(text: str) -> str:
     """Text of a turn: rounds are separated by blank lines, so runs of newlines collapse to one."""
-    return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
+    return _one_break(text).strip("\n")
 
 
-def chat(messages: Sequence[Message], think: Think) -> str:
-    """`System: …\\n\\nUser: …\\n\\nAssistant:` and the opening that lets the model think, or not."""
+def _one_break(text: str) -> str:
+    return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def chat(messages: Sequence[Message], think: Think, continues: bool = False) -> str:
+    """`System: …\\n\\nUser: …\\n\\nAssistant:` and the opening that lets the model think, or not.
+
+    With `continues` the last message is the assistant's and is left open, with the white space at its end.
+    """
     form = THINK_FORMS[think]
     last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
         f"{_SPEAKERS[message.role]}: {_content(message)}".rstrip(" ") + (form.hint if at == last_user else "")
         for at, message in enumerate(messages)
     ]
+    if continues:
+        begun = _one_break(messages[-1].text).lstrip()
+        return ROUND_BREAK.join([*rounds[:-1], f"Assistant: {begun}" if begun else "Assistant:"])
     return ROUND_BREAK.join([*rounds, f"Assistant: {form.opening}"])
 
 

@@ -16,13 +16,13 @@ from routes.response.event_stream import EventStream, submit
 from routes.response.reply import (
     DONE,
     JSON,
+    NATIVE_ERRORS,
     SSE,
     Answer,
-    ErrorBody,
+    ErrorForm,
     Reply,
     Stream,
     error_answer,
-    native_error,
     sse,
     to_json,
 )
@@ -52,7 +52,7 @@ class RowResult:
 class Dialect(Protocol):
     """How one route writes what the engine says."""
 
-    error_body: ErrorBody
+    error_form: ErrorForm
 
     def opening(self) -> bytes:
         """What a stream begins with."""
@@ -70,7 +70,7 @@ class Dialect(Protocol):
 class PlainDialect:
     """Defaults: nothing around the chunks, native errors."""
 
-    error_body: ErrorBody = staticmethod(native_error)
+    error_form = NATIVE_ERRORS
 
     def opening(self) -> bytes:
         """See Dialect."""
@@ -105,7 +105,7 @@ class SseChunks:
         except Exception:  # raised here, it would end the stream without a word; the client gets an error event
             logger.exception("a stream failed")
             self.ended = True
-            return sse(self._dialect.error_body(_INTERNAL)) + DONE
+            return sse(self._dialect.error_form.body(_INTERNAL)) + DONE
 
     def close(self) -> None:
         """See Chunks."""
@@ -119,7 +119,7 @@ class SseChunks:
         chunk = self._dialect.chunk(updates) if updates else b""
         for row in updates:
             if row.finish is not None and row.finish.error is not None:
-                chunk += sse(self._dialect.error_body(row.finish.error) | {"index": row.row})
+                chunk += sse(self._dialect.error_form.body(row.finish.error) | {"index": row.row})
         if batch[-1].done:
             self.ended = True
             chunk += self._end()
@@ -127,7 +127,7 @@ class SseChunks:
 
     def _end(self) -> bytes:
         if self._transcript.error is not None:
-            return sse(self._dialect.error_body(self._transcript.error)) + DONE
+            return sse(self._dialect.error_form.body(self._transcript.error)) + DONE
         return self._dialect.closing() + DONE
 
 
@@ -179,7 +179,7 @@ def _failed_at_once(begun: JobEvents, num_rows: int) -> ErrorInfo | None:
 
 
 async def run_whole(
-    context: Context, job: Job, transcript: Transcript, whole: Callable[[list[RowResult]], Any], error_body: ErrorBody
+    context: Context, job: Job, transcript: Transcript, whole: Callable[[list[RowResult]], Any], error_form: ErrorForm
 ) -> Reply:
     """Run a job and answer with one JSON value, which `whole` makes of its rows."""
     events = await submit(context, job)
@@ -188,10 +188,10 @@ async def run_whole(
         try:
             return Answer(to_json(whole(_results(events, transcript, job.num_rows))))
         except ServiceError as error:
-            return error_answer(error.info, error_body)
+            return error_answer(error.info, error_form)
         except Exception:  # the status may be out already: the client gets an error body
             logger.exception("an answer could not be written")
-            return error_answer(_INTERNAL, error_body)
+            return error_answer(_INTERNAL, error_form)
 
     try:
         is_whole = await events.wait_finished(context.whole_within_s)
@@ -206,7 +206,7 @@ async def run_whole(
 async def run(context: Context, job: Job, dialect: Dialect, transcript: Transcript, stream: bool) -> Reply:
     """Run a job and answer as `dialect` writes."""
     if not stream:
-        return await run_whole(context, job, transcript, dialect.whole, dialect.error_body)
+        return await run_whole(context, job, transcript, dialect.whole, dialect.error_form)
     events = await submit(context, job)
     begun = await events.wait_begun(context.whole_within_s)
     if begun is not None and (error := _failed_at_once(begun, job.num_rows)) is not None:

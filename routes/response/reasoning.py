@@ -30,11 +30,14 @@ class Parting:
     with the text however it is cut.
     """
 
-    def __init__(self, thinks: bool) -> None:
-        """`thinks`: the prompt ended with `<think`, so the text begins with the end of that tag."""
-        self._place = _Place.THOUGHT if thinks else _Place.START
+    def __init__(self, thinks: bool, continues: bool = False) -> None:
+        """`thinks`: the prompt ended with `<think`, so the text begins with the end of that tag.
+
+        continues: the prompt ended inside the answer, whose white space is its own.
+        """
+        self._place = _Place.THOUGHT if thinks else _Place.ANSWER if continues else _Place.START
         self._rest_of_tag = OPEN[-1] if thinks else ""
-        self._at_start = True
+        self._at_start = not continues
         self._held = ""
         """what may still turn out to be a tag"""
         self._blank: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,7 +50,14 @@ class Stream:
 
 
 Reply = Answer | Stream
-ErrorBody = Callable[[ErrorInfo], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How a dialect writes failures."""
+
+    body: Callable[[ErrorInfo], dict[str, Any]]
+    statuses: Mapping[ErrorKind, int]
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
@@ -66,12 +73,15 @@ def failure(info: ErrorInfo) -> dict[str, Any]:
     return body
 
 
-def native_error(info: ErrorInfo) -> dict[str, Any]:
+def _native_error(info: ErrorInfo) -> dict[str, Any]:
     """The failure of a request, with the request's id."""
     return failure(info) | ({"request_id": current().request_id} if current().request_id else {})
 
 
-def error_answer(info: ErrorInfo, error_body: ErrorBody) -> Answer:
+NATIVE_ERRORS = ErrorForm(_native_error, HTTP_STATUS)
+
+
+def error_answer(info: ErrorInfo, form: ErrorForm) -> Answer:
     """A failure before anything was written."""
     headers = {}
     if info.retry_after_s is not None:
@@ -80,7 +90,7 @@ def error_answer(info: ErrorInfo, error_body: ErrorBody) -> Answer:
         headers["Retry-After"] = "1"
     if info.kind is ErrorKind.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return Answer(to_json(error_body(info)), HTTP_STATUS[info.kind], JSON, headers)
+    return Answer(to_json(form.body(info)), form.statuses[info.kind], JSON, headers)
 
 
 def sse(value: Any) -> bytes:

@@ -17,13 +17,12 @@ from robyn import Headers, Request, Response, Robyn, StreamingResponse
 from routes.context import Context
 from routes.dispatch import settled
 from routes.exchange import REQUEST_ID, Exchange, current, request_id, work_on
-from routes.openai.errors import PREFIX, openai_error
+from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
 from routes.request.generate_requests import off_loop
 from routes.request.json_body import parse_json
 from routes.response.generate import BLANK, HEARTBEAT
-from routes.response.http_status import HTTP_STATUS
-from routes.response.reply import SSE, Answer, Chunks, Reply, Stream, error_answer, native_error
+from routes.response.reply import NATIVE_ERRORS, SSE, Answer, Chunks, Reply, Stream, error_answer
 from routes.route import Route, Upload
 from routes.serving.access_log import CLIENT_LEFT, DONE, log_access
 from routes.serving.auth import Grant, bearer_grant, free_grant, grant
@@ -212,8 +211,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         try:
             visit = Visit(context, exchange, address, route.is_work)
         except ServiceError as error:
-            report(context, exchange, HTTP_STATUS[error.info.kind], error.info.kind)
-            return _whole(context, exchange, error_answer(error.info, route.error_body))
+            report(context, exchange, route.error_form.statuses[error.info.kind], error.info.kind)
+            return _whole(context, exchange, error_answer(error.info, route.error_form))
         reply = await settled(route, _run(context, route, request))
         if isinstance(reply, Stream):
             exchange.is_stream = reply.content_type == SSE
@@ -276,7 +275,7 @@ def _with_parameter(table: dict[str, set[str]], path: str) -> set[str] | None:
 def _refusal(info: ErrorInfo, path: str) -> Answer:
     """A failure that belongs to no route."""
     current().failure = info.kind
-    return error_answer(info, openai_error if path.startswith(PREFIX) else native_error)
+    return error_answer(info, OPENAI_ERRORS if path.startswith(PREFIX) else NATIVE_ERRORS)
 
 
 def _preflight(allowed: str) -> Answer:

@@ -246,7 +246,7 @@ def test_text_may_have_any_number_of_commas() -> None:
 def test_what_a_message_cannot_say_is_refused_by_name(service: Service, path: str, unserved: str) -> None:
     message = {"role": "assistant", "content": "a", unserved: [{"id": "x"}]}
     answer = service.post(path, {"messages": [MESSAGE, message], "max_tokens": 1})
-    assert answer.status_code == 422
+    assert answer.status_code == (400 if "openai" in path else 422)
     named = answer.json()["error"]["param"] if "openai" in path else answer.json()["field"]
     assert named == f"messages[1].{unserved}"
     empty: dict[str, Any] = {**message, unserved: None}

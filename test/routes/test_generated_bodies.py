@@ -184,10 +184,11 @@ def complaint(route: Route, spoiled: str, answer: httpx.Response) -> str:
     message, field = (
         (error["message"], error["param"]) if isinstance(error, dict) else (error, answer.json().get("field"))
     )
-    if answer.status_code == 422 and not field:
+    is_of_field = error["code"] == "invalid_field" if isinstance(error, dict) else answer.status_code == 422
+    if is_of_field and not field:
         return "no field"
     top = str(field).partition("[")[0].partition(".")[0]
-    if answer.status_code == 422 and spoiled and top != spoiled and spoiled not in RELATED.get(top, ()):
+    if is_of_field and spoiled and top != spoiled and spoiled not in RELATED.get(top, ()):
         return "" if spoiled in message else f"{field} is named, {spoiled} was spoiled"
     return ""
 

@@ -118,12 +118,12 @@ def test_names_of_limits_and_of_thinking() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    from routes.openai.errors import openai_error
+    from routes.openai.errors import OPENAI_ERRORS
     from rwkv_batch.errors import ServiceError
 
     with pytest.raises(ServiceError) as refusal:
         chat_body(**fields)
-    error = openai_error(refusal.value.info)["error"]
+    error = OPENAI_ERRORS.body(refusal.value.info)["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert param.split("[", maxsplit=1)[0].split(".", maxsplit=1)[0] in error["message"]
 
@@ -216,10 +216,10 @@ def test_a_stream_has_one_choice_a_chunk_and_its_usage_last() -> None:
 
 
 def test_every_kind_of_failure_has_a_form() -> None:
-    from routes.openai.errors import openai_error
+    from routes.openai.errors import OPENAI_ERRORS
     from rwkv_batch.errors import ErrorInfo, ErrorKind
 
-    types = {kind: openai_error(ErrorInfo(kind=kind, message="m"))["error"] for kind in ErrorKind}
+    types = {kind: OPENAI_ERRORS.body(ErrorInfo(kind=kind, message="m"))["error"] for kind in ErrorKind}
     assert all(set(error) == {"message", "type", "param", "code"} for error in types.values())
     assert types[ErrorKind.UNAUTHORIZED]["code"] == "invalid_api_key"
     assert types[ErrorKind.OVERLOADED]["type"] == "rate_limit_error"

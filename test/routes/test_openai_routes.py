@@ -20,7 +20,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI, UnprocessableEntityError
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 URL, PASSWORD = "RWKV_TEST_URL", "RWKV_TEST_PASSWORD"
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def test_no_usage_unless_asked(client: OpenAI) -> None:
 
 def test_log_probabilities_of_a_whole_answer_are_bounded(client: OpenAI) -> None:
     asked: dict[str, Any] = {"n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 5}
-    with pytest.raises(UnprocessableEntityError) as refusal:
+    with pytest.raises(BadRequestError) as refusal:
         chat(client, **asked)
     assert refusal.value.param == "logprobs" and "the limit is 2000000" in refusal.value.message
     assert "stream it" in refusal.value.message
@@ -271,8 +271,8 @@ def test_log_probabilities_of_raw_prompts(client: OpenAI) -> None:
         ({"max_tokens": 10**9}, "max_tokens"),
     ],
 )
-def test_a_bad_field_is_an_unprocessable_entity(client: OpenAI, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+def test_a_bad_field_is_a_bad_request(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as refusal:
         chat(client, **fields)
     assert refusal.value.param == param
     assert refusal.value.type == "invalid_request_error"
@@ -284,7 +284,59 @@ def test_not_json_and_unknown_paths(client: OpenAI) -> None:
         client.post("/chat/completions", cast_to=object, content=b"{")
     assert refusal.value.code == "not_json"
     with pytest.raises(openai.NotFoundError):
+        client.post("/nothing", cast_to=object)
+
+
+def test_embeddings_are_refused_by_name(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="embeddings are not served") as refusal:
         client.embeddings.create(model=MODEL, input="a")
+    assert refusal.value.code == "not_found"
+
+
+def test_a_negative_seed_is_a_seed(client: OpenAI) -> None:
+    answers = [chat(client, seed=seed, n=2, temperature=1.5, extra_body=FREE).choices for seed in (-1, -1, 2**64 - 1)]
+    texts = [[choice.message.content for choice in choices] for choices in answers]
+    assert texts[0] == texts[1] == texts[2] and texts[0][0] != texts[0][1]
+    assert texts[0][1] == chat(client, seed=0, temperature=1.5, extra_body=FREE).choices[0].message.content
+    with pytest.raises(BadRequestError) as refusal:
+        chat(client, seed=-(2**63) - 1)
+    assert refusal.value.param == "seed"
+
+
+def test_a_developer_speaks_as_the_system(client: OpenAI) -> None:
+    answers = [
+        chat(client, seed=1, messages=[{"role": role, "content": "Be brief."}, ASK[1]], max_completion_tokens=7)
+        for role in ("system", "developer")
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    assert [answer.usage.completion_tokens for answer in answers] == [7, 7]
+
+
+@pytest.mark.parametrize("begun", ["A river is", "A river is ", "  one\r\n\r\ntwo\n"])
+def test_the_assistants_last_message_is_gone_on_with(client: OpenAI, begun: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "seed": 5, "max_tokens": 24, "extra_body": EXACT}
+    messages = [*ASK, {"role": "assistant", "content": begun}]
+    clean = begun.lstrip().replace("\r\n\r\n", "\n")
+    raw = f"System: Be brief.\n\nUser: What is a river?\n\nAssistant: {clean}"
+    expected = client.completions.create(prompt=raw, **asked).choices[0].text
+    answer = chat(client, messages=messages, seed=5, max_tokens=24)
+    assert answer.choices[0].message.content == expected
+    thinking = chat(client, messages=messages, seed=5, max_tokens=24, reasoning_effort="high")
+    assert thinking.choices[0].message.content == expected
+    pieces = chat(client, messages=messages, seed=5, max_tokens=24, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == expected
+    new = chat(client, messages=messages, seed=5, max_tokens=24, extra_body={"continue_final_message": False})
+    assert new.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_what_cannot_be_gone_on_with_is_refused(client: OpenAI) -> None:
+    for messages, extra, param in (
+        (ASK, {}, "messages"),
+        ([*ASK, {"role": "assistant", "content": "A"}], {"session_id": "s"}, "continue_final_message"),
+    ):
+        with pytest.raises(BadRequestError) as refusal:
+            chat(client, messages=messages, extra_body={"continue_final_message": True, **extra})
+        assert refusal.value.param == param
 
 
 def test_a_busy_session_is_a_conflict(client: OpenAI) -> None:

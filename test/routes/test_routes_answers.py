@@ -40,6 +40,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     (COMPLETE, {**SHORT, "prompt": "Once", "n": 2, "logprobs": 2, "stream_options": {"include_usage": True}}),
     (COMPLETE, {**SHORT, "prompt": ["Once", "Twice"], "echo": True}),
     ("/v1/completions", {**SHORT, "prompt": "Once"}),
+    ("/openai/v1/embeddings", {"input": "a"}),
     ("/openai/v1/models", None),
     ("/openai/v1/models/{model}", {"model": "rwkv7"}),
     ("/openai/v1/models/{model}", {"model": "nobody"}),
