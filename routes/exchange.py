@@ -48,7 +48,7 @@ class Exchange:
     def submit(self, job: Job) -> None:
         """Count what is asked of the engine."""
         self.rows += job.num_rows
-        self.prompt_tokens += sum(len(row.prompt) for row in job.rows)
+        self.prompt_tokens += sum(row.num_prompt_tokens for row in job.rows)
 
     def observe(self, events: JobEvents) -> None:
         """Count what a step has brought."""

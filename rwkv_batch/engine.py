@@ -285,11 +285,12 @@ class Engine:
         """Read what a step has drawn, act on it and tell of it, each part as soon as it is there."""
         for step in concluded.parts:
             try:
-                drawn = self.machine.read(step)
+                drawn, scores = self.machine.read(step), self.machine.read_scores(step)
             except Exception as error:  # noqa: BLE001 - likewise
                 self._fail_step(step.rows, error)
                 continue
             self.speed.count(step.rows, len(drawn), step.started, step.launched)
+            self.jobs.take_scores(scores)
             self.jobs.commit(step.rows, drawn)
             self.jobs.deliver()
 

@@ -1,7 +1,7 @@
 """The engine's vocabulary: what a caller submits and what comes back. Plain data, no torch, no HTTP.
 
 A *job* is what one HTTP request asks: one or more *rows*, each a prompt to continue. Rows are numbered
-0.. in the order of `Job.rows`, with `n` numbers for a row that asks for `n` continuations.
+0.. in the order of `Job.rows`, with `n` numbers for a row that asks for `n` continuations, or one for each candidate.
 """
 
 from __future__ import annotations
@@ -26,12 +26,22 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to queue behind a running turn of the same session, or fail with SESSION_BUSY."""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The log-probabilities of a prompt's own tokens are wanted; they are computed while it is read."""
+
+    start: int = 1
+    """Position of the first token that is told; token 0 follows nothing."""
+    top: int = 0
+    """How many of the likeliest tokens are told with each."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. Every field is decided; defaults belong to the dialects."""
 
     prompt: list[int]
     """Token ids, at least one."""
     max_tokens: int
+    """Drawn at most; 0: the row reads its prompt and ends."""
     sampling: SamplingParams
     stop_ids: list[int] = []
     """Token ids that end the text and are not shown; the end token 0 is handled by `ignore_eos`."""
@@ -42,8 +52,22 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens gathered before a delta is sent; 0: the caller wants the whole, and gets it in few large deltas."""
     n: int = 1
     """Continuations of this prompt; they share one prefill. Continuation i draws with seed + i."""
+    candidates: list[list[int]] = []
+    """Token ids that may follow the prompt, each in a row of its own, instead of `n`; they share its prefill."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt and of what `candidates` add to it."""
     session: SessionTurn | None = None
     use_prefix_cache: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it makes."""
+        return len(self.candidates) or self.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that are read before any is drawn; what rows share counts once."""
+        return len(self.prompt) + sum(map(len, self.candidates))
 
 
 class Priority(enum.StrEnum):
@@ -90,8 +114,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows after `n` is expanded."""
-        return sum(row.n for row in self.rows)
+        """Rows after `n` and `candidates` are expanded."""
+        return sum(row.num_rows for row in self.rows)
 
     @property
     def is_batch(self) -> bool:
@@ -112,7 +136,7 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of a shown token and of its likeliest rivals, before truncation."""
+    """Log-probability of a token and of its likeliest rivals, before truncation."""
 
     token: bytes
     logprob: float
@@ -145,6 +169,10 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None
+    """Of the shown tokens, and of the end token, which has no text."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of the next tokens of the prompt (`GenerateRequest.prompt_logprobs`); before any text, and of a prompt that
+    several rows share with the first of them."""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):

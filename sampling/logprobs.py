@@ -30,6 +30,23 @@ class RawLogprobs:
         return Logprobs(chosen=chosen, top_ids=ids, top=top)
 
 
+def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
+    """log_softmax of logits [R, V] fp32, which are overwritten: of targets [R] int64 and of the `count` largest.
+
+    A target that is the largest has the very number of the first of `top`.
+    """
+    largest = logits.amax(dim=1, keepdim=True)
+    top, top_ids = logits.topk(count, dim=1)
+    chosen = logits.gather(1, targets.unsqueeze(1))
+    total = logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log_().add_(largest)
+    lowest = -float("inf")
+    return Logprobs(
+        chosen=(chosen - total).nan_to_num_(nan=lowest, neginf=lowest).squeeze(1),
+        top_ids=top_ids,
+        top=(top - total).nan_to_num_(nan=lowest, neginf=lowest),
+    )
+
+
 def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
     """log_softmax of these rows of logits [R, V]; None if there are none."""
     if not rows:

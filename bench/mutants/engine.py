@@ -26,8 +26,8 @@ MUTANTS: list[Mutant] = [
                 "a second row passes the border worth caching",
             ),
             (
-                "return [ScheduledRow(s, count, s.draws and count == s.num_uncomputed_tokens) for s, count in chunks]",
-                "return [ScheduledRow(s, count, s.draws) for s, count in chunks]",
+                "draws=is_last and sequence.draws and not ends",
+                "draws=sequence.draws and not ends",
                 "a token is drawn in the middle of a prompt",
             ),
             (
@@ -289,14 +289,14 @@ MUTANTS: list[Mutant] = [
                 "if True:\n                self._end_job(job, FinishReason.TIMEOUT)",
                 "a deadline ends a later job of the same id",
             ),
-            ("request.n > 1 and len(request.prompt) > 1", "False", "every answer of n reads the prompt again"),
+            ("request.num_rows > 1 and len(request.prompt) > 1", "False", "every answer of n reads the prompt again"),
             (
                 "            done = job.unfinished == 0\n",
                 "            done = bool(job.deltas)\n",
                 "the first news of a job is its last",
             ),
             (
-                "            number += request.n\n",
+                "            number += request.num_rows\n",
                 "            number += 1\n",
                 "rows of n > 1 bear other rows' numbers",
             ),
@@ -318,7 +318,7 @@ MUTANTS: list[Mutant] = [
                 "a turn starts before the one before it is stored",
             ),
             (
-                "return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.token_ids))",
+                "return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids))",
                 "return True",
                 "rows that wait together each read the common prefix",
             ),
@@ -468,8 +468,8 @@ MUTANTS: list[Mutant] = [
         OUTPUT,
         [
             (
-                "        if token in self._stops.ids:\n            self._cut = self._length\n            self._release(len(self._tail))\n",
-                "        if token in self._stops.ids:\n            self._cut = self._length - len(self._tail)\n",
+                "            self._cut = self._length\n            self._release(len(self._tail))\n",
+                "            self._cut = self._length - len(self._tail)\n",
                 "held text is lost at a stop id",
             ),
             (

@@ -14,18 +14,21 @@ from typing import Any
 import msgspec
 
 from rwkv_batch.core.output import RowOutput
+from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.stops import StopRulesCache
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
-from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 
 DEADLINES_KEPT = 64
 """Deadlines of ended jobs that are not worth looking for."""
 Drawn = tuple[int, TokenLogprob | None]
+PromptScores = tuple[Sequence, list[TokenLogprob]]
+"""A row, and the log-probabilities of its prompt's next tokens."""
 
 
 class JobTable:
@@ -86,6 +89,7 @@ class JobTable:
             raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, flag)
         for request in job.rows:
             self._check_row(request)
+            check_scoring(request, self._vocab)
         if any(request.session is not None for request in job.rows) and job.num_rows != 1:
             raise ServiceError(
                 ErrorKind.INVALID_FIELD,
@@ -98,8 +102,13 @@ class JobTable:
         if not request.prompt or not resume:
             raise ServiceError(ErrorKind.INVALID_FIELD, "a prompt is empty; give at least one token", field="prompt")
         bias = list(request.sampling.logit_bias)
-        named = {"prompt": request.prompt, "session": resume, "stop_tokens": request.stop_ids, "logit_bias": bias}
-        for field, ids in named.items():
+        named = [
+            ("prompt", request.prompt),
+            ("session", resume),
+            ("stop_tokens", request.stop_ids),
+            ("logit_bias", bias),
+        ]
+        for field, ids in [*named, *(("candidates", candidate) for candidate in request.candidates)]:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
                 wrong = next(i for i in ids if not 0 <= i < self._vocab)
                 raise ServiceError(
@@ -114,24 +123,32 @@ class JobTable:
         rows: list[Sequence] = []
         number = 0
         for request in job.spec.rows:
-            if request.n > 1 and len(request.prompt) > 1:
+            if request.num_rows > 1 and len(request.prompt) > 1:
                 shared = self._sequence(job, number, request, request.prompt[:-1], draws=False)
-                shared.stands_for = request.n
+                shared.stands_for, shared.scored = request.num_rows, scored_positions(request)
                 rows.append(shared)
             else:
                 rows.extend(self._continuations(job, number, request))
-            number += request.n
+            number += request.num_rows
         return rows
 
-    def _continuations(self, job: RunningJob, first: int, request: GenerateRequest) -> list[Sequence]:
-        return [
-            self._sequence(job, first + i, self._nth(request, i), list(request.prompt), draws=True)
-            for i in range(request.n)
-        ]
+    def _continuations(
+        self, job: RunningJob, first: int, request: GenerateRequest, forked: bool = False
+    ) -> list[Sequence]:
+        """The rows of a request; `forked`: another has read the prompt for them, and told what it scored of it."""
+        rows: list[Sequence] = []
+        for i in range(request.num_rows):
+            own = self._nth(request, i)
+            rows.append(self._sequence(job, first + i, own, list(own.prompt), draws=True))
+            rows[-1].scored = scored_positions(own, 1 if not forked and i == 0 else len(request.prompt))
+        return rows
 
     @staticmethod
     def _nth(request: GenerateRequest, i: int) -> GenerateRequest:
-        """The request of one continuation: its own seed; ignore_eos bans the end token, which is never read."""
+        """The request of one continuation: its own seed or candidate; ignore_eos bans the end token, which is never
+        read."""
+        if request.candidates:
+            request = msgspec.structs.replace(request, prompt=request.prompt + request.candidates[i], candidates=[])
         sampling = request.sampling
         if i:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % (1 << 64))
@@ -167,6 +184,18 @@ class JobTable:
         for sequence, (token, logprob) in zip(drawing, drawn, strict=True):
             if sequence.phase is Phase.RUNNING:  # else it ended while this step was under way
                 self._take(sequence, token, logprob)
+        for sequence in [row.sequence for row in rows if row.ends]:
+            if sequence.phase is Phase.RUNNING:
+                self._finish(sequence, FinishReason.LENGTH)
+
+    def take_scores(self, scores: list[PromptScores]) -> None:
+        """Log-probabilities of prompts' tokens that a launched step has told; before `commit`."""
+        for sequence, logprobs in scores:
+            job = sequence.job
+            row = sequence if sequence.draws else next((one for one in job.live if one.row == sequence.row), sequence)
+            if row in job.live:  # else it ended while this step was under way
+                job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
+                self._changed[job] = None
 
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         """A row has drawn a token."""
@@ -189,7 +218,7 @@ class JobTable:
         if sequence.phase is Phase.CLOSING:
             self._check_in(sequence)
             return
-        children = self._continuations(sequence.job, sequence.row, sequence.request)
+        children = self._continuations(sequence.job, sequence.row, sequence.request, forked=True)
         self._keeper.fork(sequence, children)
         self._scheduler.remove(sequence)
         sequence.job.live.pop(sequence)

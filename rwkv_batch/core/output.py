@@ -6,6 +6,7 @@ from bisect import bisect_right
 
 from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
+from rwkv_batch.tokenizer import END_OF_TEXT
 
 WHOLE_CHUNK = 4096
 """Tokens gathered at most for a row whose text is wanted whole: nothing grows with its length here."""
@@ -40,6 +41,8 @@ class RowOutput:
         self._gathered = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []
         """of tokens not sent yet, with where each begins in the whole text"""
+        self._end: TokenLogprob | None = None
+        """of the end token: it was drawn and has no text"""
         self._cut: int | None = None
         """where the shown text ends, in bytes, once a stop is met"""
 
@@ -48,6 +51,8 @@ class RowOutput:
         self.tokens.append(token)
         self._gathered += 1
         if token in self._stops.ids:
+            if logprob is not None and token == END_OF_TEXT:
+                self._end = logprob
             self._cut = self._length
             self._release(len(self._tail))
             return FinishReason.STOP
@@ -110,7 +115,7 @@ class RowOutput:
         """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
         if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):
             return None
-        logprobs = self._shown_logprobs() if self._logprobs else None
+        logprobs = self._shown_logprobs() if self._logprobs or self._end else None
         delta = Delta(self.row, bytes(self._ready), self._gathered, finish, logprobs or None)
         self._ready.clear()
         self._gathered = 0
@@ -121,4 +126,5 @@ class RowOutput:
         shown = self._length - len(self._tail) if self._cut is None else self._cut
         begun = [entry for entry in self._logprobs if entry[0] < shown]
         self._logprobs = self._logprobs[len(begun) :]
-        return [logprob for _, logprob in begun]
+        end = () if self._end is None else (self._end,)
+        return [*(logprob for _, logprob in begun), *end]

@@ -18,7 +18,7 @@ from operator import attrgetter
 from rwkv_batch.core.admission import Admission
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
-from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import NOTHING_SCORED, Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
 
@@ -32,6 +32,17 @@ class ScheduledRow:
     """whether a token is drawn after it"""
     feeds_back: bool = False
     """whether it reads the token that it drew last, which its seat still holds on the device, and draws"""
+    ends: bool = False
+    """whether it is the end of a row that only reads"""
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt whose log-probabilities this step tells; before it is launched."""
+        sequence = self.sequence
+        if not sequence.scored:
+            return NOTHING_SCORED
+        first = sequence.num_computed_tokens + 1
+        return range(max(first, sequence.scored.start), min(first + self.num_tokens, sequence.scored.stop))
 
 
 class Scheduler:
@@ -107,7 +118,7 @@ class Scheduler:
 
     def _sort_in(self) -> None:
         """Rows that have one token left to read decode from now on, in the smallest group."""
-        for sequence in [s for s in self._reading if s.num_uncomputed_tokens == 1]:
+        for sequence in [s for s in self._reading if s.num_uncomputed_tokens == 1 and not s.only_reads]:
             del self._reading[sequence]
             min(self._groups, key=len)[sequence] = None
 
@@ -153,7 +164,7 @@ class Scheduler:
 
     def _prefill_rows(self, budget: int) -> list[ScheduledRow]:
         """Prompt chunks within the budget: interactive rows first, but batch rows get their part."""
-        reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 1]
+        reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 0]
         interactive = [sequence for sequence in reading if not sequence.job.is_batch]
         batch = [sequence for sequence in reading if sequence.job.is_batch]
         wanted = sum(map(self._chunk, batch)) if interactive else 0
@@ -162,7 +173,7 @@ class Scheduler:
         rest = budget - sum(count for _, count in first)
         chunks = [*first, *share_out(batch, rest, self._chunk, self._steps)]
         self._reads_on = len(chunks) < len(reading)
-        return [ScheduledRow(s, count, s.draws and count == s.num_uncomputed_tokens) for s, count in chunks]
+        return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _chunk(self, sequence: Sequence) -> int:
         """Tokens to read next: up to the chunk size, stopping at a border worth caching."""
@@ -180,3 +191,10 @@ class Scheduler:
         self.places.give_up_seat(sequence)
         self.leave(sequence)
         sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE
+
+
+def _chunk_row(sequence: Sequence, count: int) -> ScheduledRow:
+    """A prompt's part: after its last token the row draws, or ends."""
+    is_last = count == sequence.num_uncomputed_tokens
+    ends = is_last and sequence.only_reads
+    return ScheduledRow(sequence, count, draws=is_last and sequence.draws and not ends, ends=ends)

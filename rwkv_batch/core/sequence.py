@@ -37,6 +37,7 @@ NO_SLOT = -1
 NO_SEAT = -1
 PENDING = -1
 """Stands in `Sequence.token_ids` for a token that is drawn but not yet known to the host."""
+NOTHING_SCORED = range(0)
 
 
 class SharedSlot:
@@ -137,6 +138,8 @@ class Sequence:
     """where the drawn tokens begin in `token_ids`"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    scored: range = NOTHING_SCORED
+    """positions of the request's prompt whose log-probabilities it tells while it reads"""
     cache_points: list[int] = field(default_factory=list)
     """positions in `token_ids`, ascending, at which the state is offered to the prefix cache"""
     dialogue_idx: int | None = None
@@ -182,6 +185,19 @@ class Sequence:
     def sampler(self) -> str:
         """The sampler that its job prefers, by name; "" = none."""
         return self.job.spec.sampler
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether it ends when it has read its prompt."""
+        return self.draws and self.request.max_tokens == 0
+
+    @property
+    def reusable_ids(self) -> list[int]:
+        """What it may begin behind, if a state that has read it (but the last token) is there.
+
+        A token's log-probability is known when the one before it is read.
+        """
+        return self.token_ids[: self.scored.start] if self.scored else self.token_ids
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -79,7 +79,7 @@ class StateManager:
         """Whether the row may start: it has no session, or the session's state can be read."""
         if sequence.lease is not None:
             return sequence.lease.state is LeaseState.READY
-        return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.token_ids))
+        return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids))
 
     def allocate(self) -> int | None:
         """A slot to write to."""
@@ -120,7 +120,7 @@ class StateManager:
             self.pool.abandon_cache_point(sequence.token_ids[:border])
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
-        hit = self.pool.match_prefix(sequence.token_ids)
+        hit = self.pool.match_prefix(sequence.reusable_ids)
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens

@@ -138,4 +138,4 @@ def _refused(job: Job, reason: str, wait_s: float) -> ErrorInfo:
 
 def _prompt_tokens(job: Job) -> int:
     """Tokens of the prompts; continuations of one prompt read it once."""
-    return sum(len(row.prompt) for row in job.rows)
+    return sum(row.num_prompt_tokens for row in job.rows)

@@ -129,8 +129,8 @@ def in_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterat
 def _size(delta: Delta) -> int:
     """Bytes of a delta on the wire, about."""
     size = _DELTA_BYTES + len(delta.text)
-    if delta.logprobs:
-        size += sum(_DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top) for entry in delta.logprobs)
+    for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())):
+        size += _DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top)
     return size
 
 

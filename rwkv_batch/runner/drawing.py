@@ -15,6 +15,7 @@ from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.decode_graphs import LastTokens
 from rwkv_batch.runner.host_copy import HostCopy
+from rwkv_batch.runner.prompt_scores import Scored
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.registry import choose_sampler, order
 from sampling.sampler import Logprobs, Sampler
@@ -48,6 +49,8 @@ class Launched:
     """when its launch ended"""
     tokens_sent: int = 0
     """number under which what it draws comes to the first device (`LastTokens.bring`)"""
+    scored: Scored | None = None
+    """log-probabilities of prompts' tokens"""
 
 
 class Drawing:

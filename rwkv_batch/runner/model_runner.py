@@ -25,6 +25,7 @@ from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
+from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
 from rwkv_batch.runner.stage_graphs import graph_stages
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.tokenizer import Tokenizer
@@ -77,6 +78,7 @@ class ModelRunner:
         self.steps_in_flight = self.limits.groups + self.overlaps
         """launched and not read by the host: a step of each group, and one more where that hides the host"""
         self._drawing = Drawing(config.samplers, self.device, self.limits.num_seats, self.vocab, self.tokenizer)
+        self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
         self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
@@ -187,9 +189,12 @@ class ModelRunner:
         parts = [rows]
         if self._graphs is not None:
             reading, decoding = [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
+            scored = [row for row in reading if row.scored]  # graphs leave their logits and nothing else
+            reading = [row for row in reading if not row.scored]
             parts = [reading, decoding]
             if reading and decoding and self._mixed_size(decoding, reading) is not None:
                 parts = [decoding + reading]
+            parts.append(scored)
         return [part for part in parts if part]
 
     @torch.inference_mode()
@@ -209,8 +214,17 @@ class ModelRunner:
                 return step
             except CaptureError as error:
                 self._give_up_graphs(error)
-        self._drawing.draw(step, self._forward(self._inputs(rows)), self._tokens)
+        if any(row.scored for row in rows):
+            self._launch_scored(step)
+        else:
+            self._drawing.draw(step, self._forward(self._inputs(rows)), self._tokens)
         return step
+
+    def _launch_scored(self, step: Launched) -> None:
+        """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
+        x, inputs = self.pipeline.hidden(self._inputs(step.rows))
+        self._drawing.draw(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
+        step.scored = self._scorer.launch(x, step.rows)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Logits [R, V] of a step of any rows: by a graph if there is one that holds it."""
@@ -286,6 +300,10 @@ class ModelRunner:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
         self._known = max(self._known, step.tokens_sent)
         return self._drawing.read(step)
+
+    def read_scores(self, step: Launched) -> list[RowScores]:
+        """Log-probabilities of prompts' tokens that the step has told, in the order of its rows. Waits likewise."""
+        return [] if step.scored is None else self._scorer.read(step.scored)
 
     def is_lost(self) -> bool:
         """Whether a device cannot be used any more after a failed step, so that the process has to be replaced.

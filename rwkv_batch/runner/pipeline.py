@@ -69,6 +69,12 @@ class Pipeline:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         """One ragged step: inputs (on the CPU) -> fp32 logits [R, V] on the last device, in `out` if that is given."""
+        x, here = self.hidden(inputs)
+        return self.stages[-1].logits(x, here, out)
+
+    @torch.inference_mode()
+    def hidden(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
+        """The same without the head: the residual stream [T, C] behind the last layer, and the inputs on its device."""
         here = inputs.to(self.devices[0])
         x, v_first = self.stages[0].embed(here.tokens), None
         for stage, device in zip(self.stages, self.devices, strict=True):
@@ -77,7 +83,7 @@ class Pipeline:
                 x = x.to(device)
                 v_first = None if v_first is None else v_first.to(device)
             x, v_first = stage.forward(x, v_first, here)
-        return self.stages[-1].logits(x, here, out)
+        return x, here
 
 
 def resolve_device(name: str) -> torch.device:

@@ -84,12 +84,16 @@ class Stage:
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         """[T, C] -> fp32 [R, V] for the tokens that want logits; the first rows of `out` if that is given."""
+        return self.logits_of(x, inputs.logit_tokens, out)
+
+    def logits_of(self, x: Tensor, tokens: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, C] -> fp32 [R, V] for tokens [R] int64 of it; the first rows of `out` if that is given."""
         assert self.head is not None, "only the last stage makes logits"
         with self._device:
             if isinstance(self.ops, NormsRows):
-                rows = self.ops.norm_rows(x, inputs.logit_tokens, self.head.ln_out)
+                rows = self.ops.norm_rows(x, tokens, self.head.ln_out)
             else:
-                rows = layer_norm(x[inputs.logit_tokens], self.head.ln_out).to(self.precision.activations)
+                rows = layer_norm(x[tokens], self.head.ln_out).to(self.precision.activations)
             return self.head.linear.to_fp32(rows, None if out is None else out[: len(rows)])
 
 

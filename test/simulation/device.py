@@ -199,6 +199,10 @@ class Runner:
         self.before_read(step)
         return [(token, None) for token in step.tokens]
 
+    def read_scores(self, step: Step) -> list[Any]:
+        """Nothing is scored."""
+        return []
+
     def is_lost(self) -> bool:
         """Never."""
         return False
