@@ -125,6 +125,7 @@ MUTANTS: list[Mutant] = [
                 "if (p.top_p < 1) limits.enough = static_cast<float>(p.top_p * total_mass(row)) * 0.999f;",
                 "masses are compared in fp32",
             ),
+            ("  if (!odd && largest", "  if (largest", "a NaN wins on a CPU"),
             ("    seat.counts[i] *= seat.parameters.decay;\n", "", "penalty_decay does nothing on a CPU"),
             (
                 "  if (!penalty_exempt[token]) seat.counts[at] += 1.0f;",
@@ -300,6 +301,11 @@ MUTANTS: list[Mutant] = [
                 "alpha_presence: float = Field(2.0, ge=-100, le=100, ",
                 "alpha_presence: float = Field(2.0, ",
                 "penalties are unbounded",
+            ),
+            (
+                "alpha_frequency: float = Field(0.2, ge=-100, le=100, ",
+                "alpha_frequency: float = Field(0.2, ge=-100, ",
+                "the frequency penalty has no upper bound",
             ),
             ('got {shown(given)}")\n        raise', 'got {given}")\n        raise', "errors echo whole values"),
             ("field=location, given=shown(given))", "field=location, given=given)", "errors carry whole values"),
