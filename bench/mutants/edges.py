@@ -125,7 +125,6 @@ MUTANTS: list[Mutant] = [
                 "if (p.top_p < 1) limits.enough = static_cast<float>(p.top_p * total_mass(row)) * 0.999f;",
                 "masses are compared in fp32",
             ),
-            ("  if (!odd && largest", "  if (largest", "a NaN wins on a CPU"),
             ("    seat.counts[i] *= seat.parameters.decay;\n", "", "penalty_decay does nothing on a CPU"),
             (
                 "  if (!penalty_exempt[token]) seat.counts[at] += 1.0f;",
