@@ -202,7 +202,7 @@ MUTANTS: list[Mutant] = [
         JOBS,
         [
             (
-                "if sequence.phase is Phase.RUNNING:  # else it ended",
+                "if sequence.may_draw:  # else it ended",
                 "if True:  # else it ended",
                 "a token is taken for a row that has ended",
             ),
