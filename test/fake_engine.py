@@ -2,7 +2,8 @@
 
 A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
 a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "fail@n" in its nth
-without a word before, "die" kills the engine's thread, "hang" stops it for ever.
+without a word before, "die" kills the engine's thread, "hang" stops it for ever, "say" gives what follows once, in
+pieces that cut it anywhere, and stops.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rwkv_batch.tokenizer import Tokenizer
 from state_pool.session_page import SessionPage
 
 STEP_S = 0.01
+SAID_BYTES = 7
 FLOOD = b"0123456789abcdef" * 4096
 BROKEN = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken on demand")
 
@@ -97,7 +99,14 @@ class FakeEngine:
         elif isinstance(call, CountJobs):
             reply(jobs[call.label])
         else:
-            reply({"jobs": dict(jobs), "running_rows": sum(len(one.texts) for one in running), "waiting_rows": 0})
+            reply(
+                {
+                    "fingerprint": "fake",
+                    "jobs": dict(jobs),
+                    "running_rows": sum(len(one.texts) for one in running),
+                    "waiting_rows": 0,
+                }
+            )
 
     def _run(self) -> None:
         while not self._stopping:
@@ -126,6 +135,8 @@ class FakeEngine:
         self._send(running, deltas)
 
     def _delta(self, running: _Running, row: int, request: GenerateRequest) -> Delta:
+        if running.texts[row].startswith(b"say "):
+            return self._saying(running, row, request)
         tokens = max(1, request.chunk_size)
         drawn = running.steps * tokens
         text = FLOOD if running.texts[row].startswith(b"flood") else running.texts[row]
@@ -133,6 +144,15 @@ class FakeEngine:
         over = running.cancelled or drawn >= request.max_tokens
         finish = Finish(reason=reason, prompt_tokens=len(request.prompt), completion_tokens=drawn) if over else None
         return Delta(row, text, tokens, finish)
+
+    @staticmethod
+    def _saying(running: _Running, row: int, request: GenerateRequest) -> Delta:
+        said = running.texts[row].removeprefix(b"say ")
+        at = (running.steps - 1) * SAID_BYTES
+        is_over = at + SAID_BYTES >= len(said)
+        counts = {"prompt_tokens": len(request.prompt), "completion_tokens": running.steps}
+        finish = Finish(reason=FinishReason.STOP, **counts) if is_over else None
+        return Delta(row, said[at : at + SAID_BYTES], 1, finish)
 
     def _send(self, running: _Running, deltas: list[Delta], error: ErrorInfo | None = None) -> None:
         done = error is not None or all(delta.finish is not None for delta in deltas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,15 @@ from routes.openai.response import (
 from routes.request import prompts
 from routes.request.generate_requests import given_stops
 from routes.request.session_turn import as_turn
+from routes.request.toolbox import FENCE
+from routes.response.answer_parts import AnswerParting
 from routes.response.generate import RowResult, run
-from routes.response.reasoning import Parting
 from routes.response.reply import Reply
 from routes.response.response_models import ChatAnswer, ChatChunk
+from routes.response.tool_calls import CallPiece
 from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
-from rwkv_batch.request import TokenLogprob
+from rwkv_batch.request import FinishReason, TokenLogprob
 
 PATH = "/openai/v1/chat/completions"
 
@@ -41,8 +44,7 @@ class ChatDialect(OpenAIDialect):
     def __init__(self, body: ChatBody, fingerprint: str, num_rows: int) -> None:
         super().__init__(body, fingerprint, num_rows)
         self._tells_logprobs = body.logprobs
-        thinks = body.think is not prompts.Think.OFF
-        self._partings = [Parting(thinks, body.continues) for _ in range(num_rows)]
+        self._partings = [AnswerParting(body.form) for _ in range(num_rows)]
 
     def opening(self) -> bytes:
         """See Dialect: the role of every choice."""
@@ -52,12 +54,14 @@ class ChatDialect(OpenAIDialect):
 
     def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
         """See OpenAIDialect."""
-        parted = self._partings[updates.row].feed(updates.text, updates.finish is not None)
+        parts = self._partings[updates.row].feed(updates.text, updates.finish is not None)
         delta: dict[str, Any] = {}
-        if parted.reasoning:
-            delta["reasoning_content"] = parted.reasoning
-        if parted.content:
-            delta["content"] = parted.content
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.content:
+            delta["content"] = parts.content
+        if parts.calls:
+            delta["tool_calls"] = [_call_delta(piece) for piece in parts.calls]
         if not delta and not updates.logprobs:
             return None
         choice: dict[str, Any] = {"index": updates.row, "delta": delta, "finish_reason": None}
@@ -67,19 +71,40 @@ class ChatDialect(OpenAIDialect):
 
     def end(self, row: int, reason: str) -> dict[str, Any]:
         """See OpenAIDialect."""
-        return {"index": row, "delta": {}, "finish_reason": reason}
+        return {"index": row, "delta": {}, "finish_reason": self._reason(row, reason)}
 
     def whole(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
         return self.answer([self._choice(index, row) for index, row in enumerate(rows)], rows)
 
     def _choice(self, index: int, row: RowResult) -> dict[str, Any]:
-        parted = self._partings[index].feed(row.text, final=True)
-        message: dict[str, Any] = {"role": "assistant", "content": parted.content, "refusal": None}
-        if parted.reasoning:
-            message["reasoning_content"] = parted.reasoning
+        parts = self._partings[index].feed(row.text, final=True)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["content"] = parts.content or None
+            message["tool_calls"] = [_called(piece) for piece in parts.calls]
         logprobs = chat_logprobs(row.logprobs) if self._tells_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(row)}
+        reason = self._reason(index, finish_reason(row))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _reason(self, row: int, reason: str) -> str:
+        """Why a row ended, as OpenAI says it: an answer that has made its calls ends for them."""
+        return "tool_calls" if reason == FinishReason.STOP and self._partings[row].has_called else reason
+
+
+def _called(piece: CallPiece) -> dict[str, Any]:
+    """A call's beginning, or the whole of it."""
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _call_delta(piece: CallPiece) -> dict[str, Any]:
+    """What is new of a call in a stream; its id and name come once."""
+    if piece.name:
+        return {"index": piece.index, **_called(piece)}
+    return {"index": piece.index, "function": {"arguments": piece.arguments}}
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -101,12 +126,14 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     With `session_id` only what follows the last answer is read, once the session exists; its state holds the rest.
     Thoughts come as `reasoning_content`. A conversation that ends with the assistant's message is gone on with there.
     """
-    own = given_stops(body)
-    stops = [*(prompts.THINK_FORMS[body.think].stops if own is None else own), *body.stop_texts]
-    whole = prompts.chat(body.messages, body.think, body.continues)
+    own, toolbox = given_stops(body), body.toolbox
+    stops = [*(prompts.answer_stops(body.think, toolbox is not None) if own is None else own), *body.stop_texts]
+    opening = FENCE if body.form.is_call else None
+    listing = "" if toolbox is None else toolbox.listing
+    whole = prompts.chat(body.messages, body.think, continues=body.continues, listing=listing, opening=opening)
     rows = await openai_rows(context, body, [whole], stops, "messages")
     if body.session_id is not None:
-        new = prompts.chat(prompts.new_messages(body.messages), body.think)
+        new = prompts.chat(prompts.new_messages(body.messages), body.think, opening=opening)
         rows = await as_turn(context, rows, whole, body.session_id, new, "messages", wait=body.wait)
     dialect = ChatDialect(body, await fingerprint(context), body.n)
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(body.n), body.stream)

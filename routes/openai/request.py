@@ -9,8 +9,11 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
 from routes.request.bodies import Fields, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
+from routes.request.toolbox import Toolbox
+from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.params import SamplingParams
 
@@ -19,12 +22,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 _BAN = -100.0
 """OpenAI: a bias of -100 bans a token."""
-
-
-def _no_call(value: Any) -> Any:
-    if value not in ("none", "auto"):
-        raise PydanticCustomError("unsupported", "must be 'none' or 'auto', since tools are not supported yet")
-    return value
 
 
 def _is_text(value: dict[str, Any]) -> dict[str, Any]:
@@ -81,11 +78,6 @@ class OpenAIBody(SessionFields, SamplingBody):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
-    def drawn_per_prompt(self) -> int:
-        """Answers that are drawn for each prompt."""
-        return self.n
-
-    @property
     def asked_logprobs(self) -> int | None:
         """How many rivals' log-probabilities are wanted with each token's own; None: not even that."""
         return None
@@ -118,12 +110,15 @@ class ChatBody(OpenAIBody):
         description="Go on with the last message, the assistant's, and answer with what follows it. "
         "Without it that is done where the last message is the assistant's and there is no session.",
     )
-    tools: Unserved = Field(None, description="Not supported yet; refused.")
+    tools: ChatTools = Field([], description="Functions that the answer may call.")
+    tool_choice: ChatToolChoice | None = Field(
+        None, description="Whether it does: none, auto (the default), required, one by name, or `allowed_tools`."
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
     functions: Unserved = Field(None, description="Not supported; refused.")
     audio: Unserved = Field(None, description="Not supported; refused.")
     web_search_options: Unserved = Field(None, description="Not supported; refused.")
     modalities: list[Literal["text"]] = Field(["text"], max_length=1, description="Only text.")
-    tool_choice: Annotated[Any, AfterValidator(_no_call)] = Field("none", description="Only none and auto yet.")
     response_format: Annotated[dict[str, Any], AfterValidator(_is_text)] = Field(
         {"type": "text"}, description="Only text yet."
     )
@@ -132,8 +127,12 @@ class ChatBody(OpenAIBody):
     def continues(self) -> bool:
         """Whether the answer goes on with the last message."""
         if self.continue_final_message is None:
-            return self.session_id is None and self.messages[-1].role == "assistant"
+            return self.session_id is None and self._ends_with_text_of_assistant
         return self.continue_final_message
+
+    @property
+    def _ends_with_text_of_assistant(self) -> bool:
+        return self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls
 
     @property
     def think(self) -> prompts.Think:
@@ -145,6 +144,23 @@ class ChatBody(OpenAIBody):
         return prompts.think_mode(self.enable_think)
 
     @property
+    def toolbox(self) -> Toolbox | None:
+        """What the answer may call."""
+        return chat_toolbox(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def form(self) -> AnswerForm:
+        """How the prompt ends, and what the answer may have."""
+        toolbox = self.toolbox
+        thinks = self.think is not prompts.Think.OFF
+        return AnswerForm(
+            thinks=thinks,
+            continues=self.continues,
+            names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
+            is_call=toolbox is not None and toolbox.must_call and not thinks and not self.continues,
+        )
+
+    @property
     def asked_logprobs(self) -> int | None:
         """See OpenAIBody."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -153,9 +169,12 @@ class ChatBody(OpenAIBody):
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
-        if self.continue_final_message and self.messages[-1].role != "assistant":
+        chat_toolbox(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.continue_final_message and not self._ends_with_text_of_assistant:
             raise PydanticCustomError(
-                "continue", "continue_final_message needs a last message of the assistant", {"field": "messages"}
+                "continue",
+                "continue_final_message needs a last message of the assistant, without tool_calls",
+                {"field": "messages"},
             )
         if self.continue_final_message and self.session_id is not None:
             raise PydanticCustomError(
@@ -175,15 +194,11 @@ class CompletionBody(OpenAIBody):
         description="A text, several, token ids, or several lists of token ids."
     )
     suffix: str | None = Field(None, description="Fill in what stands between each prompt and this text.")
-    max_tokens: int = Field(16, ge=0, description="Most tokens drawn per row; 0: the prompt is read, and that is all.")
+    max_tokens: int = Field(16, ge=1, description="Most tokens drawn per row.")
     stop_tokens: StopTokens = Field([], description="Token ids and strings that end a row.")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token and its n rivals.")
-    echo: bool = Field(
-        False, description="Begin each answer with its prompt; with `logprobs`, those of the prompt's tokens too."
-    )
-    best_of: int | None = Field(
-        None, ge=1, le=MAX_N, description="Draw so many and answer with the `n` likeliest by token. No stream."
-    )
+    echo: bool = Field(False, description="Begin each answer with its prompt.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as n.")
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -194,31 +209,20 @@ class CompletionBody(OpenAIBody):
         return [ids] if ids else self.prompt  # type: ignore[return-value]  # a list of integers is one prompt
 
     @property
-    def drawn_per_prompt(self) -> int:
-        """See OpenAIBody."""
-        return self.best_of or self.n
-
-    @property
     def asked_logprobs(self) -> int | None:
-        """See OpenAIBody; the best are chosen by their log-probabilities."""
-        return 0 if self.logprobs is None and self.drawn_per_prompt > self.n else self.logprobs
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether the log-probabilities of the prompts' own tokens are wanted."""
-        return self.echo and self.logprobs is not None
+        """See OpenAIBody."""
+        return self.logprobs
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.prompt:
             raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
-        for other, reason in (("session_id", "a session's text is not scored"), ("suffix", "its prompt has a form")):
-            if self.scores_prompts and getattr(self, other) is not None:
-                message = f"echo with logprobs cannot be combined with {other}: {reason}"
-                raise PydanticCustomError("echo", message, {"field": "echo"})
-        if self.drawn_per_prompt < self.n:
-            raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
-        if self.stream and self.drawn_per_prompt > self.n:
-            message = "best_of above n cannot be streamed: the best are known at the end"
-            raise PydanticCustomError("best_of", message, {"field": "best_of"})
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "echo", "echo cannot be combined with logprobs: a prompt's are not computed", {"field": "echo"}
+            )
+        if self.best_of not in (None, self.n):
+            raise PydanticCustomError("best_of", "best_of must be left out or equal n", {"field": "best_of"})
+        if (self.suffix is not None or self.echo) and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise PydanticCustomError("suffix", "suffix and echo need prompts that are texts", {"field": "prompt"})
         return self

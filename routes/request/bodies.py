@@ -67,6 +67,25 @@ class TextPart(BaseModel):
     text: str
 
 
+class MessageFunction(BaseModel):
+    """What a call is of."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str = Field(max_length=64)
+    arguments: str = Field(description="JSON as text.")
+
+
+class MessageToolCall(BaseModel):
+    """A call that an answer has made."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str = Field("", max_length=256)
+    type: Literal["function"] = "function"
+    function: MessageFunction
+
+
 class Message(BaseModel):
     """One turn of a conversation, as OpenAI writes it."""
 
@@ -74,7 +93,12 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Unserved = Field(None, description="Not supported yet; refused.")
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Of the assistant: the functions that it has called."
+    )
+    tool_call_id: str | None = Field(
+        None, max_length=256, description="Of a tool: the call that this is the result of; results follow their calls."
+    )
     function_call: Unserved = Field(None, description="Not supported; refused.")
     audio: Unserved = Field(None, description="Not supported; refused.")
     refusal: Unserved = Field(None, description="Not supported; refused.")
@@ -256,7 +280,7 @@ def validate(model: type[Fields], data: Any) -> Any:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
         first = _most_telling(data, error.errors(include_url=False, include_input=False))
-    location, given = _place(data, first["loc"])
+    location, given = _place(data, first)
     if location:
         wording = _WORDING.sub("must", first["msg"]).replace("Field required", "must be given")
         message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {shown(given)}")
@@ -268,7 +292,7 @@ def validate(model: type[Fields], data: Any) -> Any:
 def _most_telling(data: dict[str, Any], errors: list[Any]) -> Any:
     """The first field's mistake; of the branches of a union that failed, the one that went deepest."""
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    return max(same, key=lambda error: sum(map(_place(data, error["loc"])[0].count, ".[")))
+    return max(same, key=lambda error: sum(map(_place(data, error)[0].count, ".[")))
 
 
 def _first_form(data: dict[str, Any]) -> str:
@@ -276,12 +300,14 @@ def _first_form(data: dict[str, Any]) -> str:
     return next((name for name in ("contents", "messages", "prefix") if data.get(name) is not None), "contents")
 
 
-def _place(data: Any, path: tuple[int | str, ...]) -> tuple[str, Any]:
+def _place(data: Any, error: Any) -> tuple[str, Any]:
     """The field as a client writes it, and its value. pydantic's tags of union members are left out."""
     location, given = "", data
-    for step in path:
+    path = error["loc"]
+    for at, step in enumerate(path):
+        is_missing = error["type"] == "missing" and at == len(path) - 1
         if isinstance(given, list) and isinstance(step, int) and step < len(given):
             location, given = f"{location}[{step}]", given[step]
-        elif isinstance(given, dict) and isinstance(step, str):
+        elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
             location, given = f"{location}.{shown_name(step)}".lstrip("."), given.get(step)
     return location, given

@@ -6,9 +6,10 @@ import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import dropwhile, groupby
 
 from routes.request.bodies import DEFAULT_STOPS, Message
+from routes.request.toolbox import call_text
 
 FIM_STOP = "✿"
 ROUND_BREAK = "\n\n"
@@ -23,6 +24,7 @@ _SPEAKERS = {
     "function": "User",
 }
 _INSTRUCTORS = ("system", "developer")
+_TOOLS = ("tool", "function")
 
 
 class Think(enum.StrEnum):
@@ -66,6 +68,11 @@ EFFORTS = {
 """OpenAI's `reasoning_effort`."""
 
 
+def answer_stops(think: Think, may_call: bool) -> tuple[int | str, ...]:
+    """What ends an answer unless the request says otherwise; a call may have blank lines before it."""
+    return _AFTER_THOUGHT if may_call else THINK_FORMS[think].stops
+
+
 def think_mode(enable_think: bool) -> Think:
     """The mode of the family's switch."""
     return Think.ON if enable_think else Think.OFF
@@ -80,26 +87,51 @@ def _one_break(text: str) -> str:
     return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def chat(messages: Sequence[Message], think: Think, continues: bool = False) -> str:
+def chat(
+    messages: Sequence[Message], think: Think, *, continues: bool = False, listing: str = "", opening: str | None = None
+) -> str:
     """`System: …\\n\\nUser: …\\n\\nAssistant:` and the opening that lets the model think, or not.
 
-    With `continues` the last message is the assistant's and is left open, with the white space at its end.
+    continues: the last message is the assistant's and is left open, with the white space at its end.
+    listing: what the instructions at the beginning end with. opening: what the answer begins with instead.
     """
     form = THINK_FORMS[think]
+    messages = _results_in_order(messages)
     last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
         f"{_SPEAKERS[message.role]}: {_content(message)}".rstrip(" ") + (form.hint if at == last_user else "")
         for at, message in enumerate(messages)
     ]
+    if listing and messages and messages[0].role in _INSTRUCTORS:
+        rounds[0] += ("\n" if messages[0].text.strip() else " ") + listing
+    elif listing:
+        rounds.insert(0, f"System: {listing}")
     if continues:
         begun = _one_break(messages[-1].text).lstrip()
         return ROUND_BREAK.join([*rounds[:-1], f"Assistant: {begun}" if begun else "Assistant:"])
-    return ROUND_BREAK.join([*rounds, f"Assistant: {form.opening}"])
+    return ROUND_BREAK.join([*rounds, f"Assistant: {form.opening if opening is None else opening}"])
 
 
 def _content(message: Message) -> str:
     text = one_turn(message.text)
-    return f"Function output:\n{text}" if message.role in ("tool", "function") else text
+    if message.role in _TOOLS:
+        return f"Function output:\n{text}"
+    calls = (one_turn(call_text(call.function.name, call.function.arguments)) for call in message.tool_calls or ())
+    return "\n".join(filter(None, (text, *calls)))
+
+
+def _results_in_order(messages: Sequence[Message]) -> list[Message]:
+    """The results of several calls in the order of the calls: nothing else says which is which."""
+    ordered: list[Message] = []
+    calls: list[str] = []
+    for is_result, group in groupby(messages, lambda message: message.role in _TOOLS):
+        turns = list(group)
+        if is_result:
+            turns.sort(key=lambda one: calls.index(one.tool_call_id) if one.tool_call_id in calls else len(calls))
+        else:
+            calls = [call.id for call in turns[-1].tool_calls or ()]
+        ordered += turns
+    return ordered
 
 
 def new_messages(messages: Sequence[Message]) -> list[Message]:

@@ -222,9 +222,36 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
-class ChatMessage(AnswerMessage):
+class CalledFunction(BaseModel):
+    """What a call is of; in a stream, what is new of it."""
+
+    name: str = Field("", description="In a stream it comes once, whole, before the arguments.")
+    arguments: str = Field(description="JSON as text.")
+
+
+class ToolCall(BaseModel):
+    """A function that the answer calls."""
+
+    id: str = Field(description="`call_` and 32 hexadecimal digits, for the message with its result.")
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(BaseModel):
+    """What is new of a call."""
+
+    index: int = Field(description="Its place among the answer's calls.")
+    id: str = Field("", description="Only there at its beginning, as the next.")
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
     """An answer."""
 
+    role: Literal["assistant"]
+    content: str | None = Field(description="Null where there are calls and no text before them.")
+    tool_calls: list[ToolCall] = Field([], description="The functions that it calls, if any.")
     refusal: None
     reasoning_content: str = Field("", description="The thought before it, if there was one.")
 
@@ -235,7 +262,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason = Field(description=END)
+    finish_reason: FinishReason | Literal["tool_calls"] = Field(description=f"{END} `tool_calls`: it has made calls.")
 
 
 class ChatAnswer(OpenAIFrame):
@@ -252,6 +279,7 @@ class ChatDelta(BaseModel):
     role: Literal["assistant"] = Field("assistant", description="Only there at the beginning.")
     content: str = ""
     reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChunkChoice(BaseModel):
@@ -259,7 +287,7 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | None = Field(description=END)
+    finish_reason: FinishReason | Literal["tool_calls"] | None = Field(description=END)
     logprobs: ChatLogprobs | None = None
 
 
@@ -272,12 +300,12 @@ class ChatChunk(OpenAIFrame):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the shown tokens, with `echo` of the prompt's before them."""
+    """Log-probabilities of the shown tokens."""
 
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="Null of a prompt's first token, as the next.")
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Characters of the text before each token.")
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
 
 
 class CompletionChoice(BaseModel):

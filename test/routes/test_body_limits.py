@@ -242,7 +242,7 @@ def test_text_may_have_any_number_of_commas() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/chat/completions"])
-@pytest.mark.parametrize("unserved", ["tool_calls", "function_call", "audio", "refusal"])
+@pytest.mark.parametrize("unserved", ["function_call", "audio", "refusal"])
 def test_what_a_message_cannot_say_is_refused_by_name(service: Service, path: str, unserved: str) -> None:
     message = {"role": "assistant", "content": "a", unserved: [{"id": "x"}]}
     answer = service.post(path, {"messages": [MESSAGE, message], "max_tokens": 1})

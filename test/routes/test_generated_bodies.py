@@ -36,9 +36,8 @@ RELATED = {
     "n": {"prompt"},
     "text": {"contents", "messages"},
     "top_logprobs": {"logprobs"},
-    "echo": {"logprobs", "session_id", "suffix"},
-    "best_of": {"n", "stream"},
-    "max_tokens": {"session_id"},
+    "echo": {"logprobs"},
+    "best_of": {"n"},
 }
 """Field that a refusal may name -> fields whose change may have been the reason."""
 

@@ -95,10 +95,22 @@ def test_names_of_limits_and_of_thinking() -> None:
     assert chat_body(reasoning_effort="high").think is Think.LONG
 
 
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("f"), tool("f")]}, "tools"),
+        ({"tools": [tool("f", type="string")]}, "tools"),
+        ({"tools": [tool("f")] * 129}, "tools"),
+        ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"functions": [{}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -152,11 +164,10 @@ def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
     [
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": "a", "echo": True, "logprobs": 1, "session_id": "s"}, "echo"),
-        ({"prompt": "a", "echo": True, "logprobs": 1, "suffix": "b"}, "echo"),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
-        ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
-        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": [5], "echo": True}, "prompt"),
+        ({"prompt": [5], "suffix": "b"}, "prompt"),
     ],
 )
 def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> None:

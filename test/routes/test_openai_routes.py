@@ -264,7 +264,7 @@ def test_log_probabilities_of_raw_prompts(client: OpenAI) -> None:
     ("fields", "param"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "messages"),
         ({"n": 2, "extra_body": {"session_id": "s"}}, "session_id"),

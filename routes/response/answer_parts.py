@@ -1,0 +1,53 @@
+"""An answer's text in its parts: thought, content, calls of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from routes.response.reasoning import Parting
+from routes.response.tool_calls import CallParting, CallPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """New text of each kind."""
+
+    reasoning: str
+    content: str
+    calls: list[CallPiece]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the prompt ended, and what its answer may have."""
+
+    thinks: bool = False
+    """inside the opening of a thought"""
+    continues: bool = False
+    """inside the answer"""
+    names: Iterable[str] = ()
+    """of functions that may be called"""
+    is_call: bool = False
+    """with the opening of a call"""
+
+
+class AnswerParting:
+    """One row's text, piece by piece, wherever the pieces cut it."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._parting = Parting(form.thinks, form.continues or form.is_call)
+        self._calls = CallParting(form.names, form.is_call) if form.names else None
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a call has begun."""
+        return self._calls is not None and self._calls.count > 0
+
+    def feed(self, text: str, final: bool) -> Parts:
+        """What `text` makes certain; everything that is left with `final`."""
+        parted = self._parting.feed(text, final)
+        if self._calls is None:
+            return Parts(parted.reasoning, parted.content, [])
+        spoken = self._calls.feed(parted.content, final)
+        return Parts(parted.reasoning, spoken.content, spoken.calls)

@@ -1,0 +1,263 @@
+"""Calls of functions: how a prompt lists them, how an answer is parted, and OpenAI's own package reading them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import OpenAI
+
+from routes.request import prompts
+from routes.request.bodies import Message
+from routes.request.prompts import Think
+from routes.request.signatures import signature
+from routes.request.toolbox import Function, Toolbox, call_text
+from routes.response.answer_parts import AnswerForm, AnswerParting
+from test.serving import Service
+
+NAMES = ("f", "g")
+CALL = '```json\n{"name": "f", "arguments": {"city": "Paris"}}\n```'
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name}.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    for name in NAMES
+]
+
+
+def parted(pieces: list[str], is_call: bool = False) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls of an answer that comes in these pieces."""
+    parting = AnswerParting(AnswerForm(names=NAMES, is_call=is_call, continues=True))
+    content, calls = "", dict[int, tuple[str, str]]()
+    for at, piece in enumerate([*pieces, ""]):
+        parts = parting.feed(piece, final=at == len(pieces))
+        content += parts.content
+        for call in parts.calls:
+            name, arguments = calls.get(call.index, ("", ""))
+            assert not (name and call.name), "a name comes once"
+            calls[call.index] = name + call.name, arguments + call.arguments
+    assert list(calls) == list(range(len(calls)))
+    return content, list(calls.values())
+
+
+ANSWERS = [
+    ("Hello!", "Hello!", []),
+    (f"Let me see.\n\n{CALL}", "Let me see.", [("f", '{"city": "Paris"}')]),
+    (f"{CALL}\n{CALL}\n\nDone ", "Done", [("f", '{"city": "Paris"}')] * 2),
+    (f"A\n{CALL}\n\nB", "A\n\nB", [("f", '{"city": "Paris"}')]),
+    ('<tool_call>\n{"name":"g", "arguments" : {"a": "}\\"{"}}\n</tool_call>', "", [("g", '{"a": "}\\"{"}')]),
+    ('```json\n{"arguments": {"a": 1}, "name": "f"}\n```', "", [("f", '{"a": 1}')]),
+    ('```json\n[{"name": "f", "arguments": {}}, {"name": "g"}]\n```', "", [("f", "{}"), ("g", "{}")]),
+    ('```json\n{"name": "f", "arguments": "{\\"a\\": 1}"}\n```', "", [("f", '{"a": 1}')]),
+    ('```json\n{"name": "f", "arguments": {"a": 1}\n```\nMore', "More", [("f", '{"a": 1}')]),
+    ('```json\n{"name": "f", "arguments": {"a": 1}, "id": 7}\n```', "", [("f", '{"a": 1}')]),
+    ('```json\n{"name": "f", "arguments": {"a": "cut o', "", [("f", '{"a": "cut o')]),
+    ('```json\n{"name": "h", "arguments": {}}\n```', '```json\n{"name": "h", "arguments": {}}\n```', []),
+    ('Some ```json\n{"x": 1}\n``` here\n', 'Some ```json\n{"x": 1}\n``` here\n', []),
+    ("```json5 and <tool_ca", "```json5 and <tool_ca", []),
+    ("```json```json\n" + CALL.removeprefix("```json"), "```json", [("f", '{"city": "Paris"}')]),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), ANSWERS)
+def test_calls_are_parted_wherever_the_text_is_cut(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parted([text]) == (content, calls)
+    assert parted(list(text)) == (content, calls)
+    for at in range(len(text)):
+        assert parted([text[:at], text[at:]]) == (content, calls)
+
+
+def test_an_answer_that_the_prompt_has_opened_as_a_call() -> None:
+    assert parted([CALL.removeprefix("```json")], is_call=True) == ("", [("f", '{"city": "Paris"}')])
+    assert parted(['\n{"na'], is_call=True) == ('\n{"na', [])
+
+
+FRAGMENTS = (
+    "```json", "```", "<tool_call>", "</tool_call>", "\n", "\n\n", " ", '{"name": "f", "arguments": {"a": "b"}}',
+    '{"name":"g","arguments":{', "}", "{", "[", "]", '"', "\\", '"name"', "Hi", "`", "<", "json", '"arguments": "{}"',
+    ",", ":", '{"arguments": {"x": [1, "}"]}, "name": "f"}', '{"name": ["f"]}', "é",
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), st.booleans(), st.data())
+def test_any_pieces_of_any_text_give_the_same(text: str, is_call: bool, data: st.DataObject) -> None:
+    whole = parted([text], is_call)
+    assert parted(list(text), is_call) == whole
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parted(pieces, is_call) == whole
+    if "```json" not in text and "<tool_call>" not in text and not is_call:
+        assert whole == (text, [])
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parting = AnswerParting(AnswerForm(names=NAMES))
+    told = [
+        parting.feed(piece, False).calls
+        for piece in ("Hi ```js", 'on\n{"name": "f", "argu', 'ments": {"a', '": 1', "}")
+    ]
+    assert [[(call.name, call.arguments) for call in calls] for calls in told] == [
+        [], [], [("f", '{"a')], [("", '": 1')], [("", "}")],
+    ]  # fmt: skip
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"enum": ["x", "y"]},
+        "c": {"type": "array", "items": {"$ref": "#/$defs/Point"}, "description": "where\nto go"},
+        "d": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "e": {"type": ["number", "string"]},
+        "f": {},
+        "g": {"const": 3},
+        "h": {"type": "array", "items": {"enum": [1, 2]}},
+    },
+    "required": ["a"],
+    "$defs": {"Point": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Point"}}}},
+}
+
+
+def test_the_line_of_a_function() -> None:
+    line = signature("f", "Does\n f.", SCHEMA)
+    assert line.startswith('f(a: string, b?: "x" | "y", c?: {next?: {next?: ')
+    assert line.endswith(
+        "[] /* where to go */, d?: integer | null, e?: number | string, f?: any, g?: 3, h?: (1 | 2)[]) // Does f."
+    )
+    assert signature("g", "", {}) == "g()"
+
+
+def test_a_schema_that_refers_to_itself_in_every_way_makes_a_bounded_line() -> None:
+    shared = {"A": {"type": "object", "properties": {str(n): {"$ref": "#/$defs/A"} for n in range(50)}}}
+    assert len(signature("f", "", {"$ref": "#/$defs/A", "$defs": shared})) < 100_000
+    for broken in (
+        {"properties": 3},
+        {"properties": {"a": 1}},
+        {"$ref": "#/$defs/B"},
+        {"properties": {"a": {"enum": []}}},
+    ):
+        assert signature("f", "", broken).startswith("f(")
+
+
+def box(must_call: bool = False) -> Toolbox:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    functions = tuple(Function(name, "", schema, False, "") for name in NAMES)
+    return Toolbox(functions, functions, must_call, several=True)
+
+
+LISTING = "Tools:\n- f(city: string)\n- g(city: string)\nReturn only a JSON function call."
+
+
+def test_a_conversation_with_calls() -> None:
+    calls = [{"id": f"call_{name}", "function": {"name": name, "arguments": '{"city":"A\\n\\nB"}'}} for name in NAMES]
+    turns = [
+        {"role": "user", "content": "Both."},
+        {"role": "assistant", "content": "Yes.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_g", "content": "second"},
+        {"role": "tool", "tool_call_id": "call_f", "content": "first"},
+    ]
+    messages = [Message.model_validate(turn) for turn in turns]
+    said = [call_text(name, '{"city": "A\\n\\nB"}') for name in NAMES]
+    rounds = [
+        "User: Both.", f"Assistant: Yes.\n{said[0]}\n{said[1]}", "User: Function output:\nfirst",
+        "User: Function output:\nsecond", "Assistant: ```json",
+    ]  # fmt: skip
+    assert said[0] == '```json\n{"name": "f", "arguments": {"city": "A\\n\\nB"}}\n```'
+    listing = box().listing
+    assert listing == LISTING
+    chat = prompts.chat(messages, Think.OFF, listing=listing, opening="```json")
+    assert chat == "\n\n".join([f"System: {LISTING}", *rounds])
+    system = Message.model_validate({"role": "system", "content": "Be kind."})
+    chat = prompts.chat([system, *messages], Think.OFF, listing=listing, opening="```json")
+    assert chat == "\n\n".join([f"System: Be kind.\n{LISTING}", *rounds])
+
+
+def test_arguments_that_are_no_json_are_repeated_as_they_are() -> None:
+    assert call_text("f", "{broken") == '```json\n{"name": "f", "arguments": {broken}\n```'
+
+
+@pytest.fixture(scope="module")
+def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A client of a service whose answers are what the user asked it to say."""
+    running = Service(
+        tmp_path_factory.mktemp("fake"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
+    )
+    try:
+        running.wait_ready()
+        with OpenAI(base_url=f"{running.url}/openai/v1", api_key="none", max_retries=0) as client:
+            yield client
+    finally:
+        running.close()
+
+
+def asked(client: OpenAI, text: str, **fields: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": f"say {text}"}]
+    return client.chat.completions.create(**{"model": "rwkv7", "messages": messages, "tools": TOOLS, **fields})
+
+
+SAID = f"Let me see. 🌍\n{CALL}\n" + '<tool_call>\n{"name": "g", "arguments": {"city": "東京"}}\n</tool_call>'
+CALLED = [("f", {"city": "Paris"}), ("g", {"city": "東京"})]
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    assert all(call.type == "function" and call.id.startswith("call_") for call in message.tool_calls)
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+
+
+def test_calls_of_a_whole_answer(saying: OpenAI) -> None:
+    choice = asked(saying, SAID).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see. 🌍")
+    assert calls_of(choice.message) == CALLED
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    alone = asked(saying, CALL).choices[0].message
+    assert alone.content is None and calls_of(alone) == CALLED[:1]
+
+
+def test_calls_of_a_stream(saying: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"say {SAID}"}]
+    with saying.chat.completions.stream(model="rwkv7", messages=messages, tools=TOOLS) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert [(event.index, event.name) for event in done] == [(0, "f"), (1, "g")]
+    assert (final.choices[0].finish_reason, final.choices[0].message.content) == ("tool_calls", "Let me see. 🌍")
+    assert calls_of(final.choices[0].message) == CALLED
+    pieces = [
+        call
+        for chunk in asked(saying, SAID, stream=True)
+        for choice in chunk.choices
+        for call in choice.delta.tool_calls or ()
+    ]
+    assert [piece.index for piece in pieces if piece.id] == [0, 1] and len(pieces) > 4
+    assert all(piece.function.name is None for piece in pieces if not piece.id)
+
+
+def test_without_calls_an_answer_is_text(saying: OpenAI) -> None:
+    for fields in ({}, {"tool_choice": "none"}, {"tools": [TOOLS[1]]}):
+        text = CALL if fields else "Hello."
+        choice = asked(saying, text, **fields).choices[0]
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+
+
+def test_an_answer_that_must_be_a_call(saying: OpenAI) -> None:
+    text = CALL.removeprefix("```json\n")
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        made = asked(saying, text, tool_choice=choice).choices[0]
+        assert (made.finish_reason, calls_of(made.message)) == ("tool_calls", CALLED[:1])
+
+
+def test_a_round_trip_of_calls_and_results(saying: OpenAI) -> None:
+    first = asked(saying, SAID).choices[0].message
+    messages: list[Any] = [{"role": "user", "content": "Go."}, first]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls]
+    answer = saying.chat.completions.create(model="rwkv7", messages=messages, tools=TOOLS, max_tokens=1)
+    assert answer.choices[0].message.content == "Function output:\nsunny"
