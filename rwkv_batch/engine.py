@@ -10,10 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.grammars import GrammarDesk, Grammars
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.session_transfer import SessionTransfer
@@ -26,6 +27,9 @@ from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.model_runner import ModelRunner
 from state_pool.errors import PoolError
 from state_pool.session_page import SessionPage
+
+if TYPE_CHECKING:
+    from sampling.grammar.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
         self._files = SessionTransfer(self._put, self._refusal)
+        self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -105,11 +110,19 @@ class Engine:
     def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
         """See `EngineProtocol.submit`."""
         arrived = time.monotonic()
-        if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink, arrived))):
-            admitted(self._refusal())
+
+        def put(grammars: Grammars) -> None:
+            if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink, arrived, grammars))):
+                admitted(self._refusal())
+
+        if any(row.constraint is not None for row in job.rows):
+            self._desk.prepare(job, admitted, put)
+        else:
+            put({})
 
     def cancel(self, job_id: str) -> None:
         """See `EngineProtocol.cancel`."""
+        self._desk.cancel(job_id)
         self._put(lambda: self.jobs.cancel(job_id))
 
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
@@ -139,10 +152,10 @@ class Engine:
             value = ServiceError(ErrorKind.INTERNAL, f"the engine failed: {_named(error)}")
         reply(value)
 
-    def _admit(self, job: Job, sink: Sink, arrived: float) -> None:
+    def _admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
         if self._draining or self._dead is not None:
             raise self._refusal()
-        self.jobs.admit(job, sink, arrived)
+        self.jobs.admit(job, sink, arrived, grammars)
 
     def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
         pool = self.machine.pool
@@ -220,6 +233,12 @@ class Engine:
         self.scheduler = Scheduler(self.machine.limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
 
+    def _make_grammar_compiler(self) -> GrammarCompiler:
+        from sampling.grammar.compiler import GrammarCompiler
+
+        tokenizer = self.machine.tokenizer
+        return GrammarCompiler(tokenizer.byte_table, tokenizer.encode_bytes, self.machine.vocab)
+
     def _serve(self) -> None:
         try:
             while not self._stopping:
@@ -231,6 +250,7 @@ class Engine:
             self._drain_inbox()
             self.jobs.fail_all(_CUT_OFF)
             self._files.close()
+            self._desk.close()
             self.machine.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_CUT_OFF)
@@ -257,9 +277,11 @@ class Engine:
         if rows:
             self._in_flight.append(Step(self._next_step, self._launch(rows)))
             self._next_step += 1
-        concludes = bool(self._in_flight) and (not rows or len(self._in_flight) >= self.machine.steps_in_flight)
+        may_wait = len(self._in_flight) < self.machine.steps_in_flight and not self._awaits_masks()
+        concludes = bool(self._in_flight) and not (rows and may_wait)
         if concludes:
             self._conclude(self._in_flight.popleft())
+            self._draw_constrained()
         self.jobs.deliver()  # of rows that ended without a step
         return bool(rows) or concludes
 
@@ -279,7 +301,29 @@ class Engine:
                 continue
             self.jobs.launched(part, self._next_step)
             launched.append(step)
+            self._draw_constrained_of(step)
         return launched
+
+    def _awaits_masks(self) -> bool:
+        """Whether rows of the latest step draw only when the host has read the step before."""
+        return any(part.awaits_masks for part in self._in_flight[-1].parts) if self._in_flight else False
+
+    def _draw_constrained(self) -> None:
+        """Draw what waited for tokens that the host knows by now."""
+        for step in self._in_flight:
+            for part in step.parts:
+                self._draw_constrained_of(part)
+
+    def _draw_constrained_of(self, part: Launched) -> None:
+        if not part.awaits_masks:
+            return
+        try:
+            failures = self.machine.draw_constrained(part)
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._fail_step(part.rows, error)
+            return
+        for sequence, failure in failures:
+            self.jobs.fail_grammar(sequence, failure)
 
     def _conclude(self, concluded: Step) -> None:
         """Read what a step has drawn, act on it and tell of it, each part as soon as it is there."""

@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from rwkv_batch.errors import ErrorInfo
+from sampling.grammar.constraint import Constraint
 from sampling.params import SamplingParams
 
 
@@ -58,6 +59,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt and of what `candidates` add to it."""
     session: SessionTurn | None = None
     use_prefix_cache: bool = True
+    constraint: Constraint | None = None
+    """What the whole text matches. A text that can go no further ends, with reason STOP, without an end token."""
 
     @property
     def num_rows(self) -> int:

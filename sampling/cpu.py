@@ -107,16 +107,18 @@ class CpuSampler:
         parameters = packed(params, self._vocab)
         self._library["sampler_admit"](self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
 
-    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
 
-        Raises IndexError for a seat that does not exist.
+        masks: see Sampler. Raises IndexError for a seat that does not exist.
         """
         rows = len(seats)
         logits = logits.float().contiguous()
         address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
         if rows and not 0 <= min(seats) <= max(seats) < len(self._params):
             raise IndexError(f"seats {seats} of {len(self._params)}")
+        if masks is not None:
+            self._forbid(address, rows, masks)
         params = [self._params[seat] for seat in seats]
         asked = [row for row, p in enumerate(params) if p.top_logprobs is not None]
         before = raw_logprobs(logits, asked)
@@ -133,3 +135,14 @@ class CpuSampler:
             return Sampled(tokens)
         most = max(params[row].top_logprobs or 0 for row in asked)
         return Sampled(tokens, before.of(tokens, min(most, self._vocab)))
+
+    def _forbid(self, logits: int, rows: int, masks: Tensor) -> None:
+        """Set logits at that address to -inf where the bits of masks are 0."""
+        words = binding.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
+        self._library["sampler_forbid"](
+            ctypes.c_void_p(logits),
+            ctypes.c_void_p(words),
+            ctypes.c_int64(rows),
+            ctypes.c_int64(self._vocab),
+            ctypes.c_int32(torch.get_num_threads()),
+        )

@@ -81,9 +81,11 @@ class FlashInferSampler:
         method = Method.NOISE if noisy else Method.STANDARD
         self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed))
 
-    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
-        """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it."""
+    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+        """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it. masks: see Sampler."""
         logits = logits.float().contiguous()
+        if masks is not None:
+            self._drawer.forbid(logits, masks)
         plan, limits = self._plan_of(seats)
         before = raw_logprobs(logits, plan.logprob_rows)
         if plan.biased is not None:

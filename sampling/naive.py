@@ -2,6 +2,7 @@
 
 For each row of logits, in this order:
 
+0. What the row's mask forbids, if it has one, has the logit -inf.
 1. Logit bias is added, then for every token seen so far `presence_penalty + count * frequency_penalty` is subtracted
    (not for `Method.NOISE`). NaN then counts as -inf, and what exceeds 1e30 as 1e30.
 2. Tokens are ranked by this logit, largest first, equal ones by lower id.
@@ -85,6 +86,14 @@ class Plan:
     num_logprobs: int = 0
 
 
+def forbid(logits: Tensor, masks: Tensor) -> None:
+    """Set logits [R, V] to -inf in place where the bits of masks [R, V/32] int32 are 0."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    for row, words in zip(logits, masks, strict=True):
+        allowed = ((words.unsqueeze(1) >> bits) & 1).view(-1)[: logits.shape[1]].bool()
+        row.masked_fill_(~allowed, -float("inf"))
+
+
 class NaiveSampler:
     """Sampler of plain torch operations. One thread uses it."""
 
@@ -105,14 +114,16 @@ class NaiveSampler:
         """A new row takes this seat. ValueError for a bad logit bias."""
         self.table.admit(seat, params)
 
-    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
 
-        Raises ValueError for logits of another shape.
+        masks: see Sampler. Raises ValueError for logits of another shape.
         """
         if logits.shape != (len(seats), self.table.vocab):
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.table.vocab} tokens")
         logits = logits.float().contiguous()
+        if masks is not None:
+            forbid(logits, masks)
         plan = self._plan_of(seats)
         before = raw_logprobs(logits, plan.logprob_rows)
         self._adjust(logits, plan)

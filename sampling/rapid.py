@@ -126,6 +126,8 @@ class RapidSampler:
             binding.raise_on(prepare(self.vocab), "rapid_prepare")
         types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
         self._launch = binding.bind(library, "rapid_sample", *types)
+        pointer, number = ctypes.c_void_p, ctypes.c_int32
+        self._forbid = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
 
     def admit(self, seat: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
@@ -186,14 +188,27 @@ class RapidSampler:
             code = self._launch(ctypes.byref(launch), half, self._processors, self._early, stream)
         binding.raise_on(code, "rapid_sample")
 
-    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+    def forbid(self, logits: Tensor, masks: Tensor) -> None:
+        """Set logits [R, V] fp32 to -inf in place where the bits of masks [R, V/32] int32 are 0."""
+        rows = logits.shape[0]
+        words = (rows, -(-self.vocab // 32))
+        at = binding.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device)
+        bits = binding.pointer(masks, "masks", torch.int32, words, self.device)
+        with torch.cuda.device(self.device):
+            stream = binding.stream_pointer(self.device)
+            binding.raise_on(self._forbid(at, bits, rows, self.vocab, stream), "rapid_forbid")
+
+    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V], then count it. Does not wait for the device.
 
-        Raises ValueError for logits of another shape.
+        masks: see Sampler; logits are overwritten with them if fp32. Raises ValueError for logits of another shape.
         """
         if logits.shape != (len(seats), self.vocab):
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.vocab} tokens")
-        logits = (logits if logits.dtype is torch.float16 else logits.float()).contiguous()
+        keeps_half = logits.dtype is torch.float16 and masks is None
+        logits = (logits if keeps_half else logits.float()).contiguous()
+        if masks is not None:
+            self.forbid(logits, masks)
         if self._seats is None or self._seats[0] != seats:
             self._seats = (list(seats), on_device(seats, torch.int32, self.device))
         tokens = torch.empty(len(seats), dtype=torch.int64, device=self.device)

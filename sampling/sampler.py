@@ -13,7 +13,8 @@ from sampling.params import SamplingParams
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of the distribution before penalties, temperature and truncation; R rows."""
+    """Log-probabilities of the distribution over what a mask allows, before penalties, temperature and truncation;
+    R rows."""
 
     chosen: Tensor
     """[R] fp32"""
@@ -52,9 +53,10 @@ class Sampler(Protocol):
         """A new row takes this seat: write its parameters, forget the last row's tokens, step = 0."""
         ...
 
-    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
+    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] fp32 (may be overwritten), then count it.
 
-        Row i of `logits` belongs to seats[i]; seats are distinct. Does not wait for the device.
+        Row i of `logits` belongs to seats[i]; seats are distinct. masks [R, V/32] int32: bit j % 32 of word j / 32 is
+        set where token j is allowed; None: all are. Does not wait for the device.
         """
         ...

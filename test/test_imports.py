@@ -207,9 +207,12 @@ def test_no_circles() -> None:
 @pytest.mark.parametrize(
     ("imports", "absent"),
     [
-        ("routes.serving.worker, routes.serving.http", ("torch", "demo", "sqlite3")),
+        ("routes.serving.worker, routes.serving.http", ("torch", "demo", "sqlite3", "llguidance")),
         ("app", ("torch", "robyn", "numpy", "pydantic")),
-        ("rwkv_batch.core.job_table, rwkv_batch.core.session_transfer, rwkv_batch.ipc.server", ("torch", "robyn")),
+        (
+            "rwkv_batch.core.job_table, rwkv_batch.core.session_transfer, rwkv_batch.ipc.server",
+            ("torch", "robyn", "llguidance"),
+        ),
     ],
 )
 def test_what_is_not_loaded_with_it(imports: str, absent: tuple[str, ...]) -> None:

@@ -301,6 +301,11 @@ MUTANTS: list[Mutant] = [
                 "alpha_presence: float = Field(2.0, ",
                 "penalties are unbounded",
             ),
+            (
+                "alpha_frequency: float = Field(0.2, ge=-100, le=100, ",
+                "alpha_frequency: float = Field(0.2, ge=-100, ",
+                "the frequency penalty has no upper bound",
+            ),
             ('got {shown(given)}")\n        raise', 'got {given}")\n        raise', "errors echo whole values"),
             ("field=location, given=shown(given))", "field=location, given=given)", "errors carry whole values"),
             (

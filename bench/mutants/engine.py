@@ -12,7 +12,7 @@ OUTPUT = ("test/engine/test_output.py", WORLDS)
 MUTANTS: list[Mutant] = [
     *of(
         "rwkv_batch/core/scheduler.py",
-        ("test/engine/test_micro_batches.py", *SCHEDULER),
+        (*SCHEDULER[:-1], "test/engine/test_session_slots.py", "test/engine/test_micro_batches.py", WORLDS),
         [
             (
                 "rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)",
@@ -202,7 +202,7 @@ MUTANTS: list[Mutant] = [
         JOBS,
         [
             (
-                "if sequence.phase is Phase.RUNNING:  # else it ended",
+                "if sequence.may_draw:  # else it ended",
                 "if True:  # else it ended",
                 "a token is taken for a row that has ended",
             ),
@@ -568,7 +568,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "rwkv_batch/core/throughput.py",
-        ("test/engine/test_engine_parts.py",),
+        ("test/engine/test_throughput.py", "test/engine/test_engine_parts.py"),
         [
             (
                 "        self.generated_tokens += generated\n",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from routes import system
 from routes.context import Context
@@ -12,23 +14,22 @@ from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import CompletionBody
 from routes.openai.response import (
     OpenAIDialect,
-    as_logprob,
-    chosen,
+    check_logprobs,
     fingerprint,
     finish_reason,
     openai_job,
     openai_rows,
-    token_text,
 )
+from routes.openai.token_arrays import TokenArrays
 from routes.request import prompts
-from routes.request.generate_requests import given_stops
+from routes.request.generate_requests import encode, given_stops
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
 from routes.response.reply import Reply
 from routes.response.response_models import CompletionAnswer, CompletionChunk, ModelList
 from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
-from rwkv_batch.request import TokenLogprob
+from rwkv_batch.request import PromptLogprobs, TokenLogprob
 
 PATH = "/openai/v1/completions"
 
@@ -42,17 +43,25 @@ class CompletionDialect(OpenAIDialect):
     def __init__(self, body: CompletionBody, fingerprint: str, num_rows: int) -> None:
         super().__init__(body, fingerprint, num_rows)
         self._tells_logprobs = body.logprobs is not None
-        echoed = [str(prompt) for prompt in body.prompts for _ in range(body.n)] if body.echo else [""] * num_rows
-        self._owed = echoed
-        """what each row still has to say before its own text"""
-        self._offsets = [0] * num_rows
+        self._shown = body.n
+        self._logprobs = [TokenArrays() for _ in range(num_rows)]
+
+    def begin_with(self, prompts: Sequence[bytes]) -> None:
+        """The first token of each prompt, where those are scored: it has no log-probability."""
+        self._logprobs = [TokenArrays(prompts[row // self._n]) for row in range(len(self._logprobs))]
+
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        """See Dialect. A prompt's log-probabilities come with the first of its rows, and are of all."""
+        rest = range(1, self._n)
+        shared = [RowUpdate(one.row + i, prompt_logprobs=one.prompt_logprobs) for one in updates for i in rest]
+        return super().chunk([*[one for one in shared if one.prompt_logprobs], *updates])
 
     def piece(self, updates: RowUpdate) -> dict[str, Any] | None:
         """See OpenAIDialect."""
-        text = self._text(updates.row, updates.text)
-        if not text and not updates.logprobs:
+        tokens = [*updates.prompt_logprobs, *updates.logprobs]
+        if not updates.text and not tokens:
             return None
-        return self._choice(updates.row, text, updates.logprobs, None)
+        return self._choice(updates.row, updates.row, updates.text, tokens, None)
 
     def end(self, row: int, reason: str) -> dict[str, Any]:
         """See OpenAIDialect."""
@@ -60,36 +69,31 @@ class CompletionDialect(OpenAIDialect):
 
     def whole(self, rows: list[RowResult]) -> Any:
         """See Dialect."""
-        choices = [
-            self._choice(index, self._text(index, row.text), row.logprobs, finish_reason(row))
-            for index, row in enumerate(rows)
-        ]
+        choices: list[dict[str, Any]] = []
+        for first in range(0, len(rows), self._n):
+            scores = rows[first].prompt_logprobs
+            for row in _likeliest(rows, range(first, first + self._n), self._shown):
+                tokens = [*scores, *rows[row].logprobs]
+                choices.append(self._choice(len(choices), row, rows[row].text, tokens, finish_reason(rows[row])))
         return self.answer(choices, rows)
 
-    def _text(self, row: int, text: str) -> str:
-        owed, self._owed[row] = self._owed[row], ""
-        return owed + text
-
-    def _choice(self, row: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        logprobs = None
-        if self._tells_logprobs:
-            logprobs, self._offsets[row] = completion_logprobs(tokens, self._offsets[row])
-        return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _choice(
+        self, index: int, row: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs[row].take(tokens) if self._tells_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion's choice whose text goes on at `offset`, and where the next piece begins."""
-    texts = [token_text(token.token) for token in tokens]
-    lengths = (len(token.token.decode("utf-8", "ignore")) for token in tokens)
-    offsets = list(itertools.accumulate(lengths, initial=offset))
-    top = [{token_text(rival): as_logprob(value) for rival, value in token.top} for token in tokens]
-    logprobs = {
-        "tokens": texts,
-        "token_logprobs": chosen(tokens),
-        "top_logprobs": top,
-        "text_offset": offsets[:-1],
-    }
-    return logprobs, offsets[-1]
+def _likeliest(rows: Sequence[RowResult], drawn: range, count: int) -> list[int]:
+    """The `count` of the drawn rows whose tokens have the largest mean log-probability, the best first."""
+    if count == len(drawn):
+        return list(drawn)
+
+    def mean(row: int) -> float:
+        values = [token.logprob for token in rows[row].logprobs]
+        return sum(values) / len(values) if values else -math.inf
+
+    return sorted(drawn, key=mean, reverse=True)[:count]
 
 
 async def completions(context: Context, body: CompletionBody) -> Reply:
@@ -97,14 +101,35 @@ async def completions(context: Context, body: CompletionBody) -> Reply:
     texts: list[str | list[int]] = list(body.prompts)
     stops = [*(given_stops(body) or ()), *body.stop_texts]
     if body.suffix is not None:
-        texts = [prompts.fill_in_the_middle(str(text), body.suffix) for text in texts]
+        texts = [_with_gap(context, text, body.suffix) for text in texts]
         stops.append(prompts.FIM_STOP)
     rows = await openai_rows(context, body, texts, stops, "prompt")
+    if body.scores_prompts:
+        check_logprobs(body, len(rows) * body.drawn_per_prompt, sum(len(row.prompt) * row.n for row in rows))
+        wanted = PromptLogprobs(top=body.logprobs or 0)
+        rows = [msgspec.structs.replace(row, prompt_logprobs=wanted) for row in rows]
     if body.session_id is not None:
         rows = await as_turn(context, rows, texts[0], body.session_id, texts[0], "prompt", wait=body.wait)
     job = openai_job(body, rows, PATH)
     dialect = CompletionDialect(body, await fingerprint(context), job.num_rows)
-    return await run(context, job, dialect, Transcript(job.num_rows), body.stream)
+    if body.scores_prompts:
+        dialect.begin_with([context.tokenizer.byte_table[row.prompt[0]] for row in rows])
+    return await run(context, job, dialect, Transcript(job.num_rows, echoed=_echoed(context, body)), body.stream)
+
+
+def _with_gap(context: Context, prompt: str | list[int], suffix: str) -> str | list[int]:
+    """The form of a prompt that goes on towards `suffix`. Raises ServiceError."""
+    if isinstance(prompt, str):
+        return prompts.fill_in_the_middle(prompt, suffix)
+    return encode(context.tokenizer, prompts.fill_in_the_middle("", suffix), "suffix", context.config) + prompt
+
+
+def _echoed(context: Context, body: CompletionBody) -> list[bytes]:
+    """What each answer repeats."""
+    if not body.echo:
+        return []
+    given = (one.encode() if isinstance(one, str) else context.tokenizer.decode_bytes(one) for one in body.prompts)
+    return [prompt for prompt in given for _ in range(body.drawn_per_prompt)]
 
 
 EXAMPLE = {"model": "rwkv7", "prompt": "Once upon a time", "max_tokens": 32}

@@ -78,6 +78,11 @@ class OpenAIBody(SessionFields, SamplingBody):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def drawn_per_prompt(self) -> int:
+        """Answers that are drawn for each prompt."""
+        return self.n
+
+    @property
     def asked_logprobs(self) -> int | None:
         """How many rivals' log-probabilities are wanted with each token's own; None: not even that."""
         return None
@@ -194,11 +199,15 @@ class CompletionBody(OpenAIBody):
         description="A text, several, token ids, or several lists of token ids."
     )
     suffix: str | None = Field(None, description="Fill in what stands between each prompt and this text.")
-    max_tokens: int = Field(16, ge=1, description="Most tokens drawn per row.")
+    max_tokens: int = Field(16, ge=0, description="Most tokens drawn per row; 0: the prompt is read, and that is all.")
     stop_tokens: StopTokens = Field([], description="Token ids and strings that end a row.")
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token and its n rivals.")
-    echo: bool = Field(False, description="Begin each answer with its prompt.")
-    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only as many as n.")
+    echo: bool = Field(
+        False, description="Begin each answer with its prompt; with `logprobs`, those of the prompt's tokens too."
+    )
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_N, description="Draw so many and answer with the `n` likeliest by token. No stream."
+    )
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -209,20 +218,31 @@ class CompletionBody(OpenAIBody):
         return [ids] if ids else self.prompt  # type: ignore[return-value]  # a list of integers is one prompt
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def drawn_per_prompt(self) -> int:
         """See OpenAIBody."""
-        return self.logprobs
+        return self.best_of or self.n
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """See OpenAIBody; the best are chosen by their log-probabilities."""
+        return 0 if self.logprobs is None and self.drawn_per_prompt > self.n else self.logprobs
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the log-probabilities of the prompts' own tokens are wanted."""
+        return self.echo and self.logprobs is not None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.prompt:
             raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError(
-                "echo", "echo cannot be combined with logprobs: a prompt's are not computed", {"field": "echo"}
-            )
-        if self.best_of not in (None, self.n):
-            raise PydanticCustomError("best_of", "best_of must be left out or equal n", {"field": "best_of"})
-        if (self.suffix is not None or self.echo) and not all(isinstance(prompt, str) for prompt in self.prompts):
-            raise PydanticCustomError("suffix", "suffix and echo need prompts that are texts", {"field": "prompt"})
+        for other, reason in (("session_id", "a session's text is not scored"), ("suffix", "its prompt has a form")):
+            if self.scores_prompts and getattr(self, other) is not None:
+                message = f"echo with logprobs cannot be combined with {other}: {reason}"
+                raise PydanticCustomError("echo", message, {"field": "echo"})
+        if self.drawn_per_prompt < self.n:
+            raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
+        if self.stream and self.drawn_per_prompt > self.n:
+            message = "best_of above n cannot be streamed: the best are known at the end"
+            raise PydanticCustomError("best_of", message, {"field": "best_of"})
         return self

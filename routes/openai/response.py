@@ -18,7 +18,7 @@ from routes.response.native_format import usage
 from routes.response.reply import sse
 from routes.response.transcript import RowUpdate
 from rwkv_batch.calls import GetStatus
-from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
+from rwkv_batch.request import Finish, GenerateRequest, Job
 
 FINGERPRINT = "fingerprint"
 """Key of the model's fingerprint in `Context.shared`."""
@@ -43,25 +43,30 @@ async def openai_rows(
     stops: Sequence[int | str],
     field: str,
 ) -> list[GenerateRequest]:
-    """One row for each prompt, with `n` continuations. Raises ServiceError."""
-    if len(prompts) * body.n > context.config.max_contents:
-        limit = context.config.max_contents
-        raise invalid("n", f"{len(prompts)} prompts by {body.n} pass the limit of {limit} (--max-contents)", body.n)
-    _check_logprobs(body, len(prompts) * body.n)
+    """One row for each prompt, with as many continuations as are drawn. Raises ServiceError."""
+    n = body.drawn_per_prompt
+    if len(prompts) * n > context.config.max_contents:
+        limit, name = context.config.max_contents, "n" if n == body.n else "best_of"
+        raise invalid(name, f"{len(prompts)} prompts by {n} pass the limit of {limit} (--max-contents)", n)
+    check_logprobs(body, len(prompts) * n)
     size = sum(map(len, prompts))
-    return await off_loop(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n=body.n)
+    return await off_loop(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n=n)
 
 
-def _check_logprobs(body: OpenAIBody, rows: int) -> None:
-    """An answer that is not streamed is held until it is whole: bound what that may be."""
+def check_logprobs(body: OpenAIBody, rows: int, echoed: int = 0) -> None:
+    """An answer that is not streamed is held until it is whole: bound what that may be. Raises ServiceError.
+
+    echoed: tokens of prompts whose log-probabilities are told too.
+    """
     if body.asked_logprobs is None or body.stream:
         return
-    most = rows * body.max_tokens * (1 + body.asked_logprobs)
+    most = (rows * body.max_tokens + echoed) * (1 + body.asked_logprobs)
     if most > MAX_WHOLE_LOGPROBS:
+        behind = f" behind {echoed} tokens of prompts" if echoed else ""
         raise invalid(
             "logprobs",
-            f"{rows} answers of max_tokens {body.max_tokens} with {1 + body.asked_logprobs} log-probabilities a token "
-            f"may be {most}, the limit is {MAX_WHOLE_LOGPROBS} unless the answer is streamed; "
+            f"{rows} answers of max_tokens {body.max_tokens}{behind} with {1 + body.asked_logprobs} log-probabilities "
+            f"a token may be {most}, the limit is {MAX_WHOLE_LOGPROBS} unless the answer is streamed; "
             "stream it, or lower max_tokens, n or the number of rivals",
             body.asked_logprobs,
         )
@@ -100,7 +105,7 @@ class OpenAIDialect(PlainDialect):
             "model": body.model,
             "system_fingerprint": fingerprint,
         }
-        self._n = body.n
+        self._n = body.drawn_per_prompt
         self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
         self._finishes: list[Finish | None] = [None] * num_rows
 
@@ -147,8 +152,3 @@ class OpenAIDialect(PlainDialect):
 def finish_reason(row: RowResult) -> str:
     """Why a row ended."""
     return "error" if row.finish is None else row.finish.reason
-
-
-def chosen(logprobs: Sequence[TokenLogprob]) -> list[float]:
-    """The tokens' own log-probabilities."""
-    return [as_logprob(token.logprob) for token in logprobs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from routes.context import Context
@@ -28,7 +28,7 @@ from routes.response.reply import (
 )
 from routes.response.transcript import RowUpdate, Transcript
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.request import Finish, Job, JobEvents
+from rwkv_batch.request import Finish, Job, JobEvents, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class RowResult:
 
     text: str
     finish: Finish | None
-    logprobs: list[Any]
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Dialect(Protocol):
@@ -159,7 +160,7 @@ def _results(stream: EventStream, transcript: Transcript, num_rows: int) -> list
     """All rows of a job that has ended. Raises ServiceError if the job, or every row of it, failed."""
     rows = [RowResult("", None, []) for _ in range(num_rows)]
     for updates in transcript.read(stream.pull(0)):
-        rows[updates.row] = RowResult(updates.text, updates.finish, updates.logprobs)
+        rows[updates.row] = RowResult(updates.text, updates.finish, updates.logprobs, updates.prompt_logprobs)
     if transcript.error is not None:
         raise ServiceError.from_info(transcript.error)
     errors = [row.finish.error for row in rows if row.finish is not None and row.finish.error is not None]

@@ -300,12 +300,12 @@ class ChatChunk(OpenAIFrame):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the shown tokens."""
+    """Log-probabilities of the shown tokens, with `echo` of the prompt's before them."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    token_logprobs: list[float | None] = Field(description="Null of a prompt's first token, as the next.")
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Characters of the text before each token.")
 
 
 class CompletionChoice(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rwkv_batch.errors import ErrorInfo
@@ -15,10 +15,14 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class RowText:
     """Text of one row, never cut inside a character; what can never become one is shown as U+FFFD."""
 
-    def __init__(self, opening: str = "", strip: bool = False) -> None:
-        """`opening` is text of the prompt that belongs to the answer; `strip` drops leading white space."""
+    def __init__(self, opening: str = "", strip: bool = False, echoed: bytes = b"") -> None:
+        """`opening` is text of the prompt that belongs to the answer; `strip` drops leading white space.
+
+        echoed: the whole prompt, which the answer repeats, perhaps from inside a character on.
+        """
         self._decoder = _new_decoder("replace")
-        self._opening = opening
+        self._opening = opening + self._decoder.decode(echoed)
+        self._waits = not echoed
         self._strip = strip
 
     def feed(self, piece: bytes, final: bool) -> str:
@@ -27,7 +31,7 @@ class RowText:
         if self._strip:
             text = text.lstrip()
             self._strip = not text
-        if self._opening and (text or final):
+        if self._opening and (text or final or not self._waits):
             text, self._opening = self._opening + text, ""
         return text
 
@@ -41,13 +45,15 @@ class RowUpdate:
     num_tokens: int = 0
     finish: Finish | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Transcript:
     """WakeUps a job's events into updates per row, several steps at once if they have waited."""
 
-    def __init__(self, num_rows: int, opening: str = "", strip: bool = False) -> None:
-        self._rows = [RowText(opening, strip) for _ in range(num_rows)]
+    def __init__(self, num_rows: int, opening: str = "", strip: bool = False, echoed: Sequence[bytes] = ()) -> None:
+        """See RowText; `echoed`: each row's, or nothing."""
+        self._rows = [RowText(opening, strip, echo) for echo in echoed or [b""] * num_rows]
         self.error: ErrorInfo | None = None
 
     def read(self, batch: Iterable[JobEvents]) -> list[RowUpdate]:
@@ -62,6 +68,7 @@ class Transcript:
                 row.num_tokens += delta.num_tokens
                 row.finish = delta.finish or row.finish
                 row.logprobs += delta.logprobs or ()
+                row.prompt_logprobs += delta.prompt_logprobs or ()
         for index, row in updates.items():
             row.text = self._rows[index].feed(b"".join(pieces[index]), row.finish is not None)
         return list(updates.values())

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rwkv_batch.core.grammars import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
@@ -23,6 +24,8 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from sampling.grammar.errors import GrammarError
+from sampling.grammar.matcher import Matcher
 
 DEADLINES_KEPT = 64
 """Deadlines of ended jobs that are not worth looking for."""
@@ -59,10 +62,13 @@ class JobTable:
 
     # Coming in -----------------------------------------------------------------------------------------------
 
-    def admit(self, job: Job, sink: Sink, arrived: float) -> None:
-        """Take a job that came at `arrived` (time.monotonic). Raises ServiceError and leaves nothing behind if not."""
+    def admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
+        """Take a job that came at `arrived` (time.monotonic). Raises ServiceError and leaves nothing behind if not.
+
+        `grammars`: of all its constraints.
+        """
         self._check(job)
-        running = RunningJob(job, sink, unfinished=job.num_rows, submitted_at=arrived)
+        running = RunningJob(job, sink, grammars, unfinished=job.num_rows, submitted_at=arrived)
         rows = self._sequences(running)
         leased = [sequence for sequence in rows if sequence.request.session is not None]
         for sequence in rows:
@@ -160,7 +166,10 @@ class JobTable:
         self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], draws: bool
     ) -> Sequence:
         output = RowOutput(row, request, self._stop_rules.of(request), self._byte_table)
-        return Sequence(job, row, request, token_ids, output, draws=draws, prompt_tokens=len(request.prompt))
+        sequence = Sequence(job, row, request, token_ids, output, draws=draws, prompt_tokens=len(request.prompt))
+        if request.constraint is not None and draws:
+            sequence.matcher = Matcher(job.grammars[request.constraint])
+        return sequence
 
     # A step's outcome ----------------------------------------------------------------------------------------
 
@@ -182,7 +191,7 @@ class JobTable:
         """What a launched step has drawn; `drawn` belongs to the rows that draw, in their order."""
         drawing = (row.sequence for row in rows if row.draws)
         for sequence, (token, logprob) in zip(drawing, drawn, strict=True):
-            if sequence.phase is Phase.RUNNING:  # else it ended while this step was under way
+            if sequence.may_draw:  # else it ended while this step was under way
                 self._take(sequence, token, logprob)
         for sequence in [row.sequence for row in rows if row.ends]:
             if sequence.phase is Phase.RUNNING:
@@ -202,6 +211,12 @@ class JobTable:
         output = sequence.output
         at = sequence.prompt_end + len(output.tokens)
         reason = output.push(token, logprob)
+        if sequence.matcher is not None and (reason is not FinishReason.STOP or token == END_OF_TEXT):
+            try:
+                reason = FinishReason.STOP if sequence.matcher.advance(token) else reason
+            except GrammarError as error:
+                self.fail_grammar(sequence, error)
+                return
         if reason is not None:
             self._keeper.take_back(sequence)
             self._finish(sequence, reason)
@@ -334,6 +349,14 @@ class JobTable:
             return
         for sequence in rows:
             self._drop(sequence)
+
+    def fail_grammar(self, sequence: Sequence, error: GrammarError) -> None:
+        """End a row's job because its grammar cannot be followed any further."""
+        constraint = sequence.request.constraint
+        assert constraint is not None
+        field = constraint.field or constraint.form
+        info = ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=f"{field}: {error}", field=field)
+        self.fail(sequence.job, info)
 
     def _rows_of(self, job: RunningJob) -> list[Sequence]:
         """Rows that have not ended, and those that were told of their end and are still reading."""

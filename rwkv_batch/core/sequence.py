@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rwkv_batch.core.grammars import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
+from sampling.grammar.matcher import Matcher
 from state_pool.arena import ZERO_SLOT
 from state_pool.sessions import Lease
 
@@ -70,6 +72,8 @@ class RunningJob:
     spec: Job
     """what was asked"""
     sink: Sink
+    grammars: Grammars
+    """of its constraints"""
     unfinished: int
     """rows that have not sent their finish"""
     submitted_at: float = field(default_factory=time.monotonic)
@@ -144,6 +148,8 @@ class Sequence:
     """positions in `token_ids`, ascending, at which the state is offered to the prefix cache"""
     dialogue_idx: int | None = None
     """number of the dialogue that a branching turn has made"""
+    matcher: Matcher | None = None
+    """what holds its text to a grammar; it has taken the tokens that the host knows"""
     turn_start: int = 0
     """where this turn's own tokens begin in `token_ids`; before it lies what a session had to replay"""
 
@@ -170,6 +176,16 @@ class Sequence:
         return (
             self.spare_slot != NO_SLOT and self.shared is None and self.token_ids[self.num_computed_tokens] == PENDING
         )
+
+    @property
+    def awaits_earlier_tokens(self) -> bool:
+        """Whether the host does not know all that it drew before the draw that was launched last."""
+        return len(self.token_ids) - self.prompt_end - len(self.output.tokens) > 1
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether what a step draws for it counts."""
+        return self.phase is Phase.RUNNING
 
     @property
     def has_answered(self) -> bool:

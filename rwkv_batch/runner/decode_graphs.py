@@ -148,9 +148,18 @@ class DecodeGraphs:
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
-    def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
-        """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run."""
-        self._replay(seats, read_slots, write_slots, sampled=True)
+    def run(
+        self,
+        seats: Sequence[int],
+        read_slots: Sequence[int],
+        write_slots: Sequence[int],
+        undrawn: Sequence[int] = (),
+    ) -> Tensor:
+        """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run.
+
+        `undrawn`: rows that draw later, from `logits`; the token told of them means nothing.
+        """
+        self._replay(seats, read_slots, write_slots, sampled=True, undrawn=undrawn)
         return self._drawn[: len(seats)]
 
     @torch.inference_mode()
@@ -160,7 +169,12 @@ class DecodeGraphs:
         return self.logits[: len(seats)]
 
     def _replay(
-        self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int], sampled: bool
+        self,
+        seats: Sequence[int],
+        read_slots: Sequence[int],
+        write_slots: Sequence[int],
+        sampled: bool,
+        undrawn: Sequence[int] = (),
     ) -> None:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
@@ -174,7 +188,7 @@ class DecodeGraphs:
         }
         for number, (place, graph) in enumerate(zip(self.places, graphs, strict=True)):
             with place.current():
-                self._fill(number, size, arrays)
+                self._fill(number, size, arrays, undrawn)
             place.run(graph.replay, size, before)
             before = place
 
@@ -190,13 +204,14 @@ class DecodeGraphs:
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
 
-    def _fill(self, number: int, size: int, arrays: Mapping[str, Array]) -> None:
+    def _fill(self, number: int, size: int, arrays: Mapping[str, Array], undrawn: Sequence[int] = ()) -> None:
         """One step's rows on their way to a stage's device; rows beyond them, up to `size`, are padding."""
         with self._staged[number].filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values
                 host[name][len(values) : size] = self._padding[name]
             host["seats32"][:size] = host["seats"][:size]
+            host["seats32"][list(undrawn)] = self.dummy_seat
 
     def _step(self, number: int, size: int, sampled: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""

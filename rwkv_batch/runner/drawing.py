@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from native import machine
 from native.transfer import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
@@ -17,8 +20,12 @@ from rwkv_batch.runner.decode_graphs import LastTokens
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.prompt_scores import Scored
 from rwkv_batch.tokenizer import Tokenizer
+from sampling.grammar.errors import GrammarError
 from sampling.registry import choose_sampler, order
 from sampling.sampler import Logprobs, Sampler
+
+if TYPE_CHECKING:
+    from sampling.grammar.masks import Masks
 
 TokenDrawn = tuple[int, TokenLogprob | None]
 
@@ -37,6 +44,18 @@ class Drawn:
 
 
 @dataclass(slots=True)
+class Undrawn:
+    """Rows of a step that draw under masks, once all they drew before is known."""
+
+    members: list[int]
+    """which of `Launched.drawing`, in order"""
+    logits: Tensor
+    """[R, V] fp32, as the step left them; overwritten by the next"""
+    places: list[int]
+    """the members' rows of it"""
+
+
+@dataclass(slots=True)
 class Launched:
     """A step on its way."""
 
@@ -47,10 +66,16 @@ class Launched:
     started: float = field(default_factory=time.monotonic)
     launched: float = 0.0
     """when its launch ended"""
+    undrawn: Undrawn | None = None
     tokens_sent: int = 0
     """number under which what it draws comes to the first device (`LastTokens.bring`)"""
     scored: Scored | None = None
     """log-probabilities of prompts' tokens"""
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether rows of it have not drawn yet, because a constraint holds them."""
+        return self.undrawn is not None
 
 
 class Drawing:
@@ -67,6 +92,7 @@ class Drawing:
         self._byte_table = tokenizer.byte_table
         self._exempt_ids = [i for i in tokenizer.penalty_exempt_ids if i < vocab]
         self._samplers: dict[str, Sampler] = {}
+        self._masks: Masks | None = None
         self.refusals: dict[str, str] = {}
         """samplers that cannot serve -> why"""
         self.is_making = False
@@ -112,20 +138,63 @@ class Drawing:
                 self.sampler(sequence.sampler).admit(sequence.seat, sequence.request.sampling)
 
     def draw(self, step: Launched, logits: Tensor, last_tokens: LastTokens) -> None:
-        """Draw for the rows of logits [R, V] fp32, those of each sampler together. Does not wait for the device."""
+        """Draw for the rows of logits [R, V] fp32, those of each sampler together. Does not wait for the device.
+
+        Rows with a constraint are left to `draw_constrained`.
+        """
+        self.admit(row.sequence for row in step.drawing)
+        free, held = parted(step.drawing)
+        if held:
+            step.undrawn = Undrawn(held, logits, held)
+        self._draw_members(step, free, logits, free, last_tokens)
+
+    def draw_constrained(self, step: Launched, last_tokens: LastTokens) -> list[tuple[Sequence, GrammarError]]:
+        """Draw for the rows under masks that have not ended; returns those that cannot go on, and why."""
+        undrawn, step.undrawn = step.undrawn, None
+        assert undrawn is not None
+        pairs = zip(undrawn.members, undrawn.places, strict=True)
+        alive = [(i, place) for i, place in pairs if step.drawing[i].sequence.may_draw]
+        members, places = [i for i, _ in alive], [place for _, place in alive]
+        sequences = [step.drawing[i].sequence for i in members]
+        if not members:
+            return []
+        masks, errors = self._mask_memory().fill([s.matcher for s in sequences if s.matcher is not None])
+        self._draw_members(step, members, undrawn.logits, places, last_tokens, masks)
+        return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
+
+    def _mask_memory(self) -> Masks:
+        if self._masks is None:
+            from sampling.grammar.masks import Masks
+
+            self._masks = Masks(self._vocab, self._device, machine.cores())
+        return self._masks
+
+    def _draw_members(
+        self,
+        step: Launched,
+        members: list[int],
+        logits: Tensor,
+        places: list[int],
+        last_tokens: LastTokens,
+        masks: Tensor | None = None,
+    ) -> None:
+        """Draw for `members` of the step's drawing rows, whose logits are these `places` of [R, V].
+
+        masks [m, V/32] int32, in their order; None: they may draw anything.
+        """
         groups: dict[str, list[int]] = {}
-        for i, row in enumerate(step.drawing):
-            groups.setdefault(row.sequence.sampler, []).append(i)
-        for name, members in groups.items():
-            picked = logits if len(groups) == 1 else logits[on_device(members, torch.int64, logits.device)]
-            sequences = [step.drawing[i].sequence for i in members]
-            seats = [sequence.seat for sequence in sequences]
-            self.admit(sequences)
-            sampled = self.sampler(name).sample(picked, seats)
+        for number, i in enumerate(members):
+            groups.setdefault(step.drawing[i].sequence.sampler, []).append(number)
+        for name, numbers in groups.items():
+            picked = _rows(logits, [places[number] for number in numbers])
+            allowed = None if masks is None else _rows(masks, numbers)
+            seats = [step.drawing[members[number]].sequence.seat for number in numbers]
+            sampled = self.sampler(name).sample(picked, seats, allowed)
             step.tokens_sent = last_tokens.remember(seats, sampled.token_ids)
             logprobs = sampled.logprobs
             rest = (logprobs.chosen, logprobs.top_ids, logprobs.top) if logprobs is not None else ()
-            step.draws.append(Drawn(members, HostCopy(sampled.token_ids, *rest), with_logprobs=logprobs is not None))
+            drawn = [members[number] for number in numbers]
+            step.draws.append(Drawn(drawn, HostCopy(sampled.token_ids, *rest), with_logprobs=logprobs is not None))
 
     def read(self, step: Launched) -> list[TokenDrawn]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
@@ -154,5 +223,22 @@ class Drawing:
                 results.append((token, None))
                 continue
             rivals = [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)]
+            if row.sequence.matcher is not None:  # what the grammar forbids is no rival
+                rivals = [(rival, value) for rival, value in rivals if value > -math.inf]
             results.append((token, TokenLogprob(table[token], chosen[i], rivals)))
         return results
+
+
+def parted(drawing: list[ScheduledRow]) -> tuple[list[int], list[int]]:
+    """Which of the rows may draw anything, and which a constraint holds."""
+    held = [i for i, row in enumerate(drawing) if row.sequence.matcher is not None]
+    if not held:
+        return list(range(len(drawing))), []
+    return [i for i, row in enumerate(drawing) if row.sequence.matcher is None], held
+
+
+def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of [R, ...]; the tensor itself if they are all, in order."""
+    if len(rows) == len(tensor) and rows == list(range(len(tensor))):
+        return tensor
+    return tensor[on_device(rows, torch.int64, tensor.device)]

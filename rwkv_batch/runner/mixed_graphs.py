@@ -97,18 +97,20 @@ class MixedGraphs:
         decoding: Mapping[str, Sequence[int]],
         prompts: StepInputs,
         prompt_seats: Sequence[int],
+        undrawn: Sequence[int] = (),
     ) -> Tensor:
         """Launch a step that fits: drawn tokens [decoding + R] int64 on the last device, overwritten by the next.
 
         `decoding`: seats, read_slots and write_slots of the rows that decode, whose tokens come first; `prompts` on the
-        CPU; `prompt_seats` of those R rows of them that draw, whose tokens stand from `size.decoding` on.
+        CPU; `prompt_seats` of those R rows of them that draw, whose tokens stand from `size.decoding` on; `undrawn`:
+        places of rows that draw later, as in `DecodeGraphs.run`.
         """
         graphs = [self._graph(number, size) for number in range(len(self._decode.places))]
         arrays = self._arrays(size, decoding, prompts, prompt_seats)
         before = None
         for number, (place, graph) in enumerate(zip(self._decode.places, graphs, strict=True)):
             with place.current():
-                self._fill(number, arrays)
+                self._fill(number, arrays, undrawn)
             place.run(graph.replay, size.tokens, before)
             before = place
         return self._drawn[: size.decoding + len(prompt_seats)]
@@ -154,11 +156,12 @@ class MixedGraphs:
                 self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
         return self._captured[key]
 
-    def _fill(self, number: int, arrays: Mapping[str, Array]) -> None:
+    def _fill(self, number: int, arrays: Mapping[str, Array], undrawn: Sequence[int] = ()) -> None:
         with self._staged[number].filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values
             host["seats32"][: len(arrays["seats"])] = arrays["seats"]
+            host["seats32"][list(undrawn)] = self._decode.dummy_seat
 
     def _step(self, number: int, size: MixedSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""

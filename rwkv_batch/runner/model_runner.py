@@ -18,7 +18,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
-from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn
+from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.memory import Memory
@@ -29,6 +29,7 @@ from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
 from rwkv_batch.runner.stage_graphs import graph_stages
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.tokenizer import Tokenizer
+from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_AT_FIRST_USE
 from sampling.sampler import Sampler
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
@@ -242,10 +243,13 @@ class ModelRunner:
         sequences = [row.sequence for row in step.rows]
         seats = [sequence.seat for sequence in sequences]
         slots = _slots_of(sequences)
-        if self._drawing.fits_graphs(sequences):
-            drawn = graphs.run(seats, *slots)
+        free, held = parted(step.drawing)
+        if free and self._drawing.fits_graphs([sequences[i] for i in free]):
+            drawn = graphs.run(seats, *slots, held)
             step.tokens_sent = self._tokens.send()
-            step.draws.append(Drawn(list(range(len(seats))), HostCopy(drawn)))
+            step.draws.append(Drawn(free, HostCopy(drawn), places=free if held else None))
+            if held:
+                step.undrawn = Undrawn(held, graphs.logits, held)
         else:
             self._drawing.draw(step, graphs.run_logits(seats, *slots), self._tokens)
 
@@ -255,7 +259,7 @@ class ModelRunner:
             return None
         tokens = sum(row.num_tokens for row in reading)
         size = self._mixed_graphs.size_for(len(decoding), len(reading), tokens)
-        drawing = (row.sequence for row in [*decoding, *reading] if row.draws)
+        drawing = (row.sequence for row in [*decoding, *reading] if row.draws and row.sequence.matcher is None)
         return size if size is not None and self._drawing.fits_graphs(drawing) else None
 
     def _launch_mixed(self, step: Launched) -> None:
@@ -268,10 +272,14 @@ class ModelRunner:
         reads, writes = _slots_of(sequences)
         rows = {"seats": [sequence.seat for sequence in sequences], "read_slots": reads, "write_slots": writes}
         seats = [row.sequence.seat for row in reading if row.draws]
-        drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats)
-        step.tokens_sent = self._tokens.send()
         places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(seats))]
-        step.draws.append(Drawn(list(range(len(places))), HostCopy(drawn), places=places))
+        free, held = parted(step.drawing)
+        held_places = [places[i] for i in held]
+        drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats, held_places)
+        step.tokens_sent = self._tokens.send()
+        step.draws.append(Drawn(free, HostCopy(drawn), places=[places[i] for i in free]))
+        if held and self._graphs is not None:
+            step.undrawn = Undrawn(held, self._graphs.logits, held_places)
 
     def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
         """The rows' tokens, those not known to the host filled in on the device."""
@@ -295,6 +303,18 @@ class ModelRunner:
             at = inputs.cu_seqlens[on_device(ahead, torch.int64, inputs.cu_seqlens.device)]
             inputs.tokens[at] = fed[seats].to(inputs.tokens.device)
         return inputs
+
+    @torch.inference_mode()
+    def draw_constrained(self, step: Launched) -> list[tuple[Sequence, GrammarError]]:
+        """Draw for rows with a constraint if the host knows what they drew before; else not yet.
+
+        Returns the rows whose grammar cannot be followed, and why.
+        """
+        assert step.undrawn is not None
+        held = (step.drawing[i].sequence for i in step.undrawn.members)
+        if any(sequence.awaits_earlier_tokens for sequence in held if sequence.may_draw):
+            return []
+        return self._drawing.draw_constrained(step, self._tokens)
 
     def read(self, step: Launched) -> list[TokenDrawn]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""

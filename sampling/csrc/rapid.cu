@@ -205,6 +205,23 @@ int launch_rows(const Launch& launch, bool early, cudaStream_t stream) {
   return code ? code : cudaGetLastError();
 }
 
+// Logits become -inf where the bit of a row's mask is 0; a thread takes four tokens. Masks mostly forbid nearly all of
+// a row or hardly anything of it: what is allowed is neither read nor written.
+__global__ void __launch_bounds__(kThreads) forbid_tokens(float* logits, const uint32_t* masks, int vocab, int words) {
+  const int64_t row = blockIdx.y;
+  const int quad = blockIdx.x * kThreads + threadIdx.x, first = 4 * quad;
+  if (first >= vocab) return;
+  const uint32_t bits = masks[row * words + quad / 8] >> quad % 8 * 4 & 15u;
+  if (bits == 15u) return;
+  float* at = logits + row * vocab + first;
+  if (bits == 0 && vocab % 4 == 0) {
+    *reinterpret_cast<float4*>(at) = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    return;
+  }
+  for (int i = 0; i < 4 && first + i < vocab; ++i)
+    if (!(bits >> i & 1)) at[i] = -INFINITY;
+}
+
 }  // namespace sampling
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -233,4 +250,13 @@ EXPORT int rapid_sample(const sampling::Launch* launch, int32_t half, int32_t pr
   if (sized.parts > blocks) sized.parts = blocks;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   return half ? launch_rows<__half>(sized, early, on) : launch_rows<float>(sized, early, on);
+}
+
+// logits [rows, vocab] fp32; masks [rows, ceil(vocab / 32)], bit j % 32 of word j / 32 set where token j is allowed.
+// A CUDA error code.
+EXPORT int rapid_forbid(float* logits, const uint32_t* masks, int32_t rows, int32_t vocab, void* stream) {
+  using namespace sampling;
+  const dim3 grid((vocab + 4 * kThreads - 1) / (4 * kThreads), rows);
+  forbid_tokens<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(logits, masks, vocab, (vocab + 31) / 32);
+  return cudaGetLastError();
 }

@@ -284,3 +284,17 @@ EXPORT void sampler_sample(Sampler* sampler, float* logits, int64_t rows, const 
     tokens[row] = token;
   }
 }
+
+// logits [rows, vocab] fp32 become -inf where the bit of masks [rows, ceil(vocab / 32)] is 0.
+EXPORT void sampler_forbid(float* logits, const uint32_t* masks, int64_t rows, int64_t vocab, int32_t threads) {
+  const int64_t words = (vocab + 31) / 32;
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t word = 0; word < words; ++word) {
+      const uint32_t bits = masks[row * words + word];
+      float* at = logits + row * vocab + 32 * word;
+      const int64_t count = std::min<int64_t>(32, vocab - 32 * word);
+      for (int64_t i = 0; i < count; ++i) at[i] = bits >> i & 1 ? at[i] : sampling::kNegativeInfinity;
+    }
+  }
+}

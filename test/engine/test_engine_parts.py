@@ -44,11 +44,19 @@ class StandIn:
         inputs = step_inputs([[token] for token in tokens], list(read_slots), list(write_slots), rows)
         return self._machine.pipeline.forward(inputs)
 
-    def run(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
-        logits = self.run_logits(seats, read_slots, write_slots)
-        drawn = self._machine.sampler("").sample(logits, list(seats)).token_ids
-        self._machine._tokens.drawn[list(seats)] = drawn
-        return drawn
+    def run(
+        self,
+        seats: Sequence[int],
+        read_slots: Sequence[int],
+        write_slots: Sequence[int],
+        undrawn: Sequence[int] = (),
+    ) -> Tensor:
+        self.logits = self.run_logits(seats, read_slots, write_slots)
+        rows = [row for row in range(len(seats)) if row not in undrawn]
+        tokens = torch.zeros(len(seats), dtype=torch.int64)
+        tokens[rows] = self._machine.sampler("").sample(self.logits[rows], [seats[row] for row in rows]).token_ids
+        self._machine._tokens.drawn[list(seats)] = tokens
+        return tokens
 
 
 @pytest.fixture(scope="module")

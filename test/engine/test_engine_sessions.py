@@ -80,6 +80,25 @@ def test_a_stop_inside_tokens_is_not_in_the_state(engine: Engine) -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["id", "string"])
+def test_a_stop_makes_nothing_be_read_again(engine: Engine, how: str) -> None:
+    """What was read ahead is taken back: the turn's beginning, however long, is not computed a second time."""
+    prompt = f"{how}: " + "once upon a time there was " * 20
+    sampling = SamplingParams(temperature=0.0, top_logprobs=0)
+    ids = drawn_ids(run(engine, ask(prompt, max_tokens=14, ignore_eos=True, sampling=sampling)))
+    pieces = [TOKENIZER.byte_table[token] for token in ids]
+    late = next(i for i in range(5, 13) if ids[i] not in ids[:i])
+    across = pieces[late - 1][-1:] + pieces[late][:1]  # the end of one token and the beginning of the next
+    assert across not in b"".join(pieces[:late])
+    stop: dict[str, Any] = {"stop_ids": [ids[late]]} if how == "id" else {"stop_strings": [across]}
+    before = call(engine, "status")["computed_tokens"]
+    told = run(engine, turn(f"once-{how}", prompt, max_tokens=100, ignore_eos=True, use_prefix_cache=False, **stop))
+    assert told.finishes[0].reason is FinishReason.STOP
+    wait_for(lambda: call(engine, "status")["running_rows"] == 0, 30, "the turn is stored")
+    computed = call(engine, "status")["computed_tokens"] - before
+    assert computed <= len(TOKENIZER.encode(prompt)) + late + 6
+
+
 def _tokens_before(engine: Engine, prompt: str, cut: int) -> list[int]:
     """The greedy continuation's tokens up to byte `cut`, the cut token's beginning tokenised anew."""
     sampling = SamplingParams(temperature=0.0, top_logprobs=0)

@@ -12,13 +12,11 @@ import torch
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.model.step_inputs import step_inputs
-from rwkv_batch.model.weights import open_weights
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
 from rwkv_batch.runner import prompt_scores
-from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.logprob_oracle import LogprobOracle
 
 CLOSE = 1e-4
 LONG = TOKENIZER.encode("one two three, a long text over many chunks. " * 20)
@@ -42,24 +40,9 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
-class Oracle:
-    """Each prompt in one forward, with all its logits."""
-
-    def __init__(self, model: Path) -> None:
-        self._pipeline = Pipeline(open_weights(model), ("cpu",), "fp32", "naive")
-        self._pipeline.allocate_slots(3)
-
-    @torch.inference_mode()
-    def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[T, V]: of what may follow each token."""
-        inputs = step_inputs([ids], [0], [2], [0])
-        inputs.logit_tokens = torch.arange(len(ids))
-        return self._pipeline.forward(inputs).double().log_softmax(dim=1)
-
-
 @pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
+def oracle(model: Path) -> LogprobOracle:
+    return LogprobOracle(model)
 
 
 def score(ids: list[int], **fields: Any) -> GenerateRequest:
@@ -71,7 +54,7 @@ def told(ran: Running, row: int = 0) -> list[TokenLogprob]:
     return [entry for delta in deltas for entry in delta.prompt_logprobs or ()]
 
 
-def check(entries: list[TokenLogprob], oracle: Oracle, ids: list[int], start: int = 1) -> None:
+def check(entries: list[TokenLogprob], oracle: LogprobOracle, ids: list[int], start: int = 1) -> None:
     wanted = oracle.logprobs(ids)
     assert [entry.token for entry in entries] == [TOKENIZER.byte_table[i] for i in ids[start:]]
     for at, entry in enumerate(entries, start):
@@ -80,7 +63,7 @@ def check(entries: list[TokenLogprob], oracle: Oracle, ids: list[int], start: in
         assert [value for _, value in entry.top] == pytest.approx(row.topk(len(entry.top))[0].tolist(), abs=CLOSE)
 
 
-def test_a_batch_of_prompts_of_different_lengths(engine: Engine, oracle: Oracle) -> None:
+def test_a_batch_of_prompts_of_different_lengths(engine: Engine, oracle: LogprobOracle) -> None:
     together = run(engine, *[score(ids) for ids in [*SOME, LONG]])
     for row, ids in enumerate([*SOME, LONG]):
         check(told(together, row), oracle, ids)
@@ -91,7 +74,7 @@ def test_a_batch_of_prompts_of_different_lengths(engine: Engine, oracle: Oracle)
     assert call(engine, "status")["running_rows"] == 0
 
 
-def test_a_prompt_is_scored_and_continued(engine: Engine, oracle: Oracle) -> None:
+def test_a_prompt_is_scored_and_continued(engine: Engine, oracle: LogprobOracle) -> None:
     plain = run(engine, ask(LONG, max_tokens=8))
     scored = run(engine, score(LONG, max_tokens=8))
     assert scored.texts == plain.texts
@@ -102,7 +85,7 @@ def test_a_prompt_is_scored_and_continued(engine: Engine, oracle: Oracle) -> Non
 
 
 @pytest.mark.parametrize("start", [1, 2, 31, 32, 33, 64, len(LONG) - 1, len(LONG)])
-def test_only_the_end_of_a_prompt(engine: Engine, oracle: Oracle, start: int) -> None:
+def test_only_the_end_of_a_prompt(engine: Engine, oracle: LogprobOracle, start: int) -> None:
     """Chunks are of 32 tokens: a token on a border is told by the step that has read the one before."""
     scored = run(engine, score(LONG, prompt_logprobs=PromptLogprobs(start=start, top=1)))
     check(told(scored), oracle, LONG, start)
@@ -123,7 +106,7 @@ def test_rows_beside_are_the_same_bit_by_bit(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("prompt", [SOME[1], SOME[0][:1]], ids=["shared", "one token"])
-def test_candidates_share_the_prompt(engine: Engine, oracle: Oracle, prompt: list[int]) -> None:
+def test_candidates_share_the_prompt(engine: Engine, oracle: LogprobOracle, prompt: list[int]) -> None:
     candidates = [TOKENIZER.encode(text) for text in (" is fine.", " x", "猫", "\n\nUser")]
     before = call(engine, "status")["computed_tokens"]
     wanted = PromptLogprobs(start=len(prompt), top=1)
@@ -136,14 +119,14 @@ def test_candidates_share_the_prompt(engine: Engine, oracle: Oracle, prompt: lis
     assert call(engine, "status")["computed_tokens"] - before <= most, "the prompt was read more than once"
 
 
-def test_n_continuations_tell_their_prompt_once(engine: Engine, oracle: Oracle) -> None:
+def test_n_continuations_tell_their_prompt_once(engine: Engine, oracle: LogprobOracle) -> None:
     ran = run(engine, score(SOME[1], n=3, max_tokens=3, sampling=SamplingParams(seed=1)))
     check(told(ran, 0), oracle, SOME[1])
     assert not told(ran, 1) and not told(ran, 2)
     assert len({ran.texts[row] for row in range(3)}) == 3
 
 
-def test_a_cached_prefix_is_no_further_than_what_is_scored(engine: Engine, oracle: Oracle) -> None:
+def test_a_cached_prefix_is_no_further_than_what_is_scored(engine: Engine, oracle: LogprobOracle) -> None:
     shared = TOKENIZER.encode("This beginning is the same for every prompt, and it is long enough to be kept. " * 12)
     ends = [TOKENIZER.encode(f" Question {i}?") for i in range(6)]
     for end in ends:
@@ -160,7 +143,7 @@ def test_a_cached_prefix_is_no_further_than_what_is_scored(engine: Engine, oracl
 
 
 def test_there_are_never_logits_of_a_whole_prompt(
-    engine: Engine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, oracle: LogprobOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
     stage = engine.machine.pipeline.stages[-1]

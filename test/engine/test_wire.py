@@ -89,6 +89,64 @@ def test_without_a_thread_the_peer_is_lost_and_not_the_sender(
     assert list(receiver.receive()) == []
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Threads that would send what waits: they are not started."""
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: threads.append(thread))
+    return threads
+
+
+def unread(link: Link) -> bytes:
+    """All that comes until the other side has closed; fails if it stays open."""
+    link._connection.settimeout(WAIT_S)
+    got = b""
+    while piece := link._connection.recv(1 << 20):
+        got += piece
+    return got
+
+
+def test_what_is_sent_to_a_peer_that_lags_overtakes_nothing(
+    links: tuple[Link, Link], held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = links
+    sender.send((0, LARGE))
+    rest = len(sender._waiting[0])
+    assert 0 < rest < len(LARGE), "part of it went at once"
+    first = receiver._connection.recv(1 << 20)  # now there is room for a short frame
+    sender.send((1, b"short"))
+    assert len(sender._waiting) == 2 and len(held) == 1
+    monkeypatch.undo()
+    held[0].start()
+    got = first
+    while len(got) < len(LARGE) + 20:
+        got += receiver._connection.recv(1 << 20)
+    size = int.from_bytes(got[:4], "big")
+    assert DECODER.decode(got[4 : 4 + size]) == [(0, LARGE)]
+    assert DECODER.decode(got[8 + size :]) == [(1, b"short")]
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING_FRAMES", 3), ("MAX_WAITING_BYTES", 400_000)])
+def test_a_peer_that_reads_nothing_is_cut_off(
+    links: tuple[Link, Link], held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(wire, bound, most)
+    sender, receiver = links
+    for number in range(6):
+        sender.send((number, LARGE[:150_000]))
+    assert sender._closed and not sender._waiting
+    assert len(unread(receiver)) < 300_000
+
+
+def test_who_has_caught_up_may_lag_again(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_WAITING_BYTES", 3 * len(LARGE))
+    sender, receiver = links
+    messages = receiver.receive()
+    for number in range(8):
+        sender.send((number, LARGE))
+        assert next(messages) == (number, LARGE)
+
+
 def news(seed: int) -> list[JobEvents]:
     """One step's news of several jobs: long rows that end together, some with log-probabilities, a job that failed."""
     rng = random.Random(seed)

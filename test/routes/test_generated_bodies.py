@@ -36,8 +36,9 @@ RELATED = {
     "n": {"prompt"},
     "text": {"contents", "messages"},
     "top_logprobs": {"logprobs"},
-    "echo": {"logprobs"},
-    "best_of": {"n"},
+    "echo": {"logprobs", "session_id", "suffix"},
+    "best_of": {"n", "stream"},
+    "max_tokens": {"session_id"},
 }
 """Field that a refusal may name -> fields whose change may have been the reason."""
 

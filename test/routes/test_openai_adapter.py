@@ -164,10 +164,11 @@ def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
     [
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-        ({"prompt": "a", "best_of": 3}, "best_of"),
-        ({"prompt": [5], "echo": True}, "prompt"),
-        ({"prompt": [5], "suffix": "b"}, "prompt"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "session_id": "s"}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "suffix": "b"}, "echo"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
     ],
 )
 def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> None:

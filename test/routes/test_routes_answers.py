@@ -39,6 +39,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     (CHAT, {**TALK, "messages": []}),
     (COMPLETE, {**SHORT, "prompt": "Once", "n": 2, "logprobs": 2, "stream_options": {"include_usage": True}}),
     (COMPLETE, {**SHORT, "prompt": ["Once", "Twice"], "echo": True}),
+    (COMPLETE, {**SHORT, "prompt": [[5, 6], [7]], "n": 2, "echo": True, "logprobs": 1}),
     ("/v1/completions", {**SHORT, "prompt": "Once"}),
     ("/openai/v1/embeddings", {"input": "a"}),
     ("/openai/v1/models", None),

@@ -76,7 +76,7 @@ def thoughts(text: str) -> None:
 
 def answers(text: str) -> None:
     """The engine's bytes in small pieces, as text and as OpenAI's tokens."""
-    from routes.openai.completions import completion_logprobs
+    from routes.openai.token_arrays import TokenArrays
     from routes.response.transcript import RowText
     from rwkv_batch.request import TokenLogprob
 
@@ -86,7 +86,7 @@ def answers(text: str) -> None:
     for at in range(0, len(data), step):
         row.feed(data[at : at + step], final=False)
     row.feed(b"", final=True)
-    completion_logprobs([TokenLogprob(data[at : at + step], -1.0, []) for at in range(0, len(data), step)], 0)
+    TokenArrays().take([TokenLogprob(data[at : at + step], -1.0, []) for at in range(0, len(data), step)])
 
 
 def bodies(text: str) -> None:

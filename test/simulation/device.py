@@ -125,6 +125,7 @@ class Step:
     tokens: list[int]
     started: float = 0.0
     launched: float = 0.0
+    awaits_masks: bool = False
 
 
 @dataclass

@@ -1,0 +1,146 @@
+"""From constraints to compiled grammars, the latest of which are kept. Any thread; Python's lock is let go."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import llguidance
+
+from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form
+from sampling.grammar.errors import GrammarError, first_line
+from sampling.grammar.matcher import Grammar
+from sampling.grammar.schema_place import place_of_fault
+from sampling.grammar.vocabulary import make_vocabulary
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+KEPT = 256
+"""Compiled grammars."""
+KEPT_CHARACTERS = 4_194_304
+"""Of their sources together."""
+WRITTEN: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it: no model loses itself in white space, and what is certain need not be drawn."""
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=50_000,
+    step_max_items=4_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""Of llguidance: a grammar is refused, or its row ended, before compiling takes a second or a mask 50 ms."""
+
+
+class GrammarCompiler:
+    """Compiles for one vocabulary."""
+
+    def __init__(self, byte_table: Sequence[bytes], encode: Callable[[bytes], list[int]], vocab: int) -> None:
+        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits."""
+        self._vocabulary = make_vocabulary(byte_table, encode, vocab)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[object, Grammar] = OrderedDict()
+        self._characters = 0
+
+    def kept(self, constraint: Constraint) -> Grammar | None:
+        """The grammar if it is compiled already."""
+        with self._lock:
+            found = self._kept.get(constraint.key)
+            if found is not None:
+                self._kept.move_to_end(constraint.key)
+            return found
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of a constraint. Raises GrammarError if it cannot be served, naming the place."""
+        if len(constraint.source) > MAX_SOURCE_CHARACTERS:
+            size = len(constraint.source)
+            raise GrammarError(f"has {size} characters, the limit is {MAX_SOURCE_CHARACTERS}")
+        found = self.kept(constraint)
+        if found is None:
+            found = Grammar(self._matcher(constraint), constraint.field)
+            self._keep(constraint, found)
+        if found.is_too_slow:
+            raise GrammarError("its masks take too long; write it with less ambiguity")
+        return found
+
+    def _matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
+        matcher = self._made(_as_llguidance(constraint))
+        if matcher.is_error():
+            place = ""
+            if constraint.form is Form.JSON_SCHEMA:
+                place = place_of_fault(json.loads(constraint.source), lambda part: self._fault(part, constraint.strict))
+            raise GrammarError(first_line(matcher.get_error()), place)
+        return matcher
+
+    def _fault(self, schema: Any, strict: bool) -> str:
+        """Why a part of a schema cannot be served; "": it can."""
+        part = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), strict=strict)
+        return first_line(self._made(_as_llguidance(part)).get_error())
+
+    def _made(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
+
+    def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
+        with self._lock:
+            if constraint.key not in self._kept:
+                self._characters += len(constraint.source)
+            self._kept[constraint.key] = grammar
+            while len(self._kept) > KEPT or self._characters > KEPT_CHARACTERS:
+                key, _ = self._kept.popitem(last=False)
+                self._characters -= len(key[1])  # type: ignore[index]  # a Constraint's key
+
+
+def _as_llguidance(constraint: Constraint) -> str:
+    """Its JSON form of a grammar. Raises GrammarError for what is no JSON."""
+    matcher = llguidance.LLMatcher
+    try:
+        match constraint.form:
+            case Form.LARK:
+                grammar = matcher.grammar_from_lark(constraint.source)
+            case Form.REGEX:
+                grammar = matcher.grammar_from_regex(constraint.source)
+            case Form.CHOICE:
+                grammar = matcher.grammar_from_regex("|".join(map(_escaped, json.loads(constraint.source))))
+            case Form.JSON_SCHEMA:
+                loose: JsonCompileOptions = {
+                    "lenient": not constraint.strict,
+                    "coerce_one_of": not constraint.strict,
+                }
+                schema = _schema_of(constraint.source)
+                grammar = matcher.grammar_from_json_schema(schema, defaults=WRITTEN, overrides=loose)
+    except ValueError as error:
+        raise GrammarError(first_line(str(error))) from error
+    return grammar if not constraint.after else _behind(constraint, grammar)
+
+
+def _schema_of(source: str) -> dict[str, Any]:
+    """A schema that is an object; `true` is {}. Raises GrammarError for false, under which no answer is valid."""
+    schema = {} if (given := json.loads(source)) is True else given
+    if not isinstance(schema, dict):
+        raise GrammarError("the schema is false: no answer is valid" if given is False else "a schema is an object")
+    return schema
+
+
+def _escaped(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return re.sub(r"[^0-9A-Za-z_<>\s\x80-\U0010ffff]", lambda found: "\\" + found[0], text)
+
+
+def _behind(constraint: Constraint, grammar: str) -> str:
+    """Anything that ends in `constraint.after` for the first time, then the grammar. Raises GrammarError for Lark."""
+    match constraint.form:
+        case Form.LARK:
+            raise GrammarError("cannot follow a thought; write the thought into the grammar, or do not ask for one")
+        case Form.JSON_SCHEMA:
+            schema = json.loads(grammar)["grammars"][0]["json_schema"]
+            rest = f"rest: %json {json.dumps(schema)}"
+        case _:
+            rest = json.loads(grammar)["grammars"][0]["lark_grammar"].replace("start:", "rest:", 1)
+    start = f"start: before rest\nbefore[suffix={json.dumps(constraint.after)}]: /(?s:.*)/"
+    return llguidance.LLMatcher.grammar_from_lark(f"{start}\n{rest}\n")

@@ -1,0 +1,17 @@
+"""What can go wrong with a grammar, and what of it is the client's."""
+
+from __future__ import annotations
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be served or followed any further; the message says why."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
+        """where in a schema, as in `.properties.age`; "": the whole"""
+
+
+def first_line(error: str) -> str:
+    """The first line of what llguidance says; the rest is its inner state."""
+    return error.strip().partition("\n")[0]

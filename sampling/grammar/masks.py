@@ -1,0 +1,117 @@
+"""Masks of a step's constrained rows: a bit for each token, set where it is allowed, computed by several threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import llguidance
+import torch
+from torch import Tensor
+
+from sampling.grammar.errors import GrammarError, first_line
+from sampling.grammar.matcher import Matcher
+
+SLOW_STEP_S = 0.05
+"""Masks of a step that take longer are timed one by one from then on, to find whose they are."""
+TIMED_STEPS = 64
+_MOST_THREADS = 8
+RING = 4
+"""Steps' masks in memory at once, so that the host writes one while the device reads others."""
+
+
+class Masks:
+    """Memory for masks, on the host and on the samplers' device. Engine thread."""
+
+    def __init__(self, vocab: int, device: torch.device, cores: int) -> None:
+        self._words = -(-vocab // 32)
+        self._device = device
+        self._threads = llguidance.LLExecutor(max(1, min(_MOST_THREADS, cores // 2)))
+        self._ring: list[_Staging] = [_Staging(device) for _ in range(RING if device.type == "cuda" else 1)]
+        self._turn = 0
+        self._timed_steps = 0
+
+    def fill(self, matchers: Sequence[Matcher]) -> tuple[Tensor, list[GrammarError | None]]:
+        """Masks [m, V/32] int32 of what each may draw next, on the device, and what is wrong with any matcher.
+
+        The mask of a matcher with an error allows everything. Valid until the next call.
+        """
+        self._ring[self._turn].was_read()
+        self._turn = (self._turn + 1) % len(self._ring)
+        staging = self._ring[self._turn]
+        host = staging.host(len(matchers), self._words)
+        address, size = host.data_ptr(), 4 * self._words
+        started = time.perf_counter()
+        if self._timed_steps:
+            self._timed_steps -= 1
+            self._fill_timed(matchers, address, size)
+        else:
+            pairs = [(matcher.state, index) for index, matcher in enumerate(matchers)]
+            self._threads.unsafe_compute_mask_ptr(pairs, address, size, len(matchers))
+            if time.perf_counter() - started > SLOW_STEP_S:
+                self._timed_steps = TIMED_STEPS
+        errors = [_error(matcher) for matcher in matchers]
+        for index, error in enumerate(errors):
+            if error is not None:
+                host[index] = -1
+        return staging.on_device(host), errors
+
+    @staticmethod
+    def _fill_timed(matchers: Sequence[Matcher], address: int, size: int) -> None:
+        for index, matcher in enumerate(matchers):
+            grammar = matcher.grammar
+            if grammar.is_too_slow:
+                continue
+            started = time.perf_counter()
+            matcher.state.unsafe_compute_mask_ptr(address + index * size, size)
+            grammar.mask_s += time.perf_counter() - started
+            grammar.masks += 1
+
+
+def _error(matcher: Matcher) -> GrammarError | None:
+    if matcher.grammar.is_too_slow:
+        return GrammarError("its masks take too long; write it with less ambiguity")
+    if matcher.state.is_error():
+        return GrammarError(f"is too expensive to follow: {first_line(matcher.state.get_error())}")
+    return None
+
+
+class _Staging:
+    """One step's masks on the host and their place on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = torch.empty(0, 0, dtype=torch.int32)
+        self._device = device
+        self._target = torch.empty(0, 0, dtype=torch.int32)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+        self._read: torch.cuda.Event | None = None
+
+    def host(self, rows: int, words: int) -> Tensor:
+        """[rows, words] int32 that the host may write."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if len(self._host) < rows:
+            size = (max(rows, 2 * len(self._host)), words)
+            self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._stream is not None)
+            if self._stream is not None:
+                self._target = torch.empty(size, dtype=torch.int32, device=self._device)
+        return self._host[:rows]
+
+    def on_device(self, host: Tensor) -> Tensor:
+        """The same on the device, for the current stream; the copy goes beside what that is doing."""
+        if self._stream is None or self._arrived is None:
+            return host
+        target = self._target[: len(host)]
+        with torch.cuda.stream(self._stream):
+            if self._read is not None:
+                self._stream.wait_event(self._read)
+            target.copy_(host, non_blocking=True)
+            self._arrived.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        return target
+
+    def was_read(self) -> None:
+        """Whatever reads these masks on the device is launched."""
+        if self._stream is not None:
+            self._read = torch.cuda.current_stream(self._device).record_event()

@@ -1,0 +1,61 @@
+"""A compiled grammar, and the matcher with which one row follows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sampling.grammar.errors import GrammarError, first_line
+
+if TYPE_CHECKING:
+    import llguidance
+
+MEAN_MASK_S = 0.005
+SLOW_S = 0.25
+"""A grammar whose masks have taken this long, and more than the mean each, is followed no further."""
+
+
+class Grammar:
+    """What rows with the same constraint have in common."""
+
+    __slots__ = ("field", "mask_s", "masks", "start")
+
+    def __init__(self, start: llguidance.LLMatcher, field: str) -> None:
+        self.start = start
+        """never advanced: rows copy it"""
+        self.field = field
+        self.mask_s = 0.0
+        """seconds that its masks have taken, of those that were timed (see masks.py)"""
+        self.masks = 0
+        """how many were timed"""
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether its masks hold up everybody's steps."""
+        return self.mask_s > SLOW_S and self.mask_s > MEAN_MASK_S * self.masks
+
+
+class Matcher:
+    """Follows a row's tokens. Engine thread."""
+
+    __slots__ = ("_state", "grammar")
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._state: llguidance.LLMatcher | None = None
+
+    @property
+    def state(self) -> llguidance.LLMatcher:
+        """llguidance's own; copied when the row draws for the first time."""
+        if self._state is None:
+            self._state = self.grammar.start.deep_copy()
+        return self._state
+
+    def advance(self, token: int) -> bool:
+        """Take the token drawn; returns whether the text is whole and nothing may follow.
+
+        Raises GrammarError for a token that the grammar does not allow: no other had a chance to be drawn.
+        """
+        state = self.state
+        if not state.consume_token(token):
+            raise GrammarError(f"no token was left that the grammar allows: {first_line(state.get_error())}")
+        return bool(state.is_stopped())

@@ -1,0 +1,241 @@
+"""Rows held to a grammar, beside rows that are not: alone and in company, in every loop, with every end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason, GenerateRequest
+from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.constraint import Constraint, Form
+from sampling.params import Method, SamplingParams
+from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "code"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {"samplers": ("cpu",)},
+    "naive": {"samplers": ("naive",)},
+    "overlapped": {"overlap_on_cpu": True},
+    "pipeline": {"devices": ("cpu", "cpu"), "overlap_on_cpu": True},
+}
+
+
+def schema(value: Any, **fields: Any) -> Constraint:
+    return Constraint(form=Form.JSON_SCHEMA, source=json.dumps(value), field="json_schema", **fields)
+
+
+def choice(*texts: str) -> Constraint:
+    return Constraint(form=Form.CHOICE, source=json.dumps(texts), field="choice")
+
+
+def lark(source: str) -> Constraint:
+    return Constraint(form=Form.LARK, source=source, field="grammar")
+
+
+def regex(source: str, **fields: Any) -> Constraint:
+    return Constraint(form=Form.REGEX, source=source, field="regex", **fields)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with started_engine(model, **LOOPS[request.param]) as started:
+        yield started
+
+
+def mixed_rows() -> list[GenerateRequest]:
+    """Rows of all kinds; every other one is not constrained."""
+    draws = {"max_tokens": 80, "sampling": SamplingParams(seed=7, top_p=0.9, presence_penalty=0.5)}
+    return [
+        ask("A person:", constraint=schema(PERSON), **draws),
+        ask("Once upon a time", **draws),
+        ask("Yes or no?", constraint=choice("yes", "no", "no | yes?\n")),
+        ask("Greedily"),
+        ask("A number:", constraint=regex("[0-9]{3}-(foo|bar)"), **draws),
+        ask("By noise", sampling=SamplingParams(method=Method.NOISE, noise=2.0, seed=3)),
+        ask("A sum:", constraint=lark('start: N ("+" N)+ "="\nN: /[0-9]{1,3}/'), **draws),
+        ask("As simple", constraint=choice("0", "1"), sampling=SamplingParams(method=Method.NOISE, noise=2.0)),
+    ]
+
+
+def by_row(running: Running) -> list[tuple[bytes, FinishReason, int]]:
+    ends = (running.finishes[row] for row in range(len(running.finishes)))
+    return [(text, end.reason, end.completion_tokens) for text, end in zip(running.all_texts, ends, strict=True)]
+
+
+def test_rows_give_the_same_alone_and_in_company(engine: Engine) -> None:
+    together = by_row(run(engine, *mixed_rows()))
+    alone = [by_row(run(engine, row))[0] for row in mixed_rows()]
+    assert together == alone
+    jsonschema_rs.validate(PERSON, json.loads(together[0][0]))
+    assert together[0][1] is FinishReason.STOP
+    assert together[2][0].decode() in ("yes", "no", "no | yes?\n")
+    assert together[4][0][:3].isdigit() and together[4][0][3:] in (b"-foo", b"-bar")
+    assert together[7][0] in (b"0", b"1")
+
+
+def test_loops_and_samplers_agree(model: Path) -> None:
+    texts = []
+    for fields in LOOPS.values():
+        with started_engine(model, **fields) as engine:
+            texts.append(by_row(run(engine, *mixed_rows())))
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_text_that_can_go_no_further_ends_without_an_end_token(engine: Engine) -> None:
+    row = ask("Well?", constraint=choice("yes"), ignore_eos=True)
+    ended = run(engine, row)
+    assert ended.all_texts == [b"yes"]
+    assert ended.finishes[0].reason is FinishReason.STOP
+    longest = run(engine, ask("Well?", constraint=choice("yes"), max_tokens=ended.finishes[0].completion_tokens))
+    assert longest.finishes[0].reason is FinishReason.STOP, "the last token that may be drawn ends it as a whole"
+
+
+def test_an_empty_text_is_an_answer_too(engine: Engine) -> None:
+    ended = run(engine, ask("Well?", constraint=regex("(nothing)?"), ignore_eos=False))
+    assert ended.all_texts[0] in (b"", b"nothing")
+    assert run(engine, ask("Well?", constraint=regex(""), ignore_eos=True)).all_texts == [b""]
+
+
+def test_max_tokens_cut_it_as_everywhere(engine: Engine) -> None:
+    ended = run(engine, ask("Go", constraint=regex("[a-z]{500}"), max_tokens=4))
+    assert ended.finishes[0].reason is FinishReason.LENGTH
+    assert ended.finishes[0].completion_tokens == 4
+
+
+def test_stops_keep_their_meaning(engine: Engine) -> None:
+    row = ask("Count", constraint=lark('start: "one" " two" " three"'), stop_strings=[b" two"])
+    ended = run(engine, row)
+    assert (ended.all_texts[0], ended.finishes[0].reason) == (b"one", FinishReason.STOP)
+
+
+def test_log_probabilities_are_of_what_the_grammar_allows(engine: Engine) -> None:
+    row = ask("Yes or no?", constraint=choice("yes", "no"), sampling=SamplingParams(seed=5, top_logprobs=5))
+    running = run(engine, row, ask("Free"))
+    entries = [entry for event in running.events for delta in event.deltas for entry in delta.logprobs or ()]
+    assert b"".join(entry.token for entry in entries) == running.all_texts[0]
+    allowed = {token for token in TOKENIZER.byte_table if token and any(w.startswith(token) for w in (b"yes", b"no"))}
+    assert {token for token, _ in entries[0].top} <= allowed
+    assert max(value for _, value in entries[0].top) > -10, "the allowed tokens alone make up the whole"
+
+
+def test_continuations_of_one_prompt_follow_it_apart(engine: Engine) -> None:
+    digits = regex("[0-9]{6}")
+    drawn = SamplingParams(seed=11)
+    many = run(engine, ask("Six digits, please:", constraint=digits, n=4, sampling=drawn)).all_texts
+    singles = [
+        run(engine, ask("Six digits, please:", constraint=digits, sampling=SamplingParams(seed=11 + i))).all_texts[0]
+        for i in range(4)
+    ]
+    assert many == singles
+    assert len(set(many)) > 1
+    assert all(len(text) == 6 and text.isdigit() for text in many)
+
+
+def test_sessions_keep_what_was_drawn(engine: Engine) -> None:
+    name = f"s{id(engine)}"
+    first = run(engine, turn(name, "User: yes or no?", constraint=choice("yes", "no")))
+    assert first.all_texts[0] in (b"yes", b"no")
+    prompt = "User: yes or no?" + first.all_texts[0].decode()
+    second = run(engine, turn(name, "\n\nAnd a number?", constraint=regex("[0-9]{4}")))
+    whole = TOKENIZER.encode("User: yes or no?") + TOKENIZER.encode(first.all_texts[0].decode())
+    replayed = ask([*whole, *TOKENIZER.encode("\n\nAnd a number?")], constraint=regex("[0-9]{4}"))
+    assert run(engine, replayed).all_texts == second.all_texts, prompt
+
+
+@pytest.mark.parametrize(
+    ("constraint", "place", "said"),
+    [
+        (schema({"properties": {"a": {"items": {"not": {}}}}}), "json_schema.properties.a.items", "not"),
+        (schema({"$defs": {"x": {"type": "strin"}}, "$ref": "#/$defs/x"}), "json_schema.$defs.x", "strin"),
+        (schema({"$ref": "http://example.com/s"}), "json_schema", "http://example.com/s"),
+        (schema(False), "json_schema", "false"),
+        (lark("start: foo"), "grammar", "foo"),
+        (regex("("), "regex", "unclosed|parse"),
+        (regex("a" * 200_000), "regex", "131072"),
+        (schema({"type": "object", "minProperties": 3, "maxProperties": 1}), "json_schema", "roperties"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_place(
+    engine: Engine, constraint: Constraint, place: str, said: str
+) -> None:
+    with pytest.raises(ServiceError) as refused:
+        run(engine, ask("x", constraint=constraint))
+    info = refused.value.info
+    assert (info.kind, info.field) == (ErrorKind.INVALID_FIELD, place), info
+    assert any(part in info.message for part in said.split("|")), info
+
+
+def test_a_schema_that_is_not_strict_leaves_out_what_it_cannot_hold(engine: Engine) -> None:
+    loose = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"], "not": {}}
+    ended = run(engine, ask("x", constraint=schema({**loose, "additionalProperties": False}, strict=False)))
+    assert isinstance(json.loads(ended.all_texts[0])["a"], int)
+
+
+def test_a_token_that_no_grammar_allows_ends_that_request_alone(engine: Engine) -> None:
+    banned = {i: float("-inf") for i, token in enumerate(TOKENIZER.byte_table) if token.startswith(b"y")}
+    failing = submit(engine, ask("x", constraint=choice("yes"), sampling=SamplingParams(logit_bias=banned)))
+    beside = submit(engine, ask("y", constraint=choice("yes")), ask("free"))
+    failing.wait()
+    assert failing.events[-1].error is not None and failing.events[-1].error.kind is ErrorKind.INVALID_FIELD
+    assert beside.wait().all_texts[0] == b"yes"
+
+
+def test_a_grammar_too_ambiguous_to_follow_ends_its_request_alone(engine: Engine) -> None:
+    wild = lark('start: s\ns: s s | s s s | "a" | ""')
+    failing = submit(engine, ask("x", constraint=wild, max_tokens=400, ignore_eos=True))
+    beside = submit(engine, ask("y", constraint=schema(PERSON), max_tokens=60), ask("free"))
+    assert beside.wait().finishes.keys() == {0, 1}
+    error = failing.wait().events[-1].error
+    assert error is not None and error.field == "grammar", failing.all_texts
+
+
+def test_a_thought_may_stand_before_it(engine: Engine) -> None:
+    row = ask("x", constraint=regex("[0-9]{3}", after="e"), max_tokens=400, sampling=SamplingParams(seed=2))
+    text = run(engine, row).all_texts[0].decode(errors="replace")
+    thought, _, answer = text.partition("e")
+    assert len(answer) == 3 and answer.isdigit(), text
+    assert thought
+
+
+def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, gate = threading.Event(), threading.Event()
+    compile_grammar = GrammarCompiler.compile
+
+    def held(self: GrammarCompiler, constraint: Constraint) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        return compile_grammar(self, constraint)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", held)
+    with started_engine(model) as engine:
+        cancelled = submit(engine, ask("x", constraint=choice("a")))
+        assert entered.wait(30)
+        free = run(engine, ask("free rows do not wait for a compiler"))
+        assert free.finishes[0].reason is not FinishReason.ERROR
+        engine.cancel(cancelled.job.job_id)
+        gate.set()
+        cancelled.wait()
+        assert cancelled.refusal is not None and cancelled.refusal.info.kind is ErrorKind.CANCELLED
+        assert call(engine, "status")["running_rows"] == 0

@@ -1,0 +1,32 @@
+"""The log-softmax of all logits of a text, by a forward of its own: what every score is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.pipeline import Pipeline
+
+
+class LogprobOracle:
+    """A model on the CPU in fp32, by plain torch; each text in one forward."""
+
+    def __init__(self, model: Path) -> None:
+        self._pipeline = Pipeline(open_weights(model), ("cpu",), "fp32", "naive")
+        self._pipeline.allocate_slots(3)
+
+    @torch.inference_mode()
+    def logprobs(self, ids: list[int]) -> Tensor:
+        """[T, V] fp64: of what may follow each of the tokens."""
+        inputs = step_inputs([ids], [0], [2], [0])
+        inputs.logit_tokens = torch.arange(len(ids))
+        return self._pipeline.forward(inputs).double().log_softmax(dim=1)
+
+    def of(self, ids: list[int], start: int = 1) -> list[float]:
+        """The log-probability of each token from `start` on."""
+        rows = self.logprobs(ids)
+        return [float(rows[at - 1, ids[at]]) for at in range(start, len(ids))]

@@ -1,0 +1,152 @@
+"""Log-probabilities of given text through HTTP, against the log-softmax of a forward of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from test.harness import TOKENIZER
+from test.logprob_oracle import LogprobOracle
+from test.serving import Service
+
+CLOSE = 1e-4
+TEXTS = ["The cat sat.", "Hi", "猫が好き、犬も。", "def f(x):\n    return x\n\n" * 30]
+IDS = [TOKENIZER.encode(text) for text in TEXTS]
+MODEL = "rwkv7"
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> LogprobOracle:
+    return LogprobOracle(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def score(client: OpenAI, prompt: Any, **fields: Any) -> Any:
+    asked = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
+    return client.completions.create(**asked)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [(TEXTS, IDS), (IDS, IDS), (TEXTS[2], IDS[2:3]), (IDS[0], IDS[:1])],
+    ids=["texts", "lists of ids", "text", "ids"],
+)
+def test_prompts_in_every_form(client: OpenAI, oracle: LogprobOracle, prompt: Any, ids: list[list[int]]) -> None:
+    answer = score(client, prompt)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+    for choice, tokens in zip(answer.choices, ids, strict=True):
+        text = TOKENIZER.decode_bytes(tokens).decode()
+        told = choice.logprobs
+        assert (choice.text, choice.finish_reason) == (text, "length")
+        assert (told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]) == (None, None, 0)
+        assert told.token_logprobs[1:] == pytest.approx(oracle.of(tokens), abs=CLOSE)
+        for token, likeliest in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+            assert len(likeliest) == 1 and token <= max(likeliest.values())
+        starts = [len(TOKENIZER.decode_bytes(tokens[:at]).decode("utf-8", "ignore")) for at in range(len(tokens))]
+        assert told.text_offset == starts
+        assert all(text.startswith(token, at) for token, at in zip(told.tokens, starts, strict=True) if token.isascii())
+
+
+def test_what_follows_a_scored_prompt_is_the_same(client: OpenAI) -> None:
+    fields = {"max_tokens": 5, "temperature": 0, "logprobs": 2, "extra_body": {"ignore_eos": True}}
+    plain = score(client, TEXTS[0], echo=False, **fields).choices[0]
+    echoed = score(client, TEXTS[0], **fields).choices[0]
+    assert echoed.text == TEXTS[0] + plain.text
+    assert echoed.logprobs.tokens[len(IDS[0]) :] == plain.logprobs.tokens
+    assert echoed.logprobs.token_logprobs[len(IDS[0]) :] == pytest.approx(plain.logprobs.token_logprobs, abs=CLOSE)
+    assert [at - len(TEXTS[0]) for at in echoed.logprobs.text_offset[len(IDS[0]) :]] == plain.logprobs.text_offset
+
+
+def test_a_stream_tells_the_same(client: OpenAI) -> None:
+    fields = {"max_tokens": 4, "n": 2, "seed": 3, "extra_body": {"ignore_eos": True}}
+    whole = score(client, TEXTS[2:], **fields).choices
+    rows: dict[int, dict[str, Any]] = {}
+    for chunk in score(client, TEXTS[2:], stream=True, **fields):
+        for choice in chunk.choices:
+            row = rows.setdefault(choice.index, {"text": "", "token_logprobs": [], "tokens": [], "text_offset": []})
+            row["text"] += choice.text
+            for name in ("token_logprobs", "tokens", "text_offset"):
+                row[name] += getattr(choice.logprobs, name) if choice.logprobs else []
+    for choice in whole:
+        row = rows[choice.index]
+        assert row["text"] == choice.text
+        assert row["tokens"] == choice.logprobs.tokens
+        assert row["text_offset"] == choice.logprobs.text_offset
+        assert row["token_logprobs"][0] is None
+        assert row["token_logprobs"][1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=CLOSE)
+
+
+def test_an_echo_that_ends_inside_a_character(client: OpenAI) -> None:
+    first, second = (TOKENIZER.encode_bytes(bytes([byte])) for byte in "é".encode())
+    (choice,) = score(client, first, max_tokens=1, temperature=0, logit_bias={str(second[0]): 100}).choices
+    assert (choice.text, choice.logprobs.text_offset) == ("é", [0, 0])
+
+
+def test_the_shape_that_lm_evaluation_harness_reads(client: OpenAI, oracle: LogprobOracle) -> None:
+    """Its `local-completions` asks for one token more than it scores, and takes [context:-1] of every array."""
+    for ids in IDS:
+        context = max(1, len(ids) // 2)
+        asked = {"max_tokens": 1, "temperature": 0, "seed": 1234}
+        (choice,) = score(client, [ids], **asked).choices
+        part = choice.logprobs.token_logprobs[context:-1]
+        assert sum(part) == pytest.approx(sum(oracle.of(ids, context)), abs=CLOSE * len(ids))
+        best = [int(row.argmax()) for row in oracle.logprobs(ids)[context - 1 : -1]]
+        tops = [max(likeliest.values()) for likeliest in choice.logprobs.top_logprobs[context:-1]]
+        assert [one == two for one, two in zip(part, tops, strict=True)] == [
+            one == two for one, two in zip(best, ids[context:], strict=True)
+        ]
+
+
+def test_the_token_that_ends_the_text_is_among_the_drawn(client: OpenAI) -> None:
+    """Else who cuts the last entry off would cut a token of the prompt."""
+    (choice,) = score(client, [IDS[0]], max_tokens=1, temperature=0, logit_bias={"0": 100}).choices
+    assert (choice.finish_reason, choice.text, len(choice.logprobs.tokens)) == ("stop", TEXTS[0], len(IDS[0]) + 1)
+
+
+def test_the_best_of_several(client: OpenAI) -> None:
+    fields = {"max_tokens": 8, "seed": 11, "temperature": 1.5, "extra_body": {"ignore_eos": True, "top_k": 0}}
+    drawn = score(client, ["The", "A"], echo=False, n=5, **fields)
+    best = score(client, ["The", "A"], echo=False, n=2, best_of=5, **fields)
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert best.usage.completion_tokens == drawn.usage.completion_tokens == 80
+    for prompt in (0, 1):
+        rows = drawn.choices[5 * prompt :][:5]
+        order = sorted(rows, key=lambda row: -math.fsum(row.logprobs.token_logprobs))
+        assert [row.text for row in best.choices[2 * prompt :][:2]] == [row.text for row in order[:2]]
+    bare = score(client, ["The", "A"], echo=False, n=2, best_of=5, **{**fields, "logprobs": None})
+    assert [row.text for row in bare.choices] == [row.text for row in best.choices]
+    assert all(row.logprobs is None for row in bare.choices)
+
+
+def test_a_gap_is_filled_behind_token_ids_too(client: OpenAI) -> None:
+    fields = {"suffix": "): pass", "max_tokens": 6, "temperature": 0, "echo": False, "logprobs": None}
+    text = score(client, "def f(", **fields)
+    ids = score(client, TOKENIZER.encode("def f("), **fields)
+    assert ids.usage.prompt_tokens == text.usage.prompt_tokens
+    assert ids.choices[0].text == text.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"extra_body": {"session_id": "scored"}}, "echo"),
+        ({"echo": False, "extra_body": {"session_id": "read only"}}, "max_tokens"),
+        ({"prompt": [IDS[3] * 100], "n": 40, "logprobs": 20}, "logprobs"),
+        ({"best_of": 3, "n": 1, "stream": True}, "best_of"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        score(client, **{"prompt": TEXTS[0], **fields})
+    assert refusal.value.param == param
