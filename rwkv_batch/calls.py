@@ -67,6 +67,49 @@ class ImportSession(EngineCall[int], tag="session_import", frozen=True, array_li
     content: bytes
 
 
+class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A tuned state that is loaded, or kept and of no use."""
+
+    name: str
+    digest: str = ""
+    """Of its numbers."""
+    file: str = ""
+    """What it was read from."""
+    orientation: str = ""
+    """How the file had its matrices: "value_key" or "key_value" (transposed)."""
+    orientation_reason: str = ""
+    created: int = 0
+    """Unix time in seconds at which it was loaded."""
+    bytes: int = 0
+    """Of the state, in memory."""
+    is_kept: bool = False
+    """Whether it is there again after a restart of the service without being named."""
+    in_slot: bool = False
+    error: str = ""
+    """Why a kept state cannot be used."""
+
+
+class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, array_like=True):
+    """The tuned states, in the order in which they were loaded."""
+
+
+class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=True):
+    """Load a tuned state; it is there for the jobs that come after the answer."""
+
+    name: str
+    file: str = ""
+    """Path within `--models-dir`; "": `content` is the file."""
+    content: bytes = b""
+    orientation: str = "auto"
+    """"auto" | "value_key" | "key_value"."""
+
+
+class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_like=True):
+    """Forget a tuned state; rows that were admitted before still begin from it. Answers what it was."""
+
+    name: str
+
+
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
     """Cancel every job that has this label; answers how many there were."""
 
@@ -80,5 +123,15 @@ class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True
 
 
 AnyCall = (
-    GetStatus | GetMetrics | ListSessions | DeleteSessions | ExportSession | ImportSession | CancelJobs | CountJobs
+    GetStatus
+    | GetMetrics
+    | ListSessions
+    | DeleteSessions
+    | ExportSession
+    | ImportSession
+    | ListStates
+    | AddState
+    | RemoveState
+    | CancelJobs
+    | CountJobs
 )

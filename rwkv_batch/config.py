@@ -15,6 +15,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """"fp32" | "bf16" | "fp16" | "fp8" | "int8" | "int4"; auto: fp16 on CUDA, fp32 on a CPU. The last three are storage
     of the large matrices, the rest is as with auto."""
+    states: tuple[str, ...] = ()
+    """Tuned states, as "name=file"; see `--state`."""
+    models_dir: str = ""
+    """Folder that requests may name files in; "": none."""
     devices: tuple[str, ...] = ("auto",)
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
     layers: tuple[int, ...] = ()

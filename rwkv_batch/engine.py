@@ -25,6 +25,7 @@ from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.model_runner import ModelRunner
+from rwkv_batch.runner.state_library import StateLibrary
 from state_pool.errors import PoolError
 from state_pool.session_page import SessionPage
 
@@ -66,6 +67,7 @@ class Engine:
         self._next_step = 0
         self._files = SessionTransfer(self._put, self._refusal)
         self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
+        self._states = StateLibrary(config, self._put, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +172,12 @@ class Engine:
                 self._files.export(pool, reply, session_id, dialogue)
             case calls.ImportSession(session_id, content):
                 self._files.import_session(pool, reply, session_id, content)
+            case calls.ListStates():
+                self._answer(reply, self._states.list)
+            case calls.AddState():
+                self._states.add(call, reply)
+            case calls.RemoveState(name):
+                self._answer(reply, lambda: self._states.remove(name))
             case calls.CancelJobs(label):
                 self._answer(reply, lambda: self.jobs.cancel_label(label))
             case calls.CountJobs(label):
@@ -229,6 +237,7 @@ class Engine:
     def _load(self) -> None:
         # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
         self.machine = ModelRunner(self.config, self._wake.set)
+        self._states.open(self.machine.pool, self.machine.arena, self.machine.weights.shape)
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
@@ -251,6 +260,7 @@ class Engine:
             self.jobs.fail_all(_CUT_OFF)
             self._files.close()
             self._desk.close()
+            self._states.close()
             self.machine.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_CUT_OFF)

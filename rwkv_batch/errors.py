@@ -24,6 +24,8 @@ class ErrorKind(enum.StrEnum):
     SESSION_NOT_FOUND = "session_not_found"
     SESSION_BUSY = "session_busy"
     SESSION_UNUSABLE = "session_unusable"
+    STATE_NOT_FOUND = "state_not_found"
+    NAME_TAKEN = "name_taken"
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     ENGINE_LOST = "engine_lost"

@@ -31,6 +31,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prompt prefixes kept in slots; 0: no prefix cache."""
     prefix_cache_l2: int = 64
     """Cached prefixes kept in host memory."""
+    state_slots: int = 16
+    """Tuned states kept in slots; host memory has all."""
+    max_states: int = 256
+    """Tuned states loaded at once."""
     retain_tokens: int = 0
     """Tokens of history kept in the log behind the last checkpoint, in whole turns; 0: what a replay needs; -1: all,
     so that a session can be rebuilt for another model or after damage."""

@@ -15,6 +15,18 @@ class SessionNotFound(PoolError):  # noqa: N818 - names what happened, as the me
     """No such session or dialogue, or it was deleted while the turn ran."""
 
 
+class OtherOrigin(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The session began from another tuned state than the request names."""
+
+
+class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
+    """No tuned state of that name is loaded."""
+
+
+class NameTaken(PoolError):  # noqa: N818 - names what happened, as the message does
+    """A tuned state has that name already."""
+
+
 class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session exists and must not be fed to this model: other model, damaged rows, unreadable disk."""
 

@@ -8,15 +8,18 @@ from collections.abc import Iterable
 from state_pool.arena import ZERO_SLOT
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
+from state_pool.cache.tuned_states import TunedStates
 from state_pool.sessions import SessionIndex
 
 
-def integrity_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache, rows: Iterable[int] | None) -> list[str]:
+def integrity_faults(
+    index: SessionIndex, tiers: Tiers, prefix: PrefixCache, tuned: TunedStates, rows: Iterable[int] | None
+) -> list[str]:
     """Slots held by nobody we know, sessions and prefixes in no tier or in two, wrong counts.
 
     `rows`: slots that the caller got from `allocate` and still holds; None: nothing runs, and no session may be busy.
     """
-    faults = _slot_faults(index, tiers, prefix, rows or ()) + prefix.faults()
+    faults = _slot_faults(index, tiers, [*prefix.slots, *tuned.slots], rows or ()) + prefix.faults()
     for session in index:
         tiers_of_it = [session.slot is not None, session.host is not None]
         if tiers_of_it != [session in index.l1, session in index.l2] or all(tiers_of_it):
@@ -33,11 +36,14 @@ def integrity_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache, row
     return faults
 
 
-def _slot_faults(index: SessionIndex, tiers: Tiers, prefix: PrefixCache, rows: Iterable[int]) -> list[str]:
-    """Every hold of a slot has one owner: a parked session, a prefix, a reader, a copy, a settling turn, a row."""
+def _slot_faults(index: SessionIndex, tiers: Tiers, others: list[int], rows: Iterable[int]) -> list[str]:
+    """Every hold of a slot has one owner: a parked session, a reader, a copy, a settling turn, a row.
+
+    `others`: slots of cached prefixes and tuned states.
+    """
     owners = Counter(session.slot for session in index.l1 if session.slot != ZERO_SLOT)
     owners.update(slot for session in index if session.pending is not None for slot in (session.pending.slot,) if slot)
-    owners.update(prefix.slots)
+    owners.update(others)
     owners.update(tiers.pins)
     owners.update(tiers.copying)
     owners.update(rows)

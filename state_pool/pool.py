@@ -12,6 +12,7 @@ from typing import Any
 from state_pool.arena import Arena
 from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
+from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
@@ -20,6 +21,7 @@ from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
 from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
 from state_pool.status import pool_stats
+from state_pool.tuned_state import NO_BASE
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.turns import Turns
 
@@ -44,10 +46,17 @@ class StatePool:
             self._store.fill(self._index)
         self._tiers = Tiers(arena, config, self._index, self._store)
         self._prefix = PrefixCache(self._tiers, config)
-        self._tiers.other = self._prefix
-        self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver)
+        self.tuned = TunedStates(self._tiers, config)
+        self._tiers.others = [self._prefix, self.tuned]
+        self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver, self.tuned)
         self._import_export = ImportExport(
-            self._index, self._tiers, self._store, self._deliver, self._turns.advance, self._turns.delete_rows
+            self._index,
+            self._tiers,
+            self._store,
+            self._deliver,
+            self._turns.advance,
+            self._turns.delete_rows,
+            self.tuned,
         )
         self._listing = SessionListing(self._index, self._store, self._deliver, lambda: self._turns.unlogged)
         self._next_housekeeping = 0.0
@@ -70,17 +79,18 @@ class StatePool:
 
     # -- turns -----------------------------------------------------------------------------------------
 
-    def checkout(self, session_id: str, branch_from: int | None = None, wait: bool = True) -> Lease:
+    def checkout(self, session_id: str, branch_from: int | None = None, wait: bool = True, state: str = "") -> Lease:
         """Begin a turn of a session; the lease becomes READY at once or in a later `poll`.
 
         `branch_from` None: the turn continues the plain session, one after another in order. n: it starts a
-        new dialogue from dialogue n, which isn't changed; 0 is the empty root.
+        new dialogue from dialogue n, which isn't changed; 0 is the empty root. `state` names a tuned state that
+        a new history begins from; "": the zero state, or whatever an existing one began from.
         Raises SessionBusy (only with `wait` False), SessionNotFound (unknown parent dialogue),
-        SessionUnusable, PoolFull.
+        SessionUnusable, PoolFull, StateNotFound, OtherOrigin (an existing one began otherwise).
         """
         if branch_from is not None:
-            return self._turns.checkout_branch(session_id, branch_from)
-        return self._turns.checkout(session_id, wait)
+            return self._turns.checkout_branch(session_id, branch_from, state)
+        return self._turns.checkout(session_id, wait, state)
 
     def record(self, lease: Lease, tokens: list[int], on_durable: OnDurable) -> None:
         """The turn is over and these are its token ids: prompt as fed and visible answer.
@@ -130,41 +140,48 @@ class StatePool:
 
     # -- prefixes --------------------------------------------------------------------------------------
 
-    def match_prefix(self, tokens: Sequence[int]) -> PrefixHit | None:
+    # `base` is the number of the state that the tokens are read from (`TunedState.number`): prompts share a prefix
+    # only where they have it in common.
+
+    def match_prefix(self, tokens: Sequence[int], base: int = NO_BASE) -> PrefixHit | None:
         """The longest cached state after a proper prefix of `tokens`, its slot pinned until `unpin`."""
-        return self._prefix.match(tokens)
+        return self._prefix.match(tokens, base)
 
     def unpin(self, hit: PrefixHit) -> None:
         """The row doesn't read the slot any more."""
         self._prefix.unpin(hit)
 
-    def observe_prompt(self, tokens: Sequence[int]) -> None:
+    def unpin_slot(self, slot: int) -> None:
+        """The row doesn't read a slot any more that `tuned.pin` gave."""
+        self._tiers.unpin(slot)
+
+    def observe_prompt(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """A prompt has arrived. Optional: prompts that wait at the same time then share a prefill from the first on."""
-        self._prefix.observe(tokens)
+        self._prefix.observe(tokens, base)
 
-    def awaits_prefix(self, tokens: Sequence[int]) -> bool:
+    def awaits_prefix(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
         """Whether another row is computing a longer prefix of `tokens` than is cached: starting later is cheaper."""
-        return self._prefix.awaits(tokens)
+        return self._prefix.awaits(tokens, base)
 
-    def prefix_cache_points(self, tokens: Sequence[int], observed: bool = False) -> list[int]:
+    def prefix_cache_points(self, tokens: Sequence[int], observed: bool = False, base: int = NO_BASE) -> list[int]:
         """Positions where the prefill should pause, because the state there is worth `offer_prefix`; at most one.
 
         `observed`: the prompt was announced by `observe_prompt`. Rows that share the border wait for it if
         they ask `awaits_prefix`, so a row that ends before must say so by `abandon_cache_point`.
         """
-        return self._prefix.borders(tokens, observed)
+        return self._prefix.borders(tokens, observed, base)
 
-    def abandon_cache_point(self, tokens: Sequence[int]) -> None:
+    def abandon_cache_point(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """The state after `tokens`, announced by `prefix_cache_points`, will not be offered after all."""
-        self._prefix.abandon(tokens)
+        self._prefix.abandon(tokens, base)
 
-    def offer_prefix(self, tokens: Sequence[int], slot: int) -> PrefixHit | None:
+    def offer_prefix(self, tokens: Sequence[int], slot: int, base: int = NO_BASE) -> PrefixHit | None:
         """Cache the state after `tokens`, held in the caller's slot.
 
         A hit: the pool owns the slot now; the caller may read it until `unpin` and must write to another.
         None: refused, nothing changed.
         """
-        return self._prefix.offer(tokens, slot)
+        return self._prefix.offer(tokens, slot, base)
 
     # -- housekeeping ----------------------------------------------------------------------------------
 
@@ -211,6 +228,7 @@ class StatePool:
         return {
             **pool_stats(self.config, self._index, self._tiers, self._prefix, self._store),
             "waiting_leases": len(self._turns.supply),
+            "tuned_states": {"loaded": len(self.tuned), "in_slots": len(self.tuned.slots)},
         }
 
     def check_integrity(self, rows: Iterable[int] | None = None) -> list[str]:
@@ -218,11 +236,12 @@ class StatePool:
 
         `rows`: slots from `allocate` that the caller holds now; None: none, nothing runs and nothing is pending.
         """
-        return integrity_faults(self._index, self._tiers, self._prefix, rows)
+        return integrity_faults(self._index, self._tiers, self._prefix, self.tuned, rows)
 
     def close(self) -> None:
         """Store every session's newest state, deliver what is outstanding, let go of the database. Blocks."""
         self._prefix.close()
+        self.tuned.close()
         if self._store is not None:
             self._flush(self._store)
             self._store.close()
@@ -231,6 +250,7 @@ class StatePool:
     def _do_housekeeping(self, now: float) -> None:
         self._tiers.trim()
         self._prefix.trim()
+        self.tuned.trim()
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_S
             self._turns.retry_deletes()

@@ -14,6 +14,7 @@ from sortedcontainers import SortedList
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.errors import SessionNotFound
 from state_pool.session_page import Tier
+from state_pool.tuned_state import Origin, TunedState
 
 LINEAR = -1
 """Dialogue number of a plain session, which grows turn by turn; branching dialogues are numbered from 1."""
@@ -52,6 +53,8 @@ class Session:
     created: float
     updated: float
     parent: Session | None = None
+    origin: Origin | None = None
+    """The tuned state it began from, from its first lease's READY on; None: the zero state."""
     turn: int = 0
     """Turns that are part of it; 0: it doesn't exist yet for anyone but its first lease."""
     num_tokens: int = 0
@@ -142,8 +145,10 @@ class Lease:
     """Whose state is read: the session itself, the parent dialogue, or None for the empty root."""
     state: LeaseState = LeaseState.WAITING
     error: Exception | None = None
+    tuned: TunedState | None = None
+    """What a new session begins from; an existing one must have begun from it."""
     exists: bool = False
-    """Whether there is a history; False: the row begins from the zero state."""
+    """Whether there is a history; False: the row begins from `read_slot` all the same."""
     read_slot: int = ZERO_SLOT
     """Slot the first step reads from; it keeps its content until the lease ends."""
     replay: list[int] = field(default_factory=list)

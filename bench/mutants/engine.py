@@ -318,8 +318,8 @@ MUTANTS: list[Mutant] = [
                 "a turn starts before the one before it is stored",
             ),
             (
-                "return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids))",
-                "return True",
+                "if _may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids, sequence.base):",
+                "if False:",
                 "rows that wait together each read the common prefix",
             ),
             (
@@ -343,7 +343,7 @@ MUTANTS: list[Mutant] = [
                 "a session without its last state runs ahead",
             ),
             (
-                "            self.pool.abandon_cache_point(prefix)\n            if fresh",
+                "            self.pool.abandon_cache_point(prefix, sequence.base)\n            if fresh",
                 "            if fresh",
                 "rows wait for ever for a prefix that was refused",
             ),
@@ -409,12 +409,12 @@ MUTANTS: list[Mutant] = [
                 "a branching turn does not tell its number",
             ),
             (
-                "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait)",
-                "self.pool.checkout(turn.session_id, turn.branch_from)",
+                "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state)",
+                "self.pool.checkout(turn.session_id, turn.branch_from, True, state)",
                 "wait: false waits",
             ),
             (
-                "        sequence.num_computed_tokens = 0\n        sequence.shared = SharedSlot(lease.read_slot, lambda: None) if lease.exists else None\n",
+                "        sequence.num_computed_tokens = 0\n        sequence.shared = SharedSlot(lease.read_slot, lambda: None)\n",
                 "        sequence.num_computed_tokens = 0\n",
                 "after a rewind the session begins from the zero state",
             ),

@@ -34,8 +34,8 @@ MUTANTS: list[Mutant] = [
                 "a state leaves its slot while a turn reads it",
             ),
             (
-                "if self.other is not None and other is not None and (not unwanted or other <= unwanted[0].updated):",
-                "if self.other is not None and other is not None:",
+                "if other is not None and (not unwanted or used <= unwanted[0].updated):",
+                "if other is not None:",
                 "cached prefixes leave before sessions unused for longer",
             ),
             (
@@ -158,7 +158,7 @@ MUTANTS: list[Mutant] = [
             ("if gain <= 0 or at - cached < _KEY_BYTES:", "if gain < 0:", "every prompt costs a state"),
             ("        self._coming[ids[:at]] = None\n", "", "rows that wait together each read the common prefix"),
             (
-                "        self._coming.pop(pack_tokens(tokens), None)\n",
+                "        self._coming.pop(_packed(tokens, base), None)\n",
                 "",
                 "a border of a cancelled row is awaited for ever",
             ),

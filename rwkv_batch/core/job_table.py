@@ -104,6 +104,7 @@ class JobTable:
             )
 
     def _check_row(self, request: GenerateRequest) -> None:
+        self._keeper.check(request)
         resume = request.session.resume_prompt if request.session else request.prompt
         if not request.prompt or not resume:
             raise ServiceError(ErrorKind.INVALID_FIELD, "a prompt is empty; give at least one token", field="prompt")

@@ -18,6 +18,7 @@ from rwkv_batch.request import Delta, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
 from state_pool.arena import ZERO_SLOT
 from state_pool.sessions import Lease
+from state_pool.tuned_state import NO_BASE, TunedState
 
 
 class Phase(enum.Enum):
@@ -136,6 +137,12 @@ class Sequence:
     """False: reads its tokens and never draws (the shared prompt of `n` continuations)."""
     stands_for: int = 1
     """rows of the job that end if this one ends before it has been forked"""
+    tuned: TunedState | None = None
+    """what it begins from, until it has a slot to read that is held for it; None: the zero state, or its session's"""
+    tuned_slot: SharedSlot | None = None
+    """the slot that holds that, from when it may start until it does"""
+    base: int = NO_BASE
+    """number of what it begins from: only rows with the same may share a prefix"""
     lease: Lease | None = None
     rollback_state: RollbackState | None = None
     prompt_end: int = 0

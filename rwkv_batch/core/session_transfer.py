@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 from rwkv_batch.calls import Reply
+from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.errors import PoolError
@@ -21,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 Put = Callable[[Callable[[], None]], bool]
 """Runs a command on the engine's thread; False: the engine takes none any more."""
-Value = TypeVar("Value")
 
 
 class SessionTransfer:
@@ -30,7 +28,7 @@ class SessionTransfer:
     def __init__(self, put: Put, refusal: Callable[[], ServiceError]) -> None:
         self._put = put
         self._refusal = refusal
-        self._thread = ThreadPoolExecutor(1, "session-files")
+        self._thread = FileThread("session-files", refusal, _as_service_error)
 
     def export(self, pool: StatePool, reply: Reply[bytes], session_id: str, dialogue: int | None = None) -> None:
         """Engine thread. Replies with the file's bytes."""
@@ -39,7 +37,7 @@ class SessionTransfer:
             if isinstance(file, Exception):
                 reply(as_service_error(file))
             else:
-                self._beside(reply, file.encode, reply)
+                self._thread.run(reply, file.encode, reply)
 
         try:
             pool.export(session_id, exported, dialogue)
@@ -53,29 +51,7 @@ class SessionTransfer:
             if not self._put(lambda: self._import(pool, reply, session_id, file)):
                 reply(self._refusal())
 
-        self._beside(reply, lambda: decode(content), decoded)
-
-    def _beside(
-        self, reply: Reply[int] | Reply[bytes], work: Callable[[], Value], then: Callable[[Value], None]
-    ) -> None:
-        """Run `work` and then `then` on the other thread; if it fails, or never begins, that is the reply."""
-
-        def run() -> None:
-            try:
-                value = work()
-            except Exception as error:  # noqa: BLE001 - a file holds anything; the caller waits for an answer
-                reply(_as_service_error(error))
-                return
-            then(value)
-
-        def ended(future: Future[None]) -> None:
-            if future.cancelled():
-                reply(self._refusal())
-
-        try:
-            self._thread.submit(run).add_done_callback(ended)
-        except RuntimeError:  # closed
-            reply(self._refusal())
+        self._thread.run(reply, lambda: decode(content), decoded)
 
     @staticmethod
     def _import(pool: StatePool, reply: Reply[int], session_id: str, file: SessionFile) -> None:
@@ -89,7 +65,7 @@ class SessionTransfer:
 
     def close(self) -> None:
         """Begin nothing more; what has not begun is refused."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 def _as_service_error(error: Exception) -> ServiceError:

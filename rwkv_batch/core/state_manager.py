@@ -11,18 +11,23 @@ from collections.abc import Callable
 
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import (
     DatabaseSlow,
+    NameTaken,
+    OtherOrigin,
     PoolError,
     PoolFull,
     SessionBusy,
     SessionNotFound,
     SessionTooLarge,
     SessionUnusable,
+    StateNotFound,
 )
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
+from state_pool.tuned_state import TunedState
 
 _KINDS: dict[type[PoolError], ErrorKind] = {
     SessionBusy: ErrorKind.SESSION_BUSY,
@@ -31,12 +36,18 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     PoolFull: ErrorKind.OVERLOADED,
     DatabaseSlow: ErrorKind.TIMEOUT,
     SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
+    StateNotFound: ErrorKind.STATE_NOT_FOUND,
+    NameTaken: ErrorKind.NAME_TAKEN,
+    OtherOrigin: ErrorKind.INVALID_FIELD,
 }
+_FIELDS: dict[type[PoolError], str] = {StateNotFound: "state", OtherOrigin: "state", NameTaken: "name"}
+"""Where it is always the same field that is wrong."""
 
 
 def as_service_error(error: Exception, field: str | None = "session_id") -> ServiceError:
     """A pool's failure in the words of the one error table; `field` is what the request named wrongly, if anything."""
     if isinstance(error, PoolError):
+        field = _FIELDS.get(type(error), field)
         return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field=field)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
     return ServiceError(ErrorKind.INTERNAL, message, field=field)
@@ -56,16 +67,27 @@ class StateManager:
         self._tokenizer = tokenizer
         self._overlap = overlap
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raises ServiceError for a tuned state that is not loaded."""
+        try:
+            if request.state:
+                self.pool.tuned.get(request.state)
+        except PoolError as error:
+            raise as_service_error(error) from error
+
     def check_out(self, sequence: Sequence) -> None:
         """Queue for the row's session, or announce its prompt. Raises ServiceError when the session cannot be had."""
+        turn, state = sequence.request.session, sequence.request.state
+        try:
+            if turn is not None:
+                sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state)
+            elif state:
+                sequence.tuned = self.pool.tuned.hold(state)
+                sequence.base = sequence.tuned.number
+        except PoolError as error:
+            raise as_service_error(error) from error
         if _may_share_prefix(sequence):
-            self.pool.observe_prompt(sequence.token_ids)
-        turn = sequence.request.session
-        if turn is not None:
-            try:
-                sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait)
-            except PoolError as error:
-                raise as_service_error(error) from error
+            self.pool.observe_prompt(sequence.token_ids, sequence.base)
 
     def failure(self, sequence: Sequence) -> ServiceError | None:
         """Why the row's session failed under it, if it did."""
@@ -79,7 +101,24 @@ class StateManager:
         """Whether the row may start: it has no session, or the session's state can be read."""
         if sequence.lease is not None:
             return sequence.lease.state is LeaseState.READY
-        return not (_may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids))
+        if _may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids, sequence.base):
+            return False
+        return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
+
+    def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
+        """Hold the slot of the tuned state that the row begins from; False: it is not in one yet."""
+        slot = self.pool.tuned.pin(tuned)
+        if slot is None:
+            return False
+        sequence.tuned_slot = SharedSlot(slot, lambda: self.pool.unpin_slot(slot))
+        self._let_go(sequence)
+        return True
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """The row needs the tuned state no more, or holds its slot."""
+        if sequence.tuned is not None:
+            self.pool.tuned.let_go(sequence.tuned)
+            sequence.tuned = None
 
     def allocate(self) -> int | None:
         """A slot to write to."""
@@ -91,6 +130,12 @@ class StateManager:
             self._start_from_session(sequence)
         elif _may_share_prefix(sequence):
             self._start_from_prefix(sequence)
+        if sequence.tuned_slot is not None:
+            if sequence.shared is None:
+                sequence.shared = sequence.tuned_slot
+            else:
+                sequence.tuned_slot.drop()  # a cached prefix begins from it
+            sequence.tuned_slot = None
         sequence.prompt_end = len(sequence.token_ids)
 
     def _start_from_session(self, sequence: Sequence) -> None:
@@ -103,8 +148,8 @@ class StateManager:
             sequence.turn_start = len(lease.replay)
             sequence.cached_tokens = lease.num_tokens
             sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
-            # The lease itself keeps the slot's content until the turn ends.
-            sequence.shared = SharedSlot(lease.read_slot, lambda: None)
+        # The lease itself keeps the slot's content until the turn ends.
+        sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
     def add_spare(self, sequence: Sequence) -> None:
         """See `SlotSource.add_spare`."""
@@ -117,14 +162,14 @@ class StateManager:
 
     def _abandon_borders(self, sequence: Sequence) -> None:
         for border in sequence.cache_points:
-            self.pool.abandon_cache_point(sequence.token_ids[:border])
+            self.pool.abandon_cache_point(sequence.token_ids[:border], sequence.base)
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
-        hit = self.pool.match_prefix(sequence.reusable_ids)
+        hit = self.pool.match_prefix(sequence.reusable_ids, sequence.base)
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
-        borders = self.pool.prefix_cache_points(sequence.token_ids, observed=True)
+        borders = self.pool.prefix_cache_points(sequence.token_ids, observed=True, base=sequence.base)
         sequence.cache_points = [border for border in borders if border > sequence.num_computed_tokens]
 
     # With each step ------------------------------------------------------------------------------------------
@@ -145,9 +190,9 @@ class StateManager:
         """Give the state at a border to the prefix cache and go on in a new slot."""
         prefix = sequence.token_ids[: sequence.num_computed_tokens]
         fresh = self.pool.allocate()
-        hit = self.pool.offer_prefix(prefix, sequence.slot) if fresh is not None else None
+        hit = self.pool.offer_prefix(prefix, sequence.slot, sequence.base) if fresh is not None else None
         if fresh is None or hit is None:
-            self.pool.abandon_cache_point(prefix)
+            self.pool.abandon_cache_point(prefix, sequence.base)
             if fresh is not None:
                 self.pool.free(fresh)
             return
@@ -243,7 +288,7 @@ class StateManager:
             return
         self._drop_rollback_state(sequence)
         sequence.num_computed_tokens = 0
-        sequence.shared = SharedSlot(lease.read_slot, lambda: None) if lease.exists else None
+        sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
     def check_in(self, sequence: Sequence) -> None:
         """The slot holds the session's new state: the pool owns it from here."""
@@ -261,6 +306,10 @@ class StateManager:
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
+        self._let_go(sequence)
+        if sequence.tuned_slot is not None:
+            sequence.tuned_slot.drop()
+            sequence.tuned_slot = None
         self._drop_rollback_state(sequence)
         self._drop_spare_slot(sequence)
         if sequence.slot != NO_SLOT:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.tensor_files import FileError, read_tensors
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
 FOREIGN = (
@@ -92,7 +92,10 @@ def open_weights(path: str | Path) -> Weights:
     Nothing but names, shapes, types and samples are read now; the tensors map the file and are not to be written to.
     """
     path = Path(path)
-    return weights_from(_read_tensors(path), path)
+    try:
+        return weights_from(read_tensors(path), path)
+    except FileError as error:
+        raise WeightsError(str(error)) from error
 
 
 def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
@@ -103,43 +106,6 @@ def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) 
     for tensor in tensors.values():
         release(tensor)  # reading a sample maps many pages around it
     return Weights(path, tensors, shape, fingerprint)
-
-
-def _read_tensors(path: Path) -> Mapping[str, Tensor]:
-    if not path.exists():
-        raise WeightsError(f"model file {path} does not exist; give --model-path a .pth or .safetensors file")
-    if path.is_dir():
-        raise WeightsError(f"model path {path} is a folder; give --model-path the .pth or .safetensors file in it")
-    if path.suffix not in (".pth", ".safetensors"):
-        raise WeightsError(f"model file {path} ends in {path.suffix!r}; RWKV-7 weights come as .pth or .safetensors")
-    try:
-        with path.open("rb"):
-            pass
-        loaded = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pth(path)
-    except PermissionError as error:
-        raise WeightsError(f"model file {path} may not be read ({error.strerror}); check its permissions") from error
-    except WeightsError:
-        raise
-    except Exception as error:  # a damaged file makes the parsers raise almost anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise WeightsError(f"model file {path} is damaged or not a weight file ({reason}); fetch it again") from error
-    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise WeightsError(f"model file {path} is not a dict of tensors; give the weights themselves, not a checkpoint")
-    return loaded
-
-
-def _read_pth(path: Path) -> Mapping[str, Tensor]:
-    if not zipfile.is_zipfile(path):
-        raise WeightsError(
-            f"model file {path} is not a zip-format .pth (truncated, or saved by torch < 1.6); fetch it again"
-        )
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
-
-
-def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
 
 
 def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:

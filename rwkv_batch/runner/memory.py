@@ -79,4 +79,6 @@ class Memory:
         return int(free - (1 - self._config.gpu_memory_utilization) * total)
 
     def _parked_slots(self) -> int:
-        return self._config.pool.l1_sessions + self._config.pool.prefix_cache_slots + FIRST_FREE_SLOT
+        pool = self._config.pool
+        tuned = min(len(self._config.states), pool.state_slots)
+        return pool.l1_sessions + pool.prefix_cache_slots + tuned + FIRST_FREE_SLOT

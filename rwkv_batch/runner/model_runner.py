@@ -73,7 +73,8 @@ class ModelRunner:
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
         self._allocate_slots()
         try:
-            self.pool = StatePool(PipelineArena(self.pipeline), config.pool, wake)
+            self.arena = PipelineArena(self.pipeline)
+            self.pool = StatePool(self.arena, config.pool, wake)
         except DatabaseUnusable as error:
             raise StartupError(str(error)) from error
         self.steps_in_flight = self.limits.groups + self.overlaps

@@ -111,6 +111,7 @@ def row_of(
         session.num_tokens if num_tokens is None else num_tokens,
         session.created,
         session.updated if updated is None else updated,
+        session.origin,
     )
 
 

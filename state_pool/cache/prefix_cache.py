@@ -18,10 +18,13 @@ from state_pool.cache.tiers import Tiers
 from state_pool.codec import pack_tokens
 from state_pool.config import PoolConfig
 from state_pool.session_page import Tier
+from state_pool.tuned_state import NO_BASE
 
 MIN_TOKENS = KEY_TOKENS
 """Shortest prefix worth a state; also the part by which entries are looked up."""
 _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
+_BASES = 1 << 31
+"""From here on a number is no token id but says what was begun from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +46,17 @@ class _Entry:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids) // TOKEN_BYTES
+        return (len(self.ids) - _base_bytes(self.ids)) // TOKEN_BYTES
+
+
+def _packed(tokens: Sequence[int], base: int) -> bytes:
+    """Token ids behind what they were read from: prompts that begin from different states share nothing."""
+    return pack_tokens(tokens if base == NO_BASE else [_BASES + base, *tokens])
+
+
+def _base_bytes(ids: bytes) -> int:
+    """Bytes before the first token id. Packed little-endian."""
+    return TOKEN_BYTES if ids[TOKEN_BYTES - 1 : TOKEN_BYTES] >= b"\x80" else 0
 
 
 @dataclass(slots=True)
@@ -86,12 +99,12 @@ class PrefixCache:
         """(entries in slots, entries in host memory)."""
         return len(self._l1), len(self._l2)
 
-    def match(self, tokens: Sequence[int]) -> PrefixHit | None:
+    def match(self, tokens: Sequence[int], base: int = NO_BASE) -> PrefixHit | None:
         """The longest cached prefix that leaves at least one token to compute; its slot is pinned."""
         if not self._buckets or len(tokens) <= MIN_TOKENS:
             self.counters.misses += self.enabled
             return None
-        ids = pack_tokens(tokens)
+        ids = _packed(tokens, base)
         for entry in self._prefixes_of(ids):
             hit = self._take(entry)
             if hit is not None:
@@ -103,12 +116,12 @@ class PrefixCache:
         """The row no longer reads the slot."""
         self._tiers.unpin(hit.slot)
 
-    def observe(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """Remember a prompt, so that later ones are recognised as sharing its beginning."""
         if self.enabled and len(tokens) > MIN_TOKENS:
-            self._recent.add(pack_tokens(tokens))
+            self._recent.add(_packed(tokens, base))
 
-    def borders(self, tokens: Sequence[int], observed: bool) -> list[int]:
+    def borders(self, tokens: Sequence[int], observed: bool, base: int = NO_BASE) -> list[int]:
         """Where a prefill should pause because the state there is worth offering; at most one position.
 
         It is where this prompt parts from earlier ones: the place that would have saved them most tokens,
@@ -116,33 +129,33 @@ class PrefixCache:
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
-        ids = pack_tokens(tokens)
+        ids = _packed(tokens, base)
         shared = self._recent.shared_bytes(ids, observed)
         if not observed:
             self._recent.add(ids)
-        cached = self._longest(ids)
+        cached = max(self._longest(ids), _base_bytes(ids))
         gains = [((at - cached) * sum(other >= at for other in shared), at) for at in set(shared)]
         gain, at = max(gains, default=(0, 0))
         if gain <= 0 or at - cached < _KEY_BYTES:
             return []
         self._coming[ids[:at]] = None
         self._answers.clear()
-        return [at // TOKEN_BYTES]
+        return [(at - _base_bytes(ids)) // TOKEN_BYTES]
 
-    def awaits(self, tokens: Sequence[int]) -> bool:
+    def awaits(self, tokens: Sequence[int], base: int = NO_BASE) -> bool:
         """Whether a longer prefix of the prompt than is cached is being computed."""
         if not self._coming or len(tokens) <= MIN_TOKENS:
             return False
         answer = self._answers.get(id(tokens))
         if answer is None:
-            ids = pack_tokens(tokens)
+            ids = _packed(tokens, base)
             longest = max((len(coming) for coming in self._coming if ids.startswith(coming)), default=0)
             answer = self._answers[id(tokens)] = self._longest(ids) < longest < len(ids)
         return answer
 
-    def abandon(self, tokens: Sequence[int]) -> None:
+    def abandon(self, tokens: Sequence[int], base: int = NO_BASE) -> None:
         """The row that was computing this prefix has ended."""
-        self._coming.pop(pack_tokens(tokens), None)
+        self._coming.pop(_packed(tokens, base), None)
         self._answers.clear()
 
     def _prefixes_of(self, ids: bytes) -> list[_Entry]:
@@ -154,13 +167,13 @@ class PrefixCache:
         """Bytes of the longest cached proper prefix."""
         return next((len(entry.ids) for entry in self._prefixes_of(ids)), 0)
 
-    def offer(self, tokens: Sequence[int], slot: int) -> PrefixHit | None:
+    def offer(self, tokens: Sequence[int], slot: int, base: int = NO_BASE) -> PrefixHit | None:
         """Cache the state after `tokens`, which the caller's slot holds.
 
         The cache takes the slot over and pins it for the caller, who goes on reading it and writes
         elsewhere; None: refused, the slot stays the caller's.
         """
-        ids = pack_tokens(tokens)
+        ids = _packed(tokens, base)
         self._coming.pop(ids, None)
         self._answers.clear()
         if not self.enabled or len(tokens) < MIN_TOKENS or self._find(ids) is not None:

@@ -17,7 +17,7 @@ from state_pool.sessions import Session, SessionIndex
 
 
 class Evictable(Protocol):
-    """Another owner of slots that can give some back: the prefix cache."""
+    """Another owner of slots that can give some back: the prefix cache, the tuned states."""
 
     def oldest(self) -> float | None:
         """When the least recently used slot it could free was last used; None: it can free none."""
@@ -57,7 +57,7 @@ class Tiers:
         self.arena = arena
         self.slots = Slots(arena.num_slots)
         self.counters = TierCounters()
-        self.other: Evictable | None = None
+        self.others: list[Evictable] = []
         self._config = config
         self._index = index
         self._store = store
@@ -136,9 +136,10 @@ class Tiers:
         parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._may_leave(s)]
         # A state that somebody waits for goes too when he could not pin it: else it would block who could go on.
         unwanted = [s for s in parked if not s.readers] or ([] if self.can_pin else parked[-1:])
-        other = self.other.oldest() if self.other is not None else None
-        if self.other is not None and other is not None and (not unwanted or other <= unwanted[0].updated):
-            self.other.evict()
+        others = [(used, other) for other in self.others if (used := other.oldest()) is not None]
+        used, other = min(others, key=lambda found: found[0], default=(0.0, None))
+        if other is not None and (not unwanted or used <= unwanted[0].updated):
+            other.evict()
             return
         for session in unwanted:  # the oldest may have to wait for the disk; then another goes
             if self.demote(session):

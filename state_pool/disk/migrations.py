@@ -70,6 +70,10 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "sessions by their last turn, so that a page of the list is read without reading all of them",
         ("CREATE INDEX sessions_by_updated ON sessions(updated) WHERE hidden = 0",),
     ),
+    (
+        "the tuned state that a session began from: its name, and the digest of its numbers",
+        ("ALTER TABLE sessions ADD COLUMN origin_name TEXT", "ALTER TABLE sessions ADD COLUMN origin_digest TEXT"),
+    ),
 )
 """(name, statements), in order; the first is version 1. Never change one that was released: add another."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from state_pool.arena import HostState
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import SessionKey
+from state_pool.tuned_state import Origin
 
 Done = Callable[[Exception | None], None]
 """Called on the engine thread when a write was committed, or with why it was not."""
@@ -25,6 +26,8 @@ class SessionRow:
     """Tokens of all turns together, after `turn`."""
     created: float
     updated: float
+    origin: Origin | None = None
+    """The tuned state that the session began from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Loaded:
     """A session's state as it was stored, verified, with what to replay after it."""
 
     host: HostState | None
-    """None: no stored state applies; replay starts from the zero state."""
+    """None: no stored state applies; replay starts from what the session began from."""
     replay: list[int]
     bytes_read: int
 

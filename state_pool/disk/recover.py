@@ -97,9 +97,11 @@ def _numbers(source: sqlite3.Connection, table: str) -> Iterator[int]:
 def _copy(
     source: sqlite3.Connection, target: sqlite3.Connection, table: str, where: str, values: tuple[Any, ...]
 ) -> None:
-    for row in source.execute(f"SELECT * FROM {table} WHERE {where}", values):
+    found = source.execute(f"SELECT * FROM {table} WHERE {where}", values)
+    names = ", ".join(column[0] for column in found.description)  # an older file has fewer columns
+    for row in found:
         marks = ", ".join("?" * len(row))
-        target.execute(f"INSERT INTO {table} VALUES ({marks})", row)
+        target.execute(f"INSERT INTO {table}({names}) VALUES ({marks})", row)
 
 
 def _is_whole(target: sqlite3.Connection, row: int) -> bool:

@@ -17,8 +17,8 @@ from state_pool.sessions import ROOT, SessionKey
 def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
     """Insert a session, or move it on to a later turn; an earlier one changes nothing."""
     connection.execute(
-        "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
+        "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
+        "origin_name, origin_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
         "turn = excluded.turn, num_tokens = excluded.num_tokens, updated = excluded.updated, "
         "fingerprint = excluded.fingerprint WHERE excluded.turn > turn",
         (
@@ -31,6 +31,7 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint
             session.num_tokens,
             session.created,
             session.updated,
+            *(session.origin or (None, None)),
         ),
     )
     if session.key.dialogue > ROOT:

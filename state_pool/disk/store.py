@@ -15,6 +15,7 @@ from state_pool.disk.operations import Append, Checkpoint, Delete, Done, ListQue
 from state_pool.disk.reader import OnListed, OnLoaded, Reader
 from state_pool.disk.writer import Writer
 from state_pool.sessions import Session, SessionIndex, SessionKey
+from state_pool.tuned_state import Origin
 
 
 class CompletionQueue:
@@ -97,6 +98,7 @@ class Store:
             session = Session(stored.key, stored.row, stored.created, stored.updated)
             session.parent = by_row.get(stored.parent) if stored.parent is not None else None
             session.turn, session.num_tokens = stored.turn, stored.num_tokens
+            session.origin = stored.origin
             session.disk_turn, session.disk_tokens = disk_turn, disk_tokens
             session.unusable = quarantined
             by_row[stored.row] = session
@@ -188,15 +190,17 @@ class Store:
 def _stored_sessions(connection: sqlite3.Connection) -> list[tuple[SessionRow, int, int, str | None]]:
     rows = connection.execute(
         "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
-        "coalesce(t.turn, -1), coalesce(t.num_tokens, 0), s.quarantined "
+        "s.origin_name, s.origin_digest, coalesce(t.turn, -1), coalesce(t.num_tokens, 0), s.quarantined "
         "FROM sessions s LEFT JOIN states t ON t.session = s.id WHERE s.hidden = 0 ORDER BY s.id"
     )
-    return [
-        (
-            SessionRow(row, SessionKey(sid, dialogue), parent, turn, tokens, created, updated),
-            disk_turn,
-            disk_tokens,
-            bad,
+    found: list[tuple[SessionRow, int, int, str | None]] = []
+    for row, sid, dialogue, parent, turn, tokens, created, updated, name, digest, disk_turn, disk_tokens, bad in rows:
+        session = SessionRow(
+            row, SessionKey(sid, dialogue), parent, turn, tokens, created, updated, _origin(name, digest)
         )
-        for row, sid, dialogue, parent, turn, tokens, created, updated, disk_turn, disk_tokens, bad in rows
-    ]
+        found.append((session, disk_turn, disk_tokens, bad))
+    return found
+
+
+def _origin(name: str | None, digest: str | None) -> Origin | None:
+    return None if name is None or digest is None else Origin(name, digest)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
+from state_pool.cache.tuned_states import TunedStates
 from state_pool.disk.operations import Append, Checkpoint, Loaded
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import CompletionQueue, Store
@@ -34,7 +35,9 @@ class ImportExport:
         deliver: CompletionQueue,
         advance: Callable[[Session], None],
         delete_rows: Callable[[tuple[int, ...]], None],
+        tuned: TunedStates,
     ) -> None:
+        self._tuned = tuned
         self._advance = advance
         self._delete_rows = delete_rows
         self._index = index
@@ -75,9 +78,10 @@ class ImportExport:
         elif session.slot is not None:
             self._tiers.save(session.slot, arrived, leaves=False)
         elif self._store is not None:
-            self._store.load(session.row, lambda result: self._read(on_exported, num_tokens, result))
+            self._store.load(session.row, lambda result: self._read(session, on_exported, num_tokens, result))
 
-    def _read(self, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
+    def _read(self, session: Session, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
+        result = self._tuned.completed(session, result)
         if isinstance(result, Loaded):
             self._exported(on_exported, num_tokens, result.replay, {} if result.host is None else result.host.parts())
         else:

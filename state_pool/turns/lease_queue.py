@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 
 from state_pool.cache.tiers import Tiers
+from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Loaded, Quarantined
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
 from state_pool.disk.verify import Damaged
-from state_pool.errors import SessionUnusable
+from state_pool.errors import OtherOrigin, SessionUnusable
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
+from state_pool.tuned_state import TunedState
 
 _LOOK_AHEAD = 64
 """Waiting leases tried in one step, so that a long queue costs a step little."""
@@ -20,8 +22,11 @@ _LOOK_AHEAD = 64
 class LeaseQueue:
     """Owns the leases that wait for a state; those behind a turn of their session are not here yet."""
 
-    def __init__(self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None) -> None:
+    def __init__(
+        self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, tuned: TunedStates
+    ) -> None:
         self._config = config
+        self._tuned = tuned
         self._index = index
         self._tiers = tiers
         self._store = store
@@ -74,7 +79,9 @@ class LeaseQueue:
         if lease.state is not LeaseState.WAITING:
             return True
         if source is None or not source.exists:
-            lease.state = LeaseState.READY
+            return self._begin(lease)
+        if (error := other_origin(source, lease.tuned)) is not None:
+            lease.state, lease.error = LeaseState.FAILED, error
             return True
         if lease.tier is None:
             lease.tier = source.tier
@@ -85,6 +92,18 @@ class LeaseQueue:
         lease.pinned = lease.exists = True
         lease.read_slot, lease.replay = source.slot, list(source.replay)
         lease.num_tokens = source.num_tokens
+        lease.session.origin = source.origin
+        lease.state = LeaseState.READY
+        return True
+
+    def _begin(self, lease: Lease) -> bool:
+        """A new history: from the zero state, or from a tuned one as soon as a slot holds it."""
+        if lease.tuned is not None:
+            slot = self._tuned.pin(lease.tuned)
+            if slot is None:
+                return False
+            lease.pinned, lease.read_slot = True, slot
+        lease.session.origin = None if lease.tuned is None else lease.tuned.origin
         lease.state = LeaseState.READY
         return True
 
@@ -109,6 +128,7 @@ class LeaseQueue:
         session.loading = False
         if session.deleted or session.slot is not None or session.host is not None:
             return
+        result = self._tuned.completed(session, result)
         if isinstance(result, Loaded):
             self._tiers.receive(session, result)
             return
@@ -121,3 +141,15 @@ class LeaseQueue:
         self._index.refuse(session, reason)
         if self._store is not None:
             self._store.submit(Quarantined(session.row, reason), lambda _: None)
+
+
+def other_origin(session: Session, asked: TunedState | None) -> OtherOrigin | None:
+    """What to tell who asks for a tuned state that an existing session did not begin from."""
+    began = session.origin
+    if asked is None or (began is not None and began.digest == asked.origin.digest):
+        return None
+    what = "the empty state" if began is None else f"the tuned state {began.name!r} (digest {began.digest})"
+    return OtherOrigin(
+        f"session {session.key.shown!r} began with {what}, not with {asked.name!r}; leave `state` out to continue it, "
+        "or begin another session"
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
+from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete
@@ -24,16 +25,23 @@ from state_pool.sessions import (
     SessionKey,
     checked_key,
 )
-from state_pool.turns.lease_queue import LeaseQueue
+from state_pool.turns.lease_queue import LeaseQueue, other_origin
 
 
 class Turns:
     """Keeps each session's turns in order and makes them durable before they are part of it."""
 
     def __init__(
-        self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, deliver: CompletionQueue
+        self,
+        config: PoolConfig,
+        index: SessionIndex,
+        tiers: Tiers,
+        store: Store | None,
+        deliver: CompletionQueue,
+        tuned: TunedStates,
     ) -> None:
-        self.supply = LeaseQueue(config, index, tiers, store)
+        self.supply = LeaseQueue(config, index, tiers, store, tuned)
+        self._tuned = tuned
         self._config = config
         self._index = index
         self._tiers = tiers
@@ -63,10 +71,11 @@ class Turns:
 
     # -- checkout --------------------------------------------------------------------------------------
 
-    def checkout(self, session_id: str, wait: bool) -> Lease:
+    def checkout(self, session_id: str, wait: bool, state: str = "") -> Lease:
         """A turn that continues the plain session; see `StatePool.checkout`, also for what it raises."""
         key = checked_key(session_id)
         session = self._index.get(key)
+        self._check_origin(session, state)
         if session is None:
             self._refuse_when_full()
             now = time.time()
@@ -76,12 +85,19 @@ class Turns:
             raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
-        lease = Lease(session, session)
+        lease = Lease(session, session, tuned=self._tuned.hold(state) if state else None)
         session.queue.append(lease)
         self.advance(session)
         return lease
 
-    def checkout_branch(self, session_id: str, parent: int) -> Lease:
+    def _check_origin(self, session: Session | None, state: str) -> None:
+        """Raises StateNotFound, or OtherOrigin for an existing session that did not begin from that state."""
+        asked = self._tuned.get(state) if state else None
+        error = other_origin(session, asked) if session is not None and session.exists else None
+        if error is not None:
+            raise error
+
+    def checkout_branch(self, session_id: str, parent: int, state: str = "") -> Lease:
         """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`, also for what it raises."""
         checked_key(session_id)
         source = None
@@ -91,11 +107,12 @@ class Turns:
                 raise SessionNotFound(f"session {session_id!r} has no dialogue {parent}; 0 is its empty root")
             if source.unusable is not None:
                 raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")
+        self._check_origin(source, state)
         self._refuse_when_full()
         now = time.time()
         # Its number is only known when the turn is recorded: several branches may run at once.
         dialogue = Session(SessionKey(session_id, ROOT), self._row(), now, now, parent=source)
-        lease = Lease(dialogue, source, branch=True)
+        lease = Lease(dialogue, source, branch=True, tuned=self._tuned.hold(state) if state else None)
         dialogue.active = lease
         self._branches[lease] = None
         self.supply.want(lease)
@@ -203,6 +220,9 @@ class Turns:
         if lease.pinned:
             self._tiers.unpin(lease.read_slot)
             lease.pinned = False
+        if lease.tuned is not None:
+            self._tuned.let_go(lease.tuned)
+            lease.tuned = None
         if lease.state is not LeaseState.FAILED:
             lease.state = LeaseState.DONE
 

@@ -1,0 +1,88 @@
+"""Files of named tensors, opened and never run: `.pth` (a dict, `weights_only`) and `.safetensors`."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PTH, SAFETENSORS = ".pth", ".safetensors"
+
+
+class FileError(ValueError):
+    """A file of tensors cannot be read; the message names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a file is wanted for, in the words of its failures."""
+
+    what: str = "model file"
+    folder: str = "model path"
+    content: str = "RWKV-7 weights"
+    remedy: str = "give --model-path"
+    suffixes: tuple[str, ...] = (PTH, SAFETENSORS)
+    """Names that are taken; the first bytes say which of the two formats a file has."""
+
+
+MODEL = Kind()
+
+
+def read_tensors(path: Path, kind: Kind = MODEL) -> Mapping[str, Tensor]:
+    """Tensors by name, mapped from the file: not to be written to. Raises FileError, naming the file and the remedy."""
+    if not path.exists():
+        raise FileError(f"{kind.what} {path} does not exist; {kind.remedy} a .pth or .safetensors file")
+    if path.is_dir():
+        raise FileError(f"{kind.folder} {path} is a folder; {kind.remedy} the .pth or .safetensors file in it")
+    if path.suffix not in kind.suffixes:
+        raise FileError(f"{kind.what} {path} ends in {path.suffix!r}; {kind.content} come as .pth or .safetensors")
+    try:
+        with path.open("rb"):
+            pass
+        loaded = _read_safetensors(path) if _is_safetensors(path) else _read_pth(path, kind)
+    except PermissionError as error:
+        raise FileError(f"{kind.what} {path} may not be read ({error.strerror}); check its permissions") from error
+    except FileError:
+        raise
+    except Exception as error:  # a damaged file makes the parsers raise almost anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FileError(f"{kind.what} {path} is damaged or not a weight file ({reason}); fetch it again") from error
+    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
+        raise FileError(f"{kind.what} {path} is not a dict of tensors; give the weights themselves, not a checkpoint")
+    return loaded
+
+
+def _is_safetensors(path: Path) -> bool:
+    return path.suffix == SAFETENSORS or (path.suffix != PTH and not zipfile.is_zipfile(path))
+
+
+def _read_pth(path: Path, kind: Kind) -> Any:
+    if not zipfile.is_zipfile(path):
+        raise FileError(
+            f"{kind.what} {path} is not a zip-format .pth (truncated, or saved by torch < 1.6); fetch it again"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The texts in a safetensors file's header; none for other files, and for those that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file() or not _is_safetensors(path):
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}

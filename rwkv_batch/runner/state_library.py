@@ -1,0 +1,240 @@
+"""Tuned states from files into the pool: at start those of --state and those kept from before, later as asked.
+
+What a request brings is kept in a folder beside the session database, since sessions that began from a state may have
+to be rebuilt from it. Files are read and written on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from rwkv_batch.calls import AddState, Reply, StateInfo
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.file_thread import FileThread
+from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
+from rwkv_batch.model.tensor_files import FileError
+from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
+from rwkv_batch.model.weights import ModelShape
+from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
+from state_pool.errors import PoolError
+from state_pool.pool import StatePool
+from state_pool.tuned_state import Origin
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a state: it is part of model names and of file names."""
+_KEPT = ".safetensors"
+
+
+class StateLibrary:
+    """What is loaded, by name. Engine thread, but for reading and writing."""
+
+    def __init__(
+        self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
+    ) -> None:
+        """`put` runs a command on the engine's thread, or says that it takes none; `refusal` says why."""
+        self._config = config
+        self._put = put
+        self._refusal = refusal
+        self._thread = FileThread("state-files", refusal, _as_service_error)
+        self._folder = Path(f"{config.pool.state_db}.states") if config.pool.state_db else None
+        self._infos: dict[str, StateInfo] = {}
+
+    def open(self, pool: StatePool, arena: PipelineArena, shape: ModelShape) -> None:
+        """Load what --state names and what was kept. Raises StartupError for a state of --state that cannot be had."""
+        self._pool, self._arena, self._shape = pool, arena, shape
+        for entry in self._config.states:
+            name, _, file = entry.partition("=")
+            try:
+                self._load_at_start(name, Path(file), is_kept=False)
+            except (FileError, PoolError) as error:
+                raise StartupError(f"--state {entry}: {error}") from error
+        kept = sorted(self._folder.glob(f"*{_KEPT}")) if self._folder is not None else []
+        for path in kept:
+            if not NAME.fullmatch(path.stem):  # half written when the process before ended
+                path.unlink()
+                continue
+            if path.stem in self._infos:
+                logger.warning("--state %s stands in for the state of that name that was kept in %s", path.stem, path)
+                continue
+            try:
+                self._load_at_start(path.stem, path, is_kept=True)
+            except (FileError, PoolError) as error:
+                logger.error("the tuned state %s that was kept cannot be used: %s", path.stem, error)
+                self._infos[path.stem] = StateInfo(name=path.stem, file=str(path), is_kept=True, error=str(error))
+
+    def _load_at_start(self, name: str, path: Path, is_kept: bool) -> None:
+        state, host = self._read(path, AUTO)
+        self._enter(name, state, host, str(path), is_kept)
+
+    def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
+        """Any thread. Raises FileError."""
+        state = read_tuned_state(path, self._shape, orientation)
+        try:
+            return state, self._arena.tuned_state(state.wkv)
+        except ValueError as error:
+            raise FileError(f"state file {path}: {error}") from error
+
+    def _enter(self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool) -> StateInfo:
+        """Raises PoolError."""
+        self._pool.tuned.add(Origin(name, state.digest), host)
+        logger.info("tuned state %s (%s): matrices taken as %s, %s", name, file, state.orientation, state.reason)
+        info = self._infos[name] = StateInfo(
+            name=name,
+            digest=state.digest,
+            file=file,
+            orientation=state.orientation,
+            orientation_reason=state.reason,
+            created=int(time.time()),
+            bytes=self._arena.state_bytes,
+            is_kept=is_kept,
+        )
+        return info
+
+    # Calls ---------------------------------------------------------------------------------------------------
+
+    def list(self) -> list[StateInfo]:
+        """What is loaded, and what is kept and cannot be used."""
+        in_slots = {name for name in self._pool.tuned.names if self._pool.tuned.get(name).slot is not None}
+        return [msgspec.structs.replace(info, in_slot=name in in_slots) for name, info in self._infos.items()]
+
+    def add(self, call: AddState, reply: Reply[StateInfo]) -> None:
+        """Read, keep and enter a state; replies when requests may name it."""
+        try:
+            _check(call)
+            self._pool.tuned.check_new(call.name)
+            path = self._within_models(call.file) if call.file else None
+        except (PoolError, ServiceError) as error:
+            reply(_as_service_error(error))
+            return
+        half = None if self._folder is None else self._folder / f".{uuid.uuid4().hex}{_KEPT}"
+
+        def read() -> tuple[TunedTensor, HostTensors]:
+            with contextlib.ExitStack() as stack:
+                source = path or stack.enter_context(_as_file(call.content, self._folder))
+                try:
+                    state, host = self._read(source, call.orientation)
+                except FileError as error:  # of a file that was sent, the name is nobody's business
+                    raise FileError(str(error).replace(str(source), call.file or "that was sent")) from error
+            if half is not None:
+                _write(half, state, {"file": call.file})
+            return state, host
+
+        def was_read(found: tuple[TunedTensor, HostTensors]) -> None:
+            if not self._put(lambda: self._finish(call, reply, half, *found)):
+                _unlink(half)
+                reply(self._refusal())
+
+        self._thread.run(reply, read, was_read)
+
+    def _finish(
+        self, call: AddState, reply: Reply[StateInfo], half: Path | None, state: TunedTensor, host: HostTensors
+    ) -> None:
+        """Engine thread: the state is read and written; from here on it is there."""
+        try:
+            info = self._enter(call.name, state, host, call.file or "sent", half is not None)
+        except PoolError as error:
+            _unlink(half)
+            reply(_as_service_error(error))
+            return
+        if half is not None:
+            half.replace(half.with_name(f"{call.name}{_KEPT}"))
+        reply(info)
+
+    def remove(self, name: str) -> StateInfo:
+        """Forget a state, here and on disk. Raises ServiceError."""
+        info = self._infos.get(name)
+        try:
+            if info is None or not info.error:
+                self._pool.tuned.remove(name)
+        except PoolError as error:
+            raise as_service_error(error) from error
+        if self._folder is not None:
+            _unlink(self._folder / f"{name}{_KEPT}")
+        del self._infos[name]
+        assert info is not None, "what the pool has is listed"
+        return info
+
+    def close(self) -> None:
+        """Begin to read nothing more."""
+        self._thread.close()
+
+    def _within_models(self, file: str) -> Path:
+        """The path of a file that a request names. Raises ServiceError unless it is within --models-dir."""
+        if not self._config.models_dir:
+            raise _invalid("file", "no folder is open to requests; start with --models-dir, or send the file", file)
+        folder = Path(self._config.models_dir).resolve()
+        try:
+            path = (folder / file).resolve()
+        except (OSError, ValueError, RuntimeError):  # a null byte, a circle of links
+            path = folder
+        if path == folder or not path.is_relative_to(folder):
+            raise _invalid("file", "must be the path of a file within --models-dir", file)
+        return path
+
+
+@contextlib.contextmanager
+def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
+    """A file's bytes as a file, for as long as it is read."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(suffix=".state", dir=folder) as file:
+        file.write(content)
+        file.flush()
+        yield Path(file.name)
+
+
+def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_tuned_state(path, state, about)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except BaseException:
+        _unlink(path)
+        raise
+
+
+def _unlink(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def _check(call: AddState) -> None:
+    """Raises ServiceError for a name or an orientation that there cannot be."""
+    if not NAME.fullmatch(call.name):
+        raise _invalid(
+            "name", "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first", call.name
+        )
+    if call.orientation not in (AUTO, VALUE_KEY, KEY_VALUE):
+        raise _invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)
+    if bool(call.file) == bool(call.content):
+        raise _invalid("file", "must be given, as a path within --models-dir or as a file that is sent", call.file)
+
+
+def _invalid(field: str, message: str, given: object) -> ServiceError:
+    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
+
+
+def _as_service_error(error: Exception) -> ServiceError:
+    """What loading a state ended with; a fault of ours is logged and told as one."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, FileError):
+        return ServiceError(ErrorKind.INVALID_FIELD, f"file: {error}", field="file")
+    if isinstance(error, PoolError):
+        return as_service_error(error)
+    logger.error("a tuned state could not be loaded", exc_info=error)
+    return ServiceError(ErrorKind.INTERNAL, f"the tuned state could not be loaded: {type(error).__name__}: {error}")

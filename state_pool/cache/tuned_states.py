@@ -1,0 +1,154 @@
+"""Tuned states by name: kept in host memory, in a slot of their own while rows begin from them. Engine thread only."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from state_pool.arena import HostState
+from state_pool.cache.tiers import Tiers
+from state_pool.config import PoolConfig
+from state_pool.disk.operations import Loaded
+from state_pool.disk.reader import LoadResult
+from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound
+from state_pool.sessions import Session
+from state_pool.tuned_state import NO_BASE, Origin, TunedState
+
+
+class TunedStates:
+    """Owns the states and their slots. A state that was removed serves on for those who were admitted before."""
+
+    def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
+        self._tiers = tiers
+        self._config = config
+        self._by_name: dict[str, TunedState] = {}
+        self._leaving: list[TunedState] = []
+        """Removed, with rows that have still to begin from them."""
+        self._last_number = NO_BASE
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they were added."""
+        return list(self._by_name)
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots that the states own."""
+        return [state.slot for state in (*self._by_name.values(), *self._leaving) if state.slot is not None]
+
+    def check_new(self, name: str) -> None:
+        """Raises NameTaken or PoolFull if no state of that name could be added."""
+        if name in self._by_name:
+            raise NameTaken(f"there is a tuned state {name!r} already; delete it first, or choose another name")
+        if len(self._by_name) >= self._config.max_states:
+            raise PoolFull(
+                f"{len(self._by_name)} tuned states are loaded, the limit is {self._config.max_states} (--max-states); "
+                "delete some"
+            )
+
+    def add(self, origin: Origin, host: HostState) -> TunedState:
+        """Take a state in. Raises NameTaken or PoolFull."""
+        self.check_new(origin.name)
+        self._last_number += 1
+        state = self._by_name[origin.name] = TunedState(origin, host, self._last_number)
+        return state
+
+    def remove(self, name: str) -> None:
+        """Forget a state; who was admitted with it still begins from it. Raises StateNotFound."""
+        state = self.get(name)
+        del self._by_name[name]
+        state.removed = True
+        if state.waiting:
+            self._leaving.append(state)
+        else:
+            self._drop_slot(state)
+
+    def get(self, name: str) -> TunedState:
+        """The state of that name. Raises StateNotFound, with the names that there are."""
+        found = self._by_name.get(name)
+        if found is None:
+            names = ", ".join(map(repr, self._by_name)) or "none"
+            raise StateNotFound(f"no tuned state {name!r} is loaded (loaded: {names}); see GET /v1/states")
+        return found
+
+    def hold(self, name: str) -> TunedState:
+        """The state of that name for a row that will begin from it; `let_go` of it then. Raises StateNotFound."""
+        state = self.get(name)
+        state.waiting += 1
+        return state
+
+    def let_go(self, state: TunedState) -> None:
+        """The row has begun, or ended."""
+        state.waiting -= 1
+        if state.removed and not state.waiting:
+            self._leaving.remove(state)
+            self._drop_slot(state)
+
+    def pin(self, state: TunedState) -> int | None:
+        """Its slot, pinned for a reader; None: there is no slot to be had yet, ask again at a later step."""
+        if state.slot is None and (not self._tiers.can_pin or not self._bring(state)):
+            return None
+        assert state.slot is not None
+        if not self._tiers.pin(state.slot):
+            return None
+        state.used = time.time()
+        return state.slot
+
+    def completed(self, session: Session, result: LoadResult) -> LoadResult:
+        """What was read of a session; where that goes back to its beginning, with the tuned state it began from."""
+        if not isinstance(result, Loaded) or result.host is not None or session.origin is None:
+            return result
+        wanted = session.origin
+        found = next((state for state in self._by_name.values() if state.origin.digest == wanted.digest), None)
+        if found is None:
+            return SessionUnusable(
+                f"it began with the tuned state {wanted.name!r} (digest {wanted.digest}), which is not loaded, and is "
+                "rebuilt from its tokens; load that state again (--state, POST /v1/states), or delete the session"
+            )
+        return dataclasses.replace(result, host=found.host)
+
+    # -- evictable, for the tiers ----------------------------------------------------------------------
+
+    def oldest(self) -> float | None:
+        """See `Evictable.oldest`."""
+        state = self._oldest_idle()
+        return None if state is None else state.used
+
+    def evict(self) -> None:
+        """See `Evictable.evict`: host memory has it, so the slot is free at once."""
+        state = self._oldest_idle()
+        if state is not None:
+            self._drop_slot(state)
+
+    def trim(self) -> None:
+        """Bring the slots back to their number."""
+        if len(self.slots) > self._config.state_slots:
+            self.evict()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._by_name, self._leaving = {}, []
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _bring(self, state: TunedState) -> bool:
+        """Begin to copy it to a slot; rows may be scheduled at once. False: none is free yet."""
+        state.slot = self._tiers.load(state.host)
+        return state.slot is not None
+
+    def _oldest_idle(self) -> TunedState | None:
+        slots = self._tiers.slots
+        idle = [
+            state
+            for state in (*self._by_name.values(), *self._leaving)
+            if state.slot is not None and slots.holders(state.slot) == 1
+        ]
+        return min(idle, key=lambda state: state.used, default=None)
+
+    def _drop_slot(self, state: TunedState) -> None:
+        if state.slot is not None:
+            self._tiers.slots.drop(state.slot)
+            state.slot = None

@@ -1,0 +1,328 @@
+"""Tuned states through the engine: rows and sessions that begin from them, beside all others."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from demo.random_weights import write_random_model
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
+from rwkv_batch.request import GenerateRequest
+from state_pool.config import PoolConfig
+from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
+from test.model.test_model import oracle
+from test.state_files import random_state, write_state
+
+NAMES = ("pirate", "poet", "clerk")
+SYSTEM = (
+    "A long beginning that every prompt of this kind has in common, word for word, so that it is worth a state. " * 2
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("states")
+    for seed, name in enumerate(NAMES):
+        write_state(folder / f"{name}.pth", random_state(seed))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return tiny_model(folder)
+
+
+@contextlib.contextmanager
+def engine_with_states(model: Path, db: str = "", **fields: object) -> Iterator[Engine]:
+    states = tuple(f"{name}={model.parent / name}.pth" for name in NAMES)
+    pool = PoolConfig(**{"state_db": db, "l1_sessions": 4, "l2_sessions": 4, **fields.pop("pool", {})})  # type: ignore[dict-item]
+    with started_engine(model, pool, **{"states": states, "models_dir": str(model.parent), **fields}) as engine:
+        yield engine
+        assert engine.machine.pool.check_integrity() == []
+
+
+@pytest.fixture(scope="module", params=["plain", "overlapped"])
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    db = str(tmp_path_factory.mktemp("db") / "s.db")
+    with engine_with_states(model, db, overlap_on_cpu=request.param == "overlapped") as engine:
+        yield engine
+
+
+def test_rows_go_on_from_the_state_as_the_reference_does(model: Path, engine: Engine) -> None:
+    path = write_random_model(model.with_suffix(".pth"), layers=3, width=128)
+    reference = oracle(path)
+    ids = TOKENIZER.encode("Once upon a time")
+    for seed, name in enumerate(NAMES):
+        _, state = reference.forward([0], None)
+        for layer, wkv in enumerate(random_state(seed)):
+            state[3 * layer].zero_(), state[3 * layer + 2].zero_()
+            state[3 * layer + 1] = wkv.clone()
+        logits, state = reference.forward(list(ids), state)
+        expected: list[int] = []
+        for _ in range(8):
+            expected.append(int(torch.as_tensor(logits).argmax()))
+            logits, state = reference.forward([expected[-1]], state)
+        text = run(engine, ask(ids, state=name, max_tokens=8, ignore_eos=True)).texts[0]
+        assert text == b"".join(TOKENIZER.byte_table[token] for token in expected)
+
+
+def mixed_rows(prefix: str, count: int) -> list[GenerateRequest]:
+    """Rows of all kinds, prompts of all lengths, shared beginnings among them."""
+    rows = []
+    for i in range(count):
+        name = (*NAMES, "")[i % 4]
+        prompt = (SYSTEM if i % 3 == 0 else "") + f"{prefix} {i}"
+        rows.append(ask(prompt, state=name, max_tokens=4 + i % 9, ignore_eos=True))
+    return rows
+
+
+def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
+    rows = mixed_rows("row", 48)
+    turns = [
+        turn(f"many-{i}", f"turn {i}", state=(*NAMES, "")[i % 4], max_tokens=6, ignore_eos=True) for i in range(16)
+    ]
+    together = [submit(engine, row) for row in turns] + [submit(engine, *rows[at : at + 12]) for at in range(0, 48, 12)]
+    texts = [text for job in together for text in job.wait().all_texts]
+    assert all(job.refusal is None for job in together)
+    alone = [
+        run(
+            engine, ask(row.prompt, state=row.state, max_tokens=row.max_tokens, ignore_eos=True, use_prefix_cache=False)
+        )
+        for row in [*turns, *rows]
+    ]
+    assert texts == [job.texts[0] for job in alone]
+    assert len(set(texts)) > 40
+
+
+def test_continuations_share_one_reading_of_the_state(engine: Engine) -> None:
+    several = run(engine, ask("Tell me", state="poet", n=3, max_tokens=6, ignore_eos=True))
+    one_token = run(engine, ask("a", state="poet", n=3, max_tokens=6, ignore_eos=True))
+    for found, prompt in ((several, "Tell me"), (one_token, "a")):
+        assert set(found.all_texts) == {run(engine, ask(prompt, state="poet", max_tokens=6, ignore_eos=True)).texts[0]}
+
+
+def test_a_prefix_is_shared_among_rows_of_one_state_only(engine: Engine) -> None:
+    for name in ("pirate", "poet", ""):
+        first = [run(engine, ask(f"{SYSTEM}{i}", state=name, ignore_eos=True)) for i in range(3)]
+        assert first[0].finishes[0].cached_tokens == 0
+        assert first[2].finishes[0].cached_tokens > 32
+        for i, job in enumerate(first):
+            fresh = run(engine, ask(f"{SYSTEM}{i}", state=name, ignore_eos=True, use_prefix_cache=False))
+            assert job.texts == fresh.texts
+
+
+def told(prompts: list[str], answers: list[bytes]) -> list[int]:
+    """The token ids of a conversation up to the last prompt."""
+    ids: list[int] = []
+    for i, prompt in enumerate(prompts):
+        ids += TOKENIZER.encode(prompt)
+        ids += TOKENIZER.encode_bytes(answers[i]) if i < len(answers) else []
+    return ids
+
+
+def test_a_session_goes_on_from_the_state_it_began_with(engine: Engine) -> None:
+    first = run(engine, turn("s", "hello", state="clerk", max_tokens=1, ignore_eos=True))
+    second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
+    ids = told(["hello", " again"], [first.texts[0]])
+    whole = run(engine, ask(ids, state="clerk", max_tokens=6, ignore_eos=True))
+    assert second.texts == whole.texts
+    assert second.texts != run(engine, ask(ids, max_tokens=6, ignore_eos=True)).texts
+    assert run(engine, turn("s", " once more", state="clerk")).refusal is None
+
+
+def test_a_stop_is_taken_back_to_the_state(engine: Engine) -> None:
+    """A turn whose first token is a stop is read anew, from the tuned state and not from zero."""
+    free = run(engine, ask("stop", state="poet", max_tokens=8, ignore_eos=True)).texts[0]
+    stop = free[:2]
+    first = run(engine, turn("stops", "stop", state="poet", max_tokens=8, ignore_eos=True, stop_strings=[stop]))
+    assert first.texts[0] == b""
+    after = run(engine, turn("stops", " next", max_tokens=6, ignore_eos=True)).texts[0]
+    whole = TOKENIZER.encode("stop") + TOKENIZER.encode(" next")
+    assert after == run(engine, ask(whole, state="poet", max_tokens=6, ignore_eos=True)).texts[0]
+
+
+def test_dialogues_begin_from_the_state(engine: Engine) -> None:
+    root = run(engine, turn("tree", "one", branch_from=0, state="poet", max_tokens=6, ignore_eos=True))
+    assert root.texts == run(engine, ask("one", state="poet", max_tokens=6, ignore_eos=True)).texts
+    child = turn("tree", " two", branch_from=root.finishes[0].dialogue_idx, state="pirate")
+    with pytest.raises(ServiceError, match="began with the tuned state 'poet'"):
+        run(engine, child)
+
+
+def test_another_state_than_the_session_began_with_is_refused(engine: Engine) -> None:
+    run(engine, turn("plain", "hello"))
+    run(engine, turn("tuned", "hello", state="poet"))
+    for session, state, why in (("plain", "poet", "the empty state"), ("tuned", "pirate", "the tuned state 'poet'")):
+        with pytest.raises(ServiceError, match=why) as refused:
+            run(engine, turn(session, " more", state=state))
+        assert refused.value.info.kind is ErrorKind.INVALID_FIELD and refused.value.info.field == "state"
+
+
+def test_a_second_turn_that_waits_is_judged_by_what_the_first_began(engine: Engine) -> None:
+    first = submit(engine, turn("race", "one", state="poet", max_tokens=12, ignore_eos=True))
+    second = submit(engine, turn("race", " two", state="pirate", max_tokens=12))
+    first.wait(), second.wait()
+    error = second.finishes[0].error
+    assert error is not None and error.field == "state" and "'poet'" in error.message
+    assert run(engine, turn("race", " three")).finishes[0].error is None
+
+
+def test_an_unknown_state_is_named_with_those_there_are(engine: Engine) -> None:
+    for row in (ask("hello", state="nobody"), turn("unknown", "hello", state="nobody")):
+        with pytest.raises(ServiceError, match=r"'nobody'.*'pirate', 'poet', 'clerk'") as refused:
+            run(engine, ask("good"), row) if row.session is None else run(engine, row)
+        assert refused.value.info.kind is ErrorKind.STATE_NOT_FOUND and refused.value.info.field == "state"
+
+
+def rebuilt_from_the_log(db: Path) -> None:
+    """As after a crash before any state was stored."""
+    with contextlib.closing(sqlite3.connect(db)) as connection, connection:
+        connection.execute("DELETE FROM states")
+
+
+@pytest.mark.parametrize("rebuilt", [False, True], ids=["from its state", "from its tokens"])
+def test_a_session_survives_a_restart(model: Path, tmp_path: Path, rebuilt: bool) -> None:
+    db = tmp_path / "s.db"
+    options = {"pool": {"retain_tokens": -1}}
+    with engine_with_states(model, str(db), **options) as engine:
+        first = run(engine, turn("s", "hello", state="poet", max_tokens=1, ignore_eos=True))
+        branch = run(engine, turn("d", "hello", branch_from=0, state="pirate", max_tokens=1, ignore_eos=True))
+        run(engine, turn("d", " x", branch_from=1, max_tokens=1))
+    if rebuilt:
+        rebuilt_from_the_log(db)
+    ids = told(["hello", " again"], [first.texts[0]])
+    with engine_with_states(model, str(db), **options) as engine:
+        second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
+        assert second.texts == run(engine, ask(ids, state="poet", max_tokens=6, ignore_eos=True)).texts
+        again = run(engine, turn("d", " again", branch_from=1, max_tokens=6, ignore_eos=True))
+        ids = told(["hello", " again"], [branch.texts[0]])
+        assert again.texts == run(engine, ask(ids, state="pirate", max_tokens=6, ignore_eos=True)).texts
+        with pytest.raises(ServiceError, match="began with the tuned state 'poet'"):
+            run(engine, turn("s", " more", state="pirate"))
+
+
+def test_a_state_that_is_missing_when_a_session_is_rebuilt_is_named(model: Path, tmp_path: Path) -> None:
+    db = tmp_path / "s.db"
+    with engine_with_states(model, str(db), pool={"retain_tokens": -1}) as engine:
+        first = run(engine, turn("s", "hello", state="poet", max_tokens=1, ignore_eos=True))
+    rebuilt_from_the_log(db)
+    with engine_with_states(model, str(db), states=()) as engine:
+        with pytest.raises(ServiceError, match="tuned state 'poet'") as refused:
+            _raise_row_error(engine, turn("s", " again"))
+        assert refused.value.info.kind is ErrorKind.SESSION_UNUSABLE
+        # The same numbers under another name will do, and the session is not given up meanwhile.
+        call(engine, "state_add", name="other-name", file="poet.pth")
+        second = run(engine, turn("s", " again", max_tokens=6, ignore_eos=True))
+        ids = told(["hello", " again"], [first.texts[0]])
+        assert second.texts == run(engine, ask(ids, state="other-name", max_tokens=6, ignore_eos=True)).texts
+
+
+def _raise_row_error(engine: Engine, row: GenerateRequest) -> None:
+    error = run(engine, row).finishes[0].error
+    if error is not None:
+        raise ServiceError.from_info(error)
+
+
+def test_an_exported_session_that_lies_in_the_log_has_its_state(model: Path, tmp_path: Path) -> None:
+    db = tmp_path / "s.db"
+    with engine_with_states(model, str(db), pool={"retain_tokens": -1}) as engine:
+        run(engine, turn("s", "hello", state="poet", max_tokens=1, ignore_eos=True))
+    rebuilt_from_the_log(db)
+    with engine_with_states(model, str(db), pool={"retain_tokens": -1}) as engine:
+        call(engine, "session_import", session_id="copy", content=call(engine, "session_export", session_id="s"))
+        texts = {run(engine, turn(name, " again", ignore_eos=True)).texts[0] for name in ("s", "copy")}
+        assert len(texts) == 1
+
+
+def test_states_share_few_slots(model: Path, tmp_path: Path) -> None:
+    """Fewer slots than states, and rows enough to want every slot: all are served, and right."""
+    pool = {"state_slots": 1, "prefix_cache_slots": 1, "l1_sessions": 1}
+    with engine_with_states(model, str(tmp_path / "s.db"), pool=pool, max_running=4) as engine:
+        rows = mixed_rows("few", 24)
+        turns = [turn(f"few-{i}", "hi", state=NAMES[i % 3], max_tokens=5, ignore_eos=True) for i in range(9)]
+        jobs = [submit(engine, row) for row in [*turns, *rows]]
+        texts = [job.wait().texts[0] for job in jobs]
+        alone = [
+            run(engine, ask(r.prompt, state=r.state, max_tokens=r.max_tokens, ignore_eos=True)) for r in [*turns, *rows]
+        ]
+        assert texts == [job.texts[0] for job in alone]
+
+
+def test_states_come_and_go_while_rows_run(model: Path, tmp_path: Path) -> None:
+    with engine_with_states(model, str(tmp_path / "s.db"), max_running=2) as engine:
+        expected = run(engine, ask("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0]
+        jobs = [submit(engine, ask("go", state="poet", max_tokens=10, ignore_eos=True)) for _ in range(8)]
+        removed = call(engine, "state_remove", name="poet")
+        assert removed.name == "poet" and removed.orientation == "value_key"
+        assert {job.wait().texts[0] for job in jobs} == {expected}
+        with pytest.raises(ServiceError, match="no tuned state 'poet'"):
+            run(engine, ask("go", state="poet"))
+        with pytest.raises(ServiceError, match="no tuned state 'poet'"):
+            call(engine, "state_remove", name="poet")
+        call(engine, "state_add", name="poet", file="poet.pth")
+        assert run(engine, ask("go", state="poet", max_tokens=10, ignore_eos=True)).texts[0] == expected
+
+
+def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp_path: Path) -> None:
+    db = str(tmp_path / "s.db")
+    with engine_with_states(model, db, states=()) as engine:
+        info = call(engine, "state_add", name="sent", content=(model.parent / "poet.pth").read_bytes())
+        assert info.is_kept and info.file == "sent" and info.digest
+        call(engine, "state_add", name="gone", file="clerk.pth")
+        call(engine, "state_remove", name="gone")
+        text = run(engine, ask("go", state="sent", ignore_eos=True)).texts[0]
+    (tmp_path / "s.db.states" / ".half.safetensors").write_bytes(b"half")
+    with engine_with_states(model, db, states=()) as engine:
+        assert [info.name for info in call(engine, "state_list")] == ["sent"]
+        assert run(engine, ask("go", state="sent", ignore_eos=True)).texts[0] == text
+    assert [path.name for path in (tmp_path / "s.db.states").iterdir()] == ["sent.safetensors"]
+    other = write_random_model(tmp_path / "other.pth", layers=2, width=128)
+    with started_engine(other, PoolConfig(state_db=db)) as engine:
+        (kept,) = call(engine, "state_list")
+        assert "the model has 2" in kept.error and kept.name == "sent"
+        call(engine, "state_remove", name="sent")
+        assert call(engine, "state_list") == [] and list((tmp_path / "s.db.states").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "why"),
+    [
+        ({"name": "poet", "file": "poet.pth"}, ErrorKind.NAME_TAKEN, "there is a tuned state 'poet' already"),
+        ({"name": "a/b", "file": "poet.pth"}, ErrorKind.INVALID_FIELD, "name: must be"),
+        ({"name": "..", "file": "poet.pth"}, ErrorKind.INVALID_FIELD, "name: must be"),
+        ({"name": "x", "file": "../x.pth"}, ErrorKind.INVALID_FIELD, "within --models-dir"),
+        ({"name": "x", "file": "/etc/passwd"}, ErrorKind.INVALID_FIELD, "within --models-dir"),
+        ({"name": "x", "file": "a\0b"}, ErrorKind.INVALID_FIELD, "within --models-dir"),
+        ({"name": "x", "file": "none.pth"}, ErrorKind.INVALID_FIELD, "does not exist"),
+        ({"name": "x", "file": "tiny.safetensors"}, ErrorKind.INVALID_FIELD, "no 'blocks.N.att.time_state'"),
+        ({"name": "x", "file": "poet.pth", "orientation": "up"}, ErrorKind.INVALID_FIELD, "orientation: must be"),
+        ({"name": "x"}, ErrorKind.INVALID_FIELD, "file: must be given"),
+        ({"name": "x", "content": b"nonsense"}, ErrorKind.INVALID_FIELD, "state file that was sent"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_loaded(engine: Engine, fields: dict[str, str], kind: ErrorKind, why: str) -> None:
+    before = [info.name for info in call(engine, "state_list")]
+    with pytest.raises(ServiceError) as refused:
+        call(engine, "state_add", **fields)
+    assert refused.value.info.kind is kind and why in refused.value.info.message
+    assert [info.name for info in call(engine, "state_list")] == before
+
+
+def test_too_many_states(model: Path, tmp_path: Path) -> None:
+    with engine_with_states(model, pool={"max_states": 3}) as engine, pytest.raises(ServiceError, match="--max-states"):
+        call(engine, "state_add", name="fourth", file="poet.pth")
+
+
+def test_a_state_of_the_command_line_that_cannot_be_had(model: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(StartupError, match=r"--state bad=.*does not exist"),
+        engine_with_states(model, states=("bad=no.pth",)),
+    ):
+        pass
