@@ -18,7 +18,7 @@ import msgspec
 
 from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
-from rwkv_batch.config import EngineConfig
+from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.config import PoolConfig
 
@@ -130,6 +130,25 @@ def _keys_file(text: str) -> str:
     return str(Path(text).absolute())
 
 
+def _folder(text: str) -> str:
+    """The absolute path of a folder."""
+    if not Path(text).is_dir():
+        raise SettingsError(f"must be a folder, and {text} is none")
+    return str(Path(text).absolute())
+
+
+def _named_files(text: str) -> tuple[str, ...]:
+    """`poet=states/poet.pth,clerk=clerk.pth`: names, once each, of files."""
+    entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
+    names = [entry.partition("=")[0] for entry in entries]
+    for entry, name in zip(entries, names, strict=True):
+        if not STATE_NAME.fullmatch(name) or not entry.partition("=")[2]:
+            raise SettingsError(f"must be NAME=FILE, the name of letters, digits, '.', '_' and '-', got {entry!r}")
+        if names.count(name) > 1:
+            raise SettingsError(f"names {name!r} twice; give each state a name of its own")
+    return entries
+
+
 def _networks(text: str) -> tuple[str, ...]:
     """`10.0.0.0/8, ::1`: addresses and networks of proxies."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -168,6 +187,8 @@ class Flag(msgspec.Struct, frozen=True):
     help: str
     name: str = ""
     """Where the flag is not called like the field."""
+    repeats: bool = False
+    """May be given several times; a list with commas is the same."""
 
     @property
     def option(self) -> str:
@@ -181,6 +202,7 @@ class Flag(msgspec.Struct, frozen=True):
 
 
 _COUNT = _whole(0, 1_000_000)
+_COUNT_1 = _whole(1, 1_000_000)
 _POSITIVE = _whole(1, 2**31 - 1)
 _SECONDS = _number(0, 1e9)
 
@@ -209,6 +231,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             str,
             "wanted from every client, as a Bearer token percent-encoded if it is not ASCII; visible in the "
             "process list, so better --password-file",
+        ),
+        Flag(
+            "admin_password",
+            str,
+            "wanted from who changes what is served (/v1/states); without it the password does, and API keys never do",
         ),
         Flag("keys_file", _keys_file, "API keys with a name and limits each, in TOML; read again at SIGHUP"),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
@@ -243,6 +270,14 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("model_path", str, "weights, .pth or .safetensors; without it the demo model is served"),
         Flag("model_name", str, "name under which the model is listed"),
         Flag("dtype", _one_of(*DTYPES), "weights; auto: fp16 on CUDA, fp32 on a CPU; fp8, int8, int4: small ones"),
+        Flag(
+            "states",
+            _named_files,
+            "a tuned state, NAME=FILE (.pth, .safetensors), that requests may name; may be given several times",
+            name="state",
+            repeats=True,
+        ),
+        Flag("models_dir", _folder, "folder within which requests may name files to load (/v1/states)"),
         Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
         Flag(
             "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
@@ -288,6 +323,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("prefix_cache_slots", _COUNT, "cached prompt prefixes kept in slots; 0: no prefix cache"),
         Flag("prefix_cache_l2", _COUNT, "cached prefixes kept in host memory"),
         Flag("prefix_seen_mb", _COUNT, "MiB of recent prompts remembered, to notice a prefix that is met again"),
+        Flag("state_slots", _COUNT_1, "tuned states kept in slots; host memory has all"),
+        Flag("max_states", _COUNT, "most tuned states loaded"),
         Flag("retain_tokens", _whole(-1, 2**31 - 1), "tokens of history kept behind a checkpoint; -1: all"),
         Flag("checkpoint_idle_s", _SECONDS, "seconds without a turn after which a parked session is checkpointed"),
         Flag("transfer_states", _whole(1, 1024), "states on their way to disk or host at once"),
@@ -311,6 +348,14 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message}; see python app.py --help")
 
 
+class _Repeated(argparse.Action):
+    """A flag given several times is a list with commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 def _default(section: Any, field: str) -> Any:
     value = next(item.default for item in msgspec.structs.fields(section) if item.name == field)
     return "" if value is msgspec.NODEFAULT else value
@@ -327,7 +372,8 @@ def build_parser() -> argparse.ArgumentParser:
     for section, flags in FLAGS.items():
         for flag in flags:
             text = f"{flag.help} (default: {_shown_default(section, flag)}; {flag.variable})".replace("%", "%%")
-            parser.add_argument(flag.option, dest=flag.variable, metavar="X", help=text)
+            action = _Repeated if flag.repeats else "store"
+            parser.add_argument(flag.option, dest=flag.variable, metavar="X", help=text, action=action)
     parser.add_argument(
         PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="X", help="file whose first line is the password"
     )

@@ -13,6 +13,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     password: str = ""
     """"" = none is wanted."""
+    admin_password: str = ""
+    """Of routes that change what is served; "": the password does."""
     keys_file: str = ""
     """API keys and their limits; see routes/api_keys.py."""
     cors_origin: str = "*"

@@ -39,6 +39,11 @@ class Route:
     """What query and path must say; the handler then gets an `Upload` with these fields."""
     uploads: str = ""
     """Content type of a body that is a file's bytes."""
+    takes_form: bool = False
+    """The body may be a form (multipart/form-data) with a file, which is the body's field `content` then. It stands in
+    the field's text and not in the OpenAPI document: what is no form after all is a 500 of Robyn's own."""
+    is_admin: bool = False
+    """Wants --admin-password where there is one, else the password; API keys do not do."""
     is_work: bool = False
     """Refused while draining and above the limit of answers under way."""
     waits_for_engine: bool = False

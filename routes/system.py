@@ -12,12 +12,13 @@ from routes.openai.errors import OPENAI_ERRORS
 from routes.request import prompts
 from routes.request.bodies import CountBody, Fields
 from routes.request.generate_requests import off_loop
+from routes.request.model_names import state_names
 from routes.request.shown import shown
 from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, json_answer
 from routes.response.response_models import Health, Model, ModelList, Status, TokenCount
 from routes.route import Route, Upload
-from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
+from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus, ListStates
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 
@@ -62,13 +63,20 @@ async def metrics(context: Context, query: dict[str, str]) -> Reply:
     return Answer((text + OLD_METRIC.format(jobs)).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _served(context: Context) -> dict[str, object]:
-    return {"id": context.config.model_name, "object": "model", "created": context.started, "owned_by": "rwkv"}
+async def _served(context: Context) -> dict[str, dict[str, object]]:
+    """The model, and with each tuned state that can be used, by name; without these while the engine is away."""
+    name = context.config.model_name
+    created = {name: context.started}
+    if context.engine.is_connected:
+        for info in await ask(context, ListStates()):
+            if not info.error:
+                created |= dict.fromkeys(state_names(name, info.name), info.created)
+    return {name: {"id": name, "object": "model", "created": at, "owned_by": "rwkv"} for name, at in created.items()}
 
 
 async def models(context: Context, query: dict[str, str]) -> Reply:
-    """The one model that is served."""
-    return json_answer({"object": "list", "data": [_served(context)]})
+    """The one model that is served, alone and with each tuned state."""
+    return json_answer({"object": "list", "data": list((await _served(context)).values())})
 
 
 class ModelQuery(Fields):
@@ -78,13 +86,13 @@ class ModelQuery(Fields):
 
 
 async def model(context: Context, upload: Upload) -> Reply:
-    """The model of that id, if it is the one that is served."""
-    asked, name = upload.query.model, context.config.model_name
-    if asked != name:
+    """The model of that id, if it is one that is served."""
+    asked, served = upload.query.model, await _served(context)
+    if asked not in served:
         given = shown(asked)
-        message = f"model: no model {given!r} is served here, only {name!r}"
+        message = f"model: no model {given!r} is served here, only {', '.join(map(repr, served))}"
         raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
-    return json_answer(_served(context))
+    return json_answer(served[asked])
 
 
 async def count_tokens(context: Context, body: CountBody) -> Reply:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routes import big_batch, fim, multi_state, session_files, state, system, translate, v1, v2, web_page
+from routes import big_batch, fim, multi_state, session_files, state, system, translate, tuned_states, v1, v2, web_page
 from routes.docs import pages
 from routes.openai import chat, completions, embeddings
 from routes.route import Route
@@ -15,6 +15,7 @@ ROUTES: tuple[Route, ...] = (
     *translate.ROUTES,
     *state.ROUTES,
     *session_files.ROUTES,
+    *tuned_states.ROUTES,
     *multi_state.ROUTES,
     *chat.ROUTES,
     *completions.ROUTES,

@@ -129,14 +129,14 @@ def count_paragraphs(texts: Iterable[str]) -> int:
     return sum(1 + sum(1 for _ in _BLANK_LINES.finditer(body)) for body in bodies if body)
 
 
-def _rows(context: Context, keys: list[Key]) -> list[GenerateRequest]:
+def _rows(context: Context, keys: list[Key], state: str | None) -> list[GenerateRequest]:
     rows = []
     for source, target, text in keys:
         labels = languages.name_of(source), languages.name_of(target)
         prompt = encode(context.tokenizer, prompts.translation(*labels, text), "text_list", context.config)
         stops = ["\n\n", *(f"\n{label}:" for label in labels)]
         most = min(_TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit)
-        rows.append(greedy_row(prompt, most, stops))
+        rows.append(greedy_row(prompt, most, stops, state))
     return rows
 
 
@@ -150,7 +150,8 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     limit, given = context.config.max_contents, len(body.text_list)
     if given > limit:
         raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
-    cache: TranslationCache = context.shared[CACHE]
+    # What a tuned state says is not remembered: another one may bear its name tomorrow.
+    cache: TranslationCache = TranslationCache(0) if body.state else context.shared[CACHE]
     characters = sum(map(len, body.text_list))
     if body.source_lang.lower() == AUTO and not languages.is_loaded():
         made = await asyncio.to_thread(plan, body, cache, limit)
@@ -158,7 +159,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
         made = await off_loop(characters, plan, body, cache, limit)
     if not made.missing:
         return json_answer(made.assembled())
-    rows = await off_loop(characters, _rows, context, made.missing)
+    rows = await off_loop(characters, _rows, context, made.missing, body.state)
     job = make_job(rows, body, LABEL)
 
     def whole(results: list[RowResult]) -> object:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from state_pool.config import PoolConfig
+
+STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a tuned state: it is part of model names and of file names."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

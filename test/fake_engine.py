@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rwkv_batch.calls import CountJobs, EngineCall, ListSessions, Reply
+from rwkv_batch.calls import CountJobs, EngineCall, ListSessions, ListStates, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
@@ -96,6 +96,8 @@ class FakeEngine:
         jobs = Counter(one.job.label for one in running)
         if isinstance(call, ListSessions):
             reply(SessionPage(total=0, in_slots=0, in_host_memory=0, on_disk=0, sessions=[]))
+        elif isinstance(call, ListStates):
+            reply([])
         elif isinstance(call, CountJobs):
             reply(jobs[call.label])
         else:

@@ -281,7 +281,7 @@ MUTANTS: list[Mutant] = [
         "routes/serving/auth.py",
         HTTP,
         [
-            ("_same(key if password is None else password, wanted)", "True", "any password is right"),
+            ("_same(_decoded(secret, wanted, is_header), wanted)", "True", "any password is right"),
             ('    if scheme.lower() != "bearer":\n        return None\n', "", "a password in another scheme is taken"),
         ],
         ci=(0,),
@@ -292,8 +292,8 @@ MUTANTS: list[Mutant] = [
         [
             ("    wait: bool = Field(True, ", "    wait: bool = Field(False, ", "`wait` is false by default"),
             (
-                '    model: str = Field("rwkv7", max_length=256, ',
-                '    model: str = Field("rwkv7", ',
+                '        "rwkv7", max_length=256, description="Repeated in the answer; ',
+                '        "rwkv7", description="Repeated in the answer; ',
                 "`model` is unbounded",
             ),
             (

@@ -130,10 +130,23 @@ class UrgencyFields(Body):
         return Priority.AUTO if self.priority is None else Priority(self.priority)
 
 
-class GenerationBody(UrgencyFields):
+class StateFields(Body):
+    """What the prompts are read from."""
+
+    state: str | None = Field(
+        None,
+        max_length=64,
+        description="A tuned state's name, as /v1/states lists them: prompts are read from it, and token 0 is put "
+        "before them only where `pad_zero` is given. A session keeps the one that it began with.",
+    )
+
+
+class GenerationBody(UrgencyFields, StateFields):
     """Fields of every route that generates, however it draws."""
 
-    model: str = Field("rwkv7", max_length=256, description="Repeated in the answer.")
+    model: str = Field(
+        "rwkv7", max_length=256, description="Repeated in the answer; `<model>:<state>` names a tuned state too."
+    )
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
     stop_tokens: StopTokens = Field(
         list(DEFAULT_STOPS), description="Token ids and strings that end a row; they are not shown."
@@ -247,7 +260,7 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 """The label of a text in the prompt: by name if the code is known, else as it is."""
 
 
-class TranslateBody(UrgencyFields):
+class TranslateBody(UrgencyFields, StateFields):
     """immersive-translate's custom API."""
 
     source_lang: Language = Field(AUTO, description="ISO code, or auto; what is no known code is used as it is.")

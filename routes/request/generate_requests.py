@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from routes.config import HttpConfig
 from routes.request.bodies import GenerationBody
+from routes.request.model_names import asked_state
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
@@ -81,7 +82,9 @@ def _roughly_counted(tokenizer: Tokenizer, text: str, enough: int) -> int:
     return count
 
 
-def greedy_row(prompt: list[int], max_tokens: int, stops: Iterable[int | str]) -> GenerateRequest:
+def greedy_row(
+    prompt: list[int], max_tokens: int, stops: Iterable[int | str], state: str | None = None
+) -> GenerateRequest:
     """A row that is answered whole, without chance: for routes that decide for their clients how to draw."""
     stop_ids, stop_strings = split_stops(stops)
     return GenerateRequest(
@@ -91,6 +94,7 @@ def greedy_row(prompt: list[int], max_tokens: int, stops: Iterable[int | str]) -
         stop_ids=stop_ids,
         stop_strings=stop_strings,
         chunk_size=0,
+        state=state or "",
     )
 
 
@@ -116,10 +120,12 @@ def build_rows(
             "max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens
         )
     seed = secrets.randbits(64) if body.seed is None else body.seed
+    state = asked_state(body, config)
+    pad_zero = body.pad_zero and (not state or "pad_zero" in body.model_fields_set)
     stop_ids, stop_strings = split_stops(stops)
     return [
         GenerateRequest(
-            prompt=encode(tokenizer, prompt, f"{field}[{index}]", config, body.pad_zero),
+            prompt=encode(tokenizer, prompt, f"{field}[{index}]", config, pad_zero),
             max_tokens=body.max_tokens,
             sampling=body.sampling((seed + index * n) % _SEEDS),
             stop_ids=stop_ids,
@@ -128,6 +134,7 @@ def build_rows(
             chunk_size=body.chunk_size if body.stream else 0,
             n=n,
             use_prefix_cache=body.use_prefix_cache,
+            state=state,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -349,6 +349,29 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class TunedStateEntry(BaseModel):
+    """A tuned state."""
+
+    name: str
+    models: list[str] = Field(description="What `model` may be to name it.")
+    digest: str = Field(description="Of its numbers.")
+    file: str = Field(description="What it was read from.")
+    orientation: Literal["value_key", "key_value", ""] = Field(description="How the file had its matrices.")
+    orientation_reason: str
+    created: int = Field(description="Unix time in seconds at which it was loaded.")
+    bytes: int
+    is_kept: bool = Field(description="It is there after a restart too.")
+    in_slot: bool = Field(description="A slot holds it, so that a row begins from it at once.")
+    error: str = Field(description="Why a state that was kept cannot be used.")
+
+
+class TunedStateList(BaseModel):
+    """The tuned states."""
+
+    object: Literal["list"]
+    data: list[TunedStateEntry]
+
+
 class Health(BaseModel):
     """In one word."""
 

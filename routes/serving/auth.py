@@ -1,4 +1,4 @@
-"""Who may ask: holders of the password, and of the keys in --keys-file."""
+"""Who may ask: holders of the password, and of the keys in --keys-file; what changes the service: administrators."""
 
 from __future__ import annotations
 
@@ -20,29 +20,36 @@ class Grant:
 _FREELY = Grant()
 
 
-def free_grant(context: Context) -> Grant | None:
+def free_grant(context: Context, is_admin: bool = False) -> Grant | None:
     """What everybody is granted: all, where neither a password nor keys are set."""
-    return None if context.config.password or context.keys.is_used else _FREELY
+    config = context.config
+    wanted = config.password or context.keys.is_used or (is_admin and config.admin_password)
+    return None if wanted else _FREELY
 
 
-def bearer_grant(context: Context, header: str | None) -> Grant | None:
+def bearer_grant(context: Context, header: str | None, is_admin: bool = False) -> Grant | None:
     """What the header `Authorization` grants."""
     scheme, _, token = (header or "").partition(" ")
     if scheme.lower() != "bearer":
         return None
-    # Robyn drops header values beyond printable ASCII: such a password comes percent-encoded.
-    password = context.config.password
-    return grant(context, token.strip(), token.strip() if _is_printable(password) else unquote(token.strip()))
+    return grant(context, token.strip(), is_admin, is_header=True)
 
 
-def grant(context: Context, key: str, password: str | None = None) -> Grant | None:
-    """What a secret grants that may be a key or the password."""
-    wanted = context.config.password
-    is_password = bool(wanted) and _same(key if password is None else password, wanted)
-    found = context.keys.find(key)
-    if found is not None:
+def grant(context: Context, secret: str, is_admin: bool = False, is_header: bool = False) -> Grant | None:
+    """What a secret grants that may be a key, the password or the administrators'."""
+    config = context.config
+    passwords = [config.admin_password or config.password] if is_admin else [config.password, config.admin_password]
+    # None is left out on a match, so that the time taken tells nothing.
+    matches = [bool(wanted) and _same(_decoded(secret, wanted, is_header), wanted) for wanted in passwords]
+    found = context.keys.find(secret)
+    if found is not None and not is_admin:
         return Grant(found)
-    return _FREELY if is_password else None
+    return _FREELY if any(matches) else None
+
+
+def _decoded(secret: str, wanted: str, is_header: bool) -> str:
+    """Robyn drops header values beyond printable ASCII: such a password comes percent-encoded."""
+    return unquote(secret) if is_header and not _is_printable(wanted) else secret
 
 
 def _same(given: str, password: str) -> bool:

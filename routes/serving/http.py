@@ -135,22 +135,42 @@ def _query(request: Request) -> dict[str, str]:
 
 async def _data(context: Context, route: Route, request: Request) -> object:
     """The request's data, once it is known who asks. Raises ServiceError."""
-    granted = Grant() if route.is_public else free_grant(context)
-    granted = granted or bearer_grant(context, request.headers.get("authorization"))
+    granted = Grant() if route.is_public else free_grant(context, route.is_admin)
+    granted = granted or bearer_grant(context, request.headers.get("authorization"), route.is_admin)
     if route.uploads and granted is None:
         raise ServiceError.from_info(_UNAUTHORIZED)  # a file has no field for a password
     data = None
     if not route.uploads and (route.body is not None or granted is None):
-        data = await _json_data(context, request, granted is not None)
+        read = _form_data if route.takes_form and _is_form(request) else _json_data
+        data = await read(context, request, granted is not None)
     if granted is None:
         given = data.get("password") if isinstance(data, dict) else None
-        granted = grant(context, given) if isinstance(given, str) else None
+        granted = grant(context, given, route.is_admin) if isinstance(given, str) else None
     if granted is None:
         raise ServiceError.from_info(_UNAUTHORIZED)
     if granted.key is not None:
         exchange = current()
         exchange.client, exchange.limits = granted.key.name, granted.key.limits
     return _query(request) if route.body is None else data
+
+
+def _is_form(request: Request) -> bool:
+    return (request.headers.get("content-type") or "").lower().startswith("multipart/form-data")
+
+
+async def _form_data(context: Context, request: Request, is_known: bool) -> object:
+    """The fields of a form, and its one file as `content`."""
+    announced, limit = request.headers.get("content-length") or "", context.config.max_state_bytes
+    length = max(int(announced) if announced.isdecimal() else 0, len(request.body))
+    if length > limit:
+        raise ServiceError(
+            ErrorKind.BODY_TOO_LARGE, f"the body has {length} bytes, the limit is {limit} (--max-state-mb)"
+        )
+    files = list(request.files.values())
+    if len(files) != 1 and is_known:
+        message = f"content: a form must have exactly one file, with a file's name, got {len(files)}"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="content")
+    return {**request.form_data, "content": bytes(files[0]) if files else b""}
 
 
 async def _json_data(context: Context, request: Request, is_known: bool) -> object:

@@ -34,7 +34,10 @@ MODEL = Kind()
 
 
 def read_tensors(path: Path, kind: Kind = MODEL) -> Mapping[str, Tensor]:
-    """Tensors by name, mapped from the file: not to be written to. Raises FileError, naming the file and the remedy."""
+    """Tensors by name, [out, in], [C] or whatever the file has, mapped from the file: not to be written to.
+
+    Raises FileError, naming the file and the remedy.
+    """
     if not path.exists():
         raise FileError(f"{kind.what} {path} does not exist; {kind.remedy} a .pth or .safetensors file")
     if path.is_dir():

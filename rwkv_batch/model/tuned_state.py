@@ -43,7 +43,10 @@ class TunedTensor:
 
 
 def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> TunedTensor:
-    """The state in a file, for a model of this shape. Raises FileError, naming the file and what is wrong with it."""
+    """The state [layers, H, 64, 64] in a file, for a model of this shape.
+
+    Raises FileError, naming the file and what is wrong with it.
+    """
     tensors = read_tensors(path, STATE_FILE)
     stored = _states(path, tensors, shape)
     taken, reason = _orientation(path, stored, orientation)
@@ -58,7 +61,7 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:
-    """Keep a state as a safetensors file that `read_tuned_state` reads back as it is. Raises OSError."""
+    """Keep a state [layers, H, 64, 64] as safetensors that `read_tuned_state` reads back as it is. Raises OSError."""
     from safetensors.torch import save_file
 
     tensors = {f"blocks.{i}.att.time_state": wkv.clone() for i, wkv in enumerate(state.wkv)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import tempfile
 import time
 import uuid
@@ -19,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rwkv_batch.calls import AddState, Reply, StateInfo
-from rwkv_batch.config import EngineConfig
+from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
@@ -33,8 +32,6 @@ from state_pool.tuned_state import Origin
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Of a state: it is part of model names and of file names."""
 _KEPT = ".safetensors"
 
 
@@ -63,7 +60,7 @@ class StateLibrary:
                 raise StartupError(f"--state {entry}: {error}") from error
         kept = sorted(self._folder.glob(f"*{_KEPT}")) if self._folder is not None else []
         for path in kept:
-            if not NAME.fullmatch(path.stem):  # half written when the process before ended
+            if not STATE_NAME.fullmatch(path.stem):  # half written when the process before ended
                 path.unlink()
                 continue
             if path.stem in self._infos:
@@ -121,23 +118,24 @@ class StateLibrary:
             return
         half = None if self._folder is None else self._folder / f".{uuid.uuid4().hex}{_KEPT}"
 
-        def read() -> tuple[TunedTensor, HostTensors]:
-            with contextlib.ExitStack() as stack:
-                source = path or stack.enter_context(_as_file(call.content, self._folder))
-                try:
-                    state, host = self._read(source, call.orientation)
-                except FileError as error:  # of a file that was sent, the name is nobody's business
-                    raise FileError(str(error).replace(str(source), call.file or "that was sent")) from error
-            if half is not None:
-                _write(half, state, {"file": call.file})
-            return state, host
-
         def was_read(found: tuple[TunedTensor, HostTensors]) -> None:
             if not self._put(lambda: self._finish(call, reply, half, *found)):
                 _unlink(half)
                 reply(self._refusal())
 
-        self._thread.run(reply, read, was_read)
+        self._thread.run(reply, lambda: self._read_sent(call, path, half), was_read)
+
+    def _read_sent(self, call: AddState, path: Path | None, half: Path | None) -> tuple[TunedTensor, HostTensors]:
+        """Read what a request brings, and keep it in `half`. Raises FileError; OSError if it cannot be kept."""
+        with contextlib.ExitStack() as stack:
+            source = path or stack.enter_context(_as_file(call.content, self._folder))
+            try:
+                state, host = self._read(source, call.orientation)
+            except FileError as error:  # of a file that was sent, the name is nobody's business
+                raise FileError(str(error).replace(str(source), call.file or "that was sent")) from error
+        if half is not None:
+            _write(half, state, {"file": call.file})
+        return state, host
 
     def _finish(
         self, call: AddState, reply: Reply[StateInfo], half: Path | None, state: TunedTensor, host: HostTensors
@@ -214,7 +212,7 @@ def _unlink(path: Path | None) -> None:
 
 def _check(call: AddState) -> None:
     """Raises ServiceError for a name or an orientation that there cannot be."""
-    if not NAME.fullmatch(call.name):
+    if not STATE_NAME.fullmatch(call.name):
         raise _invalid(
             "name", "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first", call.name
         )

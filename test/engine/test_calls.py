@@ -30,6 +30,9 @@ ANSWERS: dict[Any, Any] = {
     calls.DeleteSessions("s", True): 3,
     calls.ExportSession("s", 2): b"\xff\x00bytes",
     calls.ImportSession("s", b"\xff\x00bytes"): 7,
+    calls.ListStates(): [calls.StateInfo(name="s", digest="d", created=7, in_slot=True)],
+    calls.AddState("s", content=b"\xff\x00bytes"): calls.StateInfo(name="s", orientation="key_value"),
+    calls.RemoveState("s"): calls.StateInfo(name="s", error="of another model"),
     calls.CancelJobs("big_batch"): 1,
     calls.CountJobs("big_batch"): 4,
 }

@@ -242,6 +242,12 @@ def test_a_key_is_wanted(keyed: Service) -> None:
     assert keyed.post(CHAT, {**body, "password": "wrong"}, headers=bearer("-")).status_code == 401
 
 
+def test_a_key_changes_nothing_for_others(keyed: Service) -> None:
+    body = {"name": "x", "file": "x.pth"}
+    assert keyed.post("/v1/states", body, headers={"Authorization": f"Bearer {FREE}"}).status_code == 401
+    assert keyed.post("/v1/states", {**body, "password": FREE}).status_code == 401
+
+
 def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> None:
     def status(number: int) -> Any:
         return keyed.post(CHAT, {"contents": ["a"], "max_tokens": 1}, headers=bearer(PLAIN))

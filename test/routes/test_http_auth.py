@@ -13,6 +13,8 @@ from test.serving import Service
 
 CHAT = "/v1/chat/completions"
 SECRET = "pass wörd"
+BOSS = "the boss"
+STATE = {"name": "x", "file": "x.pth"}
 BODY = {"contents": ["a"], "max_tokens": 1}
 
 
@@ -22,6 +24,7 @@ def locked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     secret = folder / "password"
     secret.write_text(f"{SECRET}\nnot this line\n")
     arguments = ("--model-path", str(tiny_model), "--password-file", str(secret), "--http-workers", "1")
+    arguments += ("--admin-password", BOSS)
     running = Service(folder, *arguments, "--log-format", "json", RWKV_MODEL_NAME="locked")
     try:
         yield running.wait_ready()
@@ -84,3 +87,12 @@ def test_bearer_token(tiny_model: Path, tmp_path: Path) -> None:
         assert running.get("/status", params={"password": "s3cret"}).status_code == 200
     finally:
         running.close()
+
+
+def test_what_changes_the_service_wants_the_administrators_password(locked: Service) -> None:
+    for secret, status in ((SECRET, 401), ("", 401), (BOSS, 422)):
+        assert locked.post("/v1/states", {**STATE, "password": secret}).status_code == status
+    headers = {"Authorization": f"Bearer {BOSS}"}
+    assert locked.post("/v1/states", STATE, headers=headers).status_code == 422
+    assert httpx.get(locked.url + "/status", headers=headers).status_code == 200
+    assert locked.post(CHAT, {**BODY, "password": BOSS}).status_code == 200

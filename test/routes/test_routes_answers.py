@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from routes.table import ROUTES
 from test.serving import Service, sse_data, wait_for
+from test.state_files import random_state, write_state
 
 V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
 CHAT, COMPLETE = "/openai/v1/chat/completions", "/openai/v1/completions"
@@ -57,7 +59,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/docs", None),
     ("/", None),
 ]
-CARRIED = {"/state/export", "/state/import", "/state/delete", "/web/{file}"}
+CARRIED = {"/state/export", "/state/import", "/state/delete", "/v1/states", "/v1/states/{name}", "/web/{file}"}
 """Routes that are asked one after the other, in a test of their own."""
 
 
@@ -123,6 +125,22 @@ def test_a_session_that_is_carried_and_deleted(service: Service, published: Publ
         deleted = service.post("/state/delete", {"session_id": name})
         assert deleted.status_code == status
         published.check("POST", "/state/delete", deleted)
+
+
+def test_a_tuned_state_that_comes_and_goes(service: Service, published: Published, tmp_path: Path) -> None:
+    content = write_state(tmp_path / "s.pth", random_state(1, layers=2, width=64)).read_bytes()
+    for status in (200, 409):
+        form = {"data": {"name": "answers"}, "files": {"file": ("s.pth", content)}}
+        added = httpx.post(f"{service.url}/v1/states", **form, timeout=30)
+        assert added.status_code == status
+        published.check("POST", "/v1/states", added)
+    published.check("POST", "/v1/states", service.post("/v1/states", {"name": "x", "file": "no.pth"}))
+    for path in ("/v1/states", "/v1/models"):
+        published.check("GET", path, service.get(path))
+    for status in (200, 404):
+        removed = httpx.delete(f"{service.url}/v1/states/answers")
+        assert removed.status_code == status
+        published.check("DELETE", "/v1/states/{name}", removed)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,28 @@
+"""What a request's `model` says beside the model: `<model>:<state>`, or `<model> <state>` as older clients write it."""
+
+from __future__ import annotations
+
+from routes.config import HttpConfig
+from routes.request.bodies import GenerationBody
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+SEPARATORS = (":", " ")
+
+
+def state_names(model: str, state: str) -> list[str]:
+    """The names under which a tuned state is listed among the models."""
+    return [f"{model}{separator}{state}" for separator in SEPARATORS]
+
+
+def asked_state(body: GenerationBody, config: HttpConfig) -> str:
+    """The tuned state that a body names, "" for none. Raises ServiceError if it names two."""
+    in_model = _in_model(body.model, config.model_name)
+    if body.state and in_model and body.state != in_model:
+        message = f"state: model {body.model!r} names the tuned state {in_model!r}, state another one; give one of them"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="state", given=body.state)
+    return body.state or in_model
+
+
+def _in_model(asked: str, served: str) -> str:
+    rest = asked.removeprefix(served)
+    return rest[1:] if len(rest) < len(asked) and rest.startswith(SEPARATORS) else ""

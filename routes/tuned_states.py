@@ -1,0 +1,103 @@
+"""`/v1/states`: tuned states, which prompts can be read from. Any route takes the name of one as `state`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from routes.context import Context
+from routes.request.bodies import Body, Fields
+from routes.request.model_names import state_names
+from routes.response.event_stream import ask
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import TunedStateEntry, TunedStateList
+from routes.route import Route, Upload
+from rwkv_batch.calls import AddState, ListStates, RemoveState, StateInfo
+from rwkv_batch.errors import ErrorKind
+
+PATH = "/v1/states"
+
+
+class StateBody(Body):
+    """A state to load."""
+
+    name: str = Field(
+        min_length=1, max_length=64, description="Letters, digits, '.', '_' and '-': what requests will call it."
+    )
+    file: str = Field("", max_length=4096, description="Path of a .pth or .safetensors file within --models-dir.")
+    content: bytes = Field(b"", description="The file itself instead, where the body is a form (multipart/form-data).")
+    orientation: Literal["auto", "value_key", "key_value"] = Field(
+        "auto",
+        description="How the file has its matrices: as RWKV-PEFT trains them (value_key), or transposed, as converted "
+        "files have them (key_value). auto judges by the file; a wrong one answers worse and does not fail.",
+    )
+
+
+class StateQuery(Fields):
+    """Which state is meant."""
+
+    name: str = Field(min_length=1, description="The state's name.")
+
+
+def _shown(context: Context, info: StateInfo) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
+
+
+async def list_states(context: Context, query: dict[str, str]) -> Reply:
+    """The tuned states, in the order in which they were loaded."""
+    found = await ask(context, ListStates())
+    return json_answer({"object": "list", "data": [_shown(context, info) for info in found]})
+
+
+async def add_state(context: Context, body: StateBody) -> Reply:
+    """Load a tuned state; requests may name it once this is answered."""
+    call = AddState(body.name, body.file, body.content, body.orientation)
+    return json_answer(_shown(context, await ask(context, call)))
+
+
+async def remove_state(context: Context, upload: Upload) -> Reply:
+    """Forget a tuned state. Rows that were admitted before still begin from it, and its sessions go on."""
+    return json_answer(_shown(context, await ask(context, RemoveState(upload.query.name))))
+
+
+_AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
+ROUTES = (
+    Route(
+        "GET",
+        PATH,
+        list_states,
+        None,
+        "The tuned states.",
+        answer=TunedStateList,
+        errors=_AWAY,
+        waits_for_engine=True,
+    ),
+    Route(
+        "POST",
+        PATH,
+        add_state,
+        StateBody,
+        "Load a tuned state.",
+        answer=TunedStateEntry,
+        errors=(ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED, *_AWAY),
+        example={"name": "pirate", "file": "states/pirate.pth"},
+        takes_form=True,
+        is_admin=True,
+        waits_for_engine=True,
+    ),
+    Route(
+        "DELETE",
+        f"{PATH}/{{name}}",
+        remove_state,
+        None,
+        "Forget a tuned state.",
+        query=StateQuery,
+        answer=TunedStateEntry,
+        errors=(ErrorKind.STATE_NOT_FOUND, *_AWAY),
+        example={"name": "pirate"},
+        is_admin=True,
+        waits_for_engine=True,
+    ),
+)

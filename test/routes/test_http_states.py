@@ -1,0 +1,177 @@
+"""Tuned states over HTTP: loaded, listed, named by any route, removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from test.serving import Service, row_texts, sse_data
+from test.state_files import random_state, write_state
+
+PLAIN = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stop_tokens": []}
+ADMIN = {"Authorization": "Bearer the boss"}
+PROMPT = "User: hi\n\nAssistant:"
+
+
+def state_of(seed: int) -> Any:
+    return random_state(seed, layers=2, width=64, scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("tuned")
+    write_state(folder / "poet.pth", state_of(1))
+    (folder / "models").mkdir()
+    write_state(folder / "models" / "clerk.pth", state_of(2))
+    arguments = ("--state", f"poet={folder / 'poet.pth'}", "--state", f"other={folder / 'poet.pth'}")
+    arguments += ("--models-dir", str(folder / "models"), "--admin-password", "the boss", "--http-workers", "1")
+    running = Service(folder, "--model-path", str(tiny_model), *arguments)
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+def said(service: Service, path: str = "/v1/chat/completions", **fields: Any) -> str:
+    return text_of(service.post(path, {**PLAIN, "contents": [PROMPT], "stream": False, **fields}))
+
+
+def names(service: Service) -> list[str]:
+    return [entry["name"] for entry in service.get("/v1/states").json()["data"]]
+
+
+def test_states_are_listed_alone_and_among_the_models(tuned: Service) -> None:
+    (poet, _) = tuned.get("/v1/states").json()["data"][:2]
+    assert poet["name"] == "poet" and poet["models"] == ["rwkv7:poet", "rwkv7 poet"]
+    assert poet["orientation"] == "value_key" and ".pth" in poet["orientation_reason"] and not poet["error"]
+    for path in ("/v1/models", "/openai/v1/models"):
+        assert {"rwkv7", "rwkv7:poet", "rwkv7 poet"} <= {model["id"] for model in tuned.get(path).json()["data"]}
+    assert tuned.get("/openai/v1/models/rwkv7:poet").json()["id"] == "rwkv7:poet"
+    assert "'rwkv7:poet'" in tuned.get("/openai/v1/models/nobody").json()["error"]["message"]
+
+
+def test_every_way_to_name_a_state(tuned: Service) -> None:
+    plain, expected = said(tuned), said(tuned, state="poet")
+    assert plain != expected
+    assert said(tuned, model="rwkv7:poet") == said(tuned, model="rwkv7 poet") == expected
+    assert said(tuned, model="rwkv7:poet", state="poet") == expected
+    assert said(tuned, model="something else") == said(tuned, state=None) == said(tuned, state="") == plain
+
+
+def test_every_route_takes_a_state(tuned: Service) -> None:
+    expected, plain = said(tuned, state="poet"), said(tuned)
+    # /v2 puts token 0 before prompts, but not between a tuned state and what it was tuned for.
+    assert said(tuned, "/v2/chat/completions", state="poet") == expected
+    assert said(tuned, "/v2/chat/completions", state="poet", pad_zero=True) != expected
+    assert said(tuned, "/big_batch/completions", state="poet") == expected
+    assert said(tuned, "/state/chat/completions", state="poet", session_id="s") == expected
+    assert said(tuned, "/multi_state/chat/completions", state="poet", session_id="m", dialogue_idx=0) == expected
+    raw = {**PLAIN, "prompt": PROMPT, "alpha_presence": 0, "alpha_frequency": 0}
+    plainly = {"alpha_presence": 0, "alpha_frequency": 0}
+    completion = tuned.post("/openai/v1/completions", {**raw, "model": "rwkv7:poet"})
+    assert text_of(completion) == said(tuned, state="poet", **plainly)
+    chat = {"messages": [{"role": "user", "content": "hi"}], **PLAIN}
+    spoken = [tuned.post("/openai/v1/chat/completions", {**chat, "state": name}) for name in ("poet", None)]
+    assert text_of(spoken[0]) != text_of(spoken[1])
+    gap = {**PLAIN, "prefix": ["a"], "suffix": ["b"]}
+    filled = [text_of(tuned.post("/FIM/v1/batch-FIM", {**gap, "state": name})) for name in ("poet", None)]
+    assert filled[0] != filled[1]
+    body = {"source_lang": "en", "target_lang": "de", "text_list": ["Good morning"]}
+    translated = [
+        tuned.post("/translate/v1/batch-translate", {**body, "state": n}).json() for n in (None, "poet", None)
+    ]
+    assert translated[0] == translated[2] != translated[1]
+    assert plain == said(tuned)
+
+
+def test_rows_of_a_stream_begin_from_the_state(tuned: Service) -> None:
+    body = {**PLAIN, "contents": [PROMPT, "b"], "state": "poet", "stream": True}
+    texts = row_texts(sse_data(tuned.post("/v1/chat/completions", body).text))
+    assert texts == {0: said(tuned, state="poet"), 1: said(tuned, state="poet", contents=["b"])}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"state": "nobody"}),
+        ("/v1/chat/completions", {"model": "rwkv7:nobody"}),
+        ("/state/chat/completions", {"state": "nobody", "session_id": "x"}),
+    ],
+)
+def test_an_unknown_state_is_404(tuned: Service, path: str, fields: dict[str, str]) -> None:
+    answer = tuned.post(path, {**PLAIN, "contents": [PROMPT], "stream": False, **fields})
+    assert answer.status_code == 404 and answer.json()["field"] == "state"
+    assert "'poet'" in answer.json()["error"]
+
+
+def test_two_states_in_one_request(tuned: Service) -> None:
+    answer = tuned.post("/v1/chat/completions", {**PLAIN, "contents": ["a"], "model": "rwkv7:poet", "state": "clerk"})
+    assert answer.status_code == 422 and answer.json()["field"] == "state"
+
+
+def test_a_session_that_began_otherwise(tuned: Service) -> None:
+    said(tuned, "/state/chat/completions", session_id="plain one")
+    body = {**PLAIN, "contents": [PROMPT], "session_id": "plain one", "state": "poet"}
+    answer = tuned.post("/state/chat/completions", body)
+    assert answer.status_code == 422 and "the empty state" in answer.json()["error"]
+
+
+def test_loaded_by_path_and_removed(tuned: Service) -> None:
+    body = {"name": "clerk", "file": "clerk.pth"}
+    assert tuned.post("/v1/states", body).status_code == 401
+    added = tuned.post("/v1/states", body, headers=ADMIN)
+    assert added.status_code == 200 and added.json()["name"] == "clerk" and added.json()["is_kept"]
+    assert said(tuned, state="clerk") not in (said(tuned), said(tuned, state="poet"))
+    again = tuned.post("/v1/states", {**body, "password": "the boss"})
+    assert again.status_code == 409 and "already" in again.json()["error"]
+    url = f"{tuned.url}/v1/states/clerk"
+    assert httpx.delete(url).status_code == 401
+    assert httpx.delete(url, headers=ADMIN).json()["name"] == "clerk"
+    assert httpx.delete(url, headers=ADMIN).status_code == 404
+    assert "clerk" not in names(tuned)
+
+
+def test_sent_as_a_form(tuned: Service, tmp_path: Path) -> None:
+    file = write_state(tmp_path / "mine.safetensors", state_of(3).half())
+    content, before = file.read_bytes(), said(tuned)
+    for orientation in ("auto", "value_key"):
+        sent = httpx.post(
+            f"{tuned.url}/v1/states",
+            data={"name": f"mine-{orientation}", "orientation": orientation},
+            files={"upload": ("mine.safetensors", content)},
+            headers=ADMIN,
+            timeout=60,
+        )
+        assert sent.status_code == 200, sent.text
+        assert sent.json()["orientation"] == {"auto": "key_value"}.get(orientation, orientation)
+    texts = {said(tuned, state=f"mine-{orientation}") for orientation in ("auto", "value_key")}
+    assert len(texts | {before}) == 3
+    for orientation in ("auto", "value_key"):
+        httpx.delete(f"{tuned.url}/v1/states/mine-{orientation}", headers=ADMIN).raise_for_status()
+
+
+@pytest.mark.parametrize("files", [{}, {"a": ("a", b"1"), "b": ("b", b"2")}, {"a": ("a.pth", b"nonsense")}])
+def test_a_form_without_one_good_file(tuned: Service, files: dict[str, Any]) -> None:
+    options = {"data": {"name": "bad"}, "headers": ADMIN, "timeout": 30}
+    options |= {"files": files} if files else {"files": {"name": (None, "bad")}, "data": {}}
+    answer = httpx.post(f"{tuned.url}/v1/states", **options)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["field"] in ("content", "file")
+    assert "bad" not in names(tuned)
+
+
+@pytest.mark.parametrize("file", ["../poet.pth", "/etc/passwd", "no.pth", ""])
+def test_a_path_that_is_not_within_the_folder(tuned: Service, file: str) -> None:
+    answer = tuned.post("/v1/states", {"name": "bad", "file": file}, headers=ADMIN)
+    assert answer.status_code == 422 and answer.json()["field"] == "file"
