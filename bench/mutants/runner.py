@@ -152,10 +152,15 @@ def try_mutant(trees: Trees, mutant: Mutant, unchanged: Unchanged, limits: Limit
 def confirmed_failure(tree: Tree, tests: list[str], unchanged: Unchanged, limits: Limits) -> str:
     """The first test that the change fails: with it once more when alone, and not without it. "": all pass."""
     by_chance: set[str] = set()
+    asked: set[str] = set()
     while True:
-        test = first_failure(tree, tests, limits, unchanged.failing | by_chance)
+        left_out = unchanged.failing | by_chance
+        test = first_failure(tree, [file for file in tests if file not in left_out], limits, left_out)
         if not _IS_TEST.match(test):  # none, too late, or pytest could not even begin
             return test
+        if test in asked:
+            raise RuntimeError(f"{test} fails without any change, and cannot be left out")
+        asked.add(test)
         if not unchanged.passes(test, tree.cores):
             continue
         if first_failure(tree, [test], limits):
@@ -164,7 +169,9 @@ def confirmed_failure(tree: Tree, tests: list[str], unchanged: Unchanged, limits
 
 
 def first_failure(tree: Tree, tests: list[str], limits: Limits, without: Iterable[str] = ()) -> str:
-    """The first test that fails there; "": all pass."""
+    """The first test that fails there; "": all pass, or there are none."""
+    if not tests:
+        return ""
     command = ["taskset", "-c", ",".join(map(str, tree.cores))] if tree.cores else []
     command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", f"{limits.test_s:g}"]
     command += [part for test in without for part in ("--deselect", test)]

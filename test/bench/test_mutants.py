@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from bench.mutants import runner
 from bench.mutants.mutant import Mutant
 from bench.mutants.runner import MUTANTS, ROOT, Limits, Trees, Unchanged, applied, try_mutant
 
@@ -37,3 +39,31 @@ def trees() -> Iterator[Trees]:
 def test_a_wrong_change_is_seen(trees: Trees, mutant: Mutant) -> None:
     limits = Limits(mutant_s=150.0)
     assert try_mutant(trees, mutant, Unchanged(limits), limits).verdict == "killed"
+
+
+BROKEN = "import no_such_module\n"
+WRONG = "def test_wrong():\n    assert False\n\ndef test_right():\n    pass\n"
+
+
+@pytest.mark.parametrize(("source", "failing"), [(BROKEN, ""), (WRONG, "::test_wrong")], ids=["a file", "a test"])
+def test_what_fails_without_any_change_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, failing: str
+) -> None:
+    """Also a file that cannot be imported: it is not asked for again and again."""
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_it.py").write_text(source)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    unchanged = Unchanged(Limits())
+    assert runner.confirmed_failure(runner.Tree(tmp_path), ["test/test_it.py"], unchanged, Limits()) == ""
+    assert unchanged.failing == {f"test/test_it.py{failing}"}
+
+
+def test_a_failure_counts_if_the_change_is_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, source in (("unchanged", WRONG.replace("False", "True")), ("changed", WRONG)):
+        (tmp_path / name / "test").mkdir(parents=True)
+        (tmp_path / name / "test" / "test_it.py").write_text(source)
+    monkeypatch.setattr(runner, "ROOT", tmp_path / "unchanged")
+    found = runner.confirmed_failure(
+        runner.Tree(tmp_path / "changed"), ["test/test_it.py"], Unchanged(Limits()), Limits()
+    )
+    assert found == "test/test_it.py::test_wrong"

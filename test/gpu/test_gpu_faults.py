@@ -143,8 +143,17 @@ def test_too_little_memory_for_the_largest_step_is_said_at_start(model: Path, mo
         pass
 
 
-def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path) -> None:
-    large = {**ON_GPU, "max_running": 512, "prefill_tokens_per_step": 16384}  # takes more than 100 MiB
+def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large step wants 1 GiB beside what it needs (the demo model's own needs fit into what CUDA leaves free)."""
+    forward = Pipeline.forward
+
+    def hungry(self: Pipeline, inputs: StepInputs, out: Tensor | None) -> Tensor:
+        if len(inputs.tokens) > 1000:
+            torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
+        return forward(self, inputs, out)
+
+    monkeypatch.setattr(Pipeline, "forward", hungry)
+    large = {**ON_GPU, "max_running": 512, "prefill_tokens_per_step": 16384}
     with started_engine(model, warmup=False, **large) as engine:
         run(engine, ask("x", max_tokens=3))
         free = call(engine, "status")["free_slots"]
@@ -153,6 +162,7 @@ def test_out_of_memory_ends_a_step_and_not_the_engine(model: Path) -> None:
             refused = submit(engine, *prompts(480, 32)).wait()
         error = refused.events[-1].error
         assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
+        torch.cuda.empty_cache()
         assert ended(submit(engine, *prompts(480, 32))) is None
         assert call(engine, "status")["free_slots"] == free
 
