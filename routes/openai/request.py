@@ -9,12 +9,15 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
 from routes.request.bodies import Fields, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
+from routes.request.constraints import CLOSED_THOUGHT, at_most_one
 from routes.request.toolbox import Toolbox
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
+from sampling.grammar.constraint import Constraint
 from sampling.params import SamplingParams
 
 MAX_N = 128
@@ -22,12 +25,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 _BAN = -100.0
 """OpenAI: a bias of -100 bans a token."""
-
-
-def _is_text(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type") != "text":
-        raise PydanticCustomError("unsupported", 'must be {"type": "text"}; other formats are not supported yet')
-    return value
 
 
 def _few(value: Any) -> Any:
@@ -124,8 +121,8 @@ class ChatBody(OpenAIBody):
     audio: Unserved = Field(None, description="Not supported; refused.")
     web_search_options: Unserved = Field(None, description="Not supported; refused.")
     modalities: list[Literal["text"]] = Field(["text"], max_length=1, description="Only text.")
-    response_format: Annotated[dict[str, Any], AfterValidator(_is_text)] = Field(
-        {"type": "text"}, description="Only text yet."
+    response_format: ResponseFormat | None = Field(
+        None, description="Text (the default), a JSON object, or JSON that is valid under a schema."
     )
 
     @property
@@ -166,12 +163,26 @@ class ChatBody(OpenAIBody):
         )
 
     @property
+    def thinks(self) -> bool:
+        """See ConstraintFields."""
+        return self.think is not prompts.Think.OFF and not self.continues
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """See ConstraintFields."""
+        if self.response_format is None or self.response_format.type == "text":
+            return super().constraint
+        return self.response_format.constraint(CLOSED_THOUGHT if self.thinks else "")
+
+    @property
     def asked_logprobs(self) -> int | None:
         """See OpenAIBody."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if (own := super().constraint) is not None and own != self.constraint:
+            at_most_one((own.form, "response_format"))
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
         chat_toolbox(self.tools, self.tool_choice, self.parallel_tool_calls)

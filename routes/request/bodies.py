@@ -12,6 +12,8 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from routes.request.constraints import ConstraintFields
+from routes.request.fields import Fields
 from routes.request.shown import shown, shown_name
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
@@ -27,17 +29,6 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 """Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
 _WORDING = re.compile(r"^(Input|List|String|Dictionary) should")
-
-
-class Fields(BaseModel):
-    """Strict, forgiving only of what it does not know and of null."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, value: Any) -> Any:
-        return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
 
 
 class Body(Fields):
@@ -141,7 +132,7 @@ class StateFields(Body):
     )
 
 
-class GenerationBody(UrgencyFields, StateFields):
+class GenerationBody(ConstraintFields, UrgencyFields, StateFields):
     """Fields of every route that generates, however it draws."""
 
     model: str = Field(
@@ -207,6 +198,11 @@ class PromptForms(Body):
     prefix: str | Texts = Field([], description="Fill in the middle: the text before, one per row.")
     suffix: str | Texts = Field([], description="Fill in the middle: the text after, one per row.")
     enable_think: bool = Field(False, description="Let the model think before it answers (messages only).")
+
+    @property
+    def thinks(self) -> bool:
+        """See ConstraintFields."""
+        return bool(self.messages) and self.enable_think
 
     @property
     def prefixes(self) -> list[str]:

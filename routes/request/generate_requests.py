@@ -49,8 +49,10 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
 
 
 def given_stops(body: GenerationBody) -> list[int | str] | None:
-    """`stop_tokens` if the request has them."""
-    return list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
+    """`stop_tokens` if the request has them; none where a constraint says how the text ends, in its place."""
+    if "stop_tokens" in body.model_fields_set:
+        return list(body.stop_tokens)
+    return None if body.constraint is None else []
 
 
 def encode(
@@ -122,6 +124,7 @@ def build_rows(
     seed = secrets.randbits(64) if body.seed is None else body.seed
     state = asked_state(body, config)
     pad_zero = body.pad_zero and (not state or "pad_zero" in body.model_fields_set)
+    constraint = body.constraint
     stop_ids, stop_strings = split_stops(stops)
     return [
         GenerateRequest(
@@ -135,6 +138,7 @@ def build_rows(
             n=n,
             use_prefix_cache=body.use_prefix_cache,
             state=state,
+            constraint=constraint,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -265,7 +265,7 @@ def test_log_probabilities_of_raw_prompts(client: OpenAI) -> None:
     [
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"messages": []}, "messages"),
         ({"n": 2, "extra_body": {"session_id": "s"}}, "session_id"),
         ({"max_tokens": 10**9}, "max_tokens"),

@@ -1,0 +1,130 @@
+"""Texts held to a form, through HTTP: every field, both dialects, streams, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from test.harness import tiny_model
+from test.serving import Service, row_texts, sse_data
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+DRAWS = {"max_tokens": 400, "seed": 3, "alpha_presence": 0, "alpha_frequency": 0}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    running = Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0)
+
+
+def content(answer: Any) -> list[str]:
+    assert "choices" in answer, answer
+    return [choice["message"]["content"] for choice in answer["choices"]]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions"])
+def test_native_routes_hold_every_row(service: Service, path: str) -> None:
+    body = {"contents": ["one", "two", "three"], "stream": False, **DRAWS}
+    for text in content(service.post(path, {**body, "json_schema": SCHEMA}).json()):
+        jsonschema_rs.validate(SCHEMA, json.loads(text))
+    assert set(content(service.post(path, {**body, "choice": ["yes", "no"]}).json())) <= {"yes", "no"}
+    numbers = content(service.post(path, {**body, "regex": "[0-9]{4}"}).json())
+    assert all(len(text) == 4 and text.isdigit() for text in numbers), numbers
+    answer = service.post(path, {**body, "grammar": 'start: "(" N ")"\nN: /[0-9]+/', "max_tokens": 6}).json()
+    assert all(text[0] == "(" for text in content(answer))
+
+
+def test_a_stream_ends_with_the_grammar(service: Service) -> None:
+    events = sse_data(
+        service.post("/v1/chat/completions", {"contents": ["x"], "choice": ["a\n\nb"], "stream": True}).text
+    )
+    assert row_texts(events) == {0: "a\n\nb"}, "the usual stops are not those of a constrained text"
+    assert events[-1]["choices"][-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"json_schema": {"properties": {"a": {"not": {}}}}}, "json_schema.properties.a"),
+        ({"json_schema": 3}, "json_schema"),
+        ({"grammar": "start: nothing"}, "grammar"),
+        ({"regex": "("}, "regex"),
+        ({"choice": []}, "choice"),
+        ({"choice": [""]}, "choice[0]"),
+        ({"choice": ["a"], "regex": "a"}, "choice"),
+        ({"regex": "a" * 200_000}, "regex"),
+    ],
+)
+def test_what_cannot_be_served_is_422_by_its_field(service: Service, fields: dict[str, Any], field: str) -> None:
+    response = service.post("/v1/chat/completions", {"contents": ["x"], **fields})
+    assert (response.status_code, response.json()["field"]) == (422, field), response.text
+
+
+def test_response_format_of_openai(client: openai.OpenAI) -> None:
+    def ask(wanted: Any, **fields: Any) -> str:
+        answer = client.chat.completions.create(
+            model="rwkv7",
+            messages=[{"role": "user", "content": "A person, please."}],
+            response_format=wanted,
+            max_tokens=400,
+            seed=4,
+            **fields,
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+
+    named = {"name": "person", "schema": SCHEMA, "strict": True}
+    jsonschema_rs.validate(SCHEMA, json.loads(ask({"type": "json_schema", "json_schema": named})))
+    loose = {"name": "person", "schema": {**SCHEMA, "not": {}}, "strict": False}
+    jsonschema_rs.validate(SCHEMA, json.loads(ask({"type": "json_schema", "json_schema": loose})))
+    assert isinstance(ask({"type": "text"}, stop=["e"]), str)
+
+
+def test_json_object_is_an_object(client: openai.OpenAI) -> None:
+    text = ""
+    stream = client.chat.completions.create(
+        model="rwkv7",
+        messages=[{"role": "user", "content": "JSON, please."}],
+        response_format={"type": "json_object"},
+        logit_bias={"126": 20, "2364": -100},
+        max_tokens=400,
+        stream=True,
+    )
+    for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+    assert isinstance(json.loads(text), dict)
+
+
+def test_a_refusal_of_openai_names_the_place(client: openai.OpenAI) -> None:
+    named = {"name": "x", "schema": {"properties": {"a": {"not": {}}}}, "strict": True}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="rwkv7",
+            messages=[{"role": "user", "content": "x"}],
+            response_format={"type": "json_schema", "json_schema": named},  # type: ignore[arg-type]
+        )
+    assert refused.value.param == "response_format.json_schema.schema.properties.a"
+    assert "not" in str(refused.value)
