@@ -17,7 +17,7 @@ from supervisor.service import Supervisor, listen
 
 logger = logging.getLogger("supervisor")
 
-__all__ = ["Supervisor", "log_style", "main", "with_model"]
+__all__ = ["Supervisor", "log_style", "main", "serve", "with_model"]
 
 
 def log_style(settings: Settings) -> LogStyle:
@@ -59,6 +59,15 @@ def _demo_model() -> Path:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the service, or the command that is the first word; returns the exit code."""
+    if arguments[:1] == ["batch"]:
+        from bulk import command
+
+        return command.main(arguments[1:], with_model)
+    return serve(arguments)
+
+
+def serve(arguments: list[str]) -> int:
     """Run the service; returns the exit code: 2 for a bad flag, 1 for what cannot be served."""
     try:
         settings = parse_settings(arguments, os.environ)

@@ -14,7 +14,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
-PLACE = re.compile(r"`((?:routes|rwkv_batch|state_pool|sampling|native|supervisor|docs|bench|test)/[\w./]*)`")
+PLACE = re.compile(r"`((?:routes|rwkv_batch|state_pool|bulk|sampling|native|supervisor|docs|bench|test)/[\w./]*)`")
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
@@ -25,6 +25,6 @@ def test_named_files_are_there(document: str) -> None:
 
 def test_the_architecture_names_every_folder() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    packages = ("routes", "rwkv_batch", "state_pool")
+    packages = ("routes", "rwkv_batch", "state_pool", "bulk")
     folders = {path.parent.name for package in packages for path in (ROOT / package).glob("*/__init__.py")}
     assert not sorted(folder for folder in folders if f"  {folder}/" not in text)

@@ -1,0 +1,1 @@
+"""Who answers: an engine in this process, or a running service."""

@@ -1,0 +1,58 @@
+"""JSON Lines: an object a line, or a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from bulk.formats.form import why_unreadable
+from bulk.inputs import Line
+from bulk.records import Record
+
+
+class Jsonl:
+    """Objects keep what they have and get one field more."""
+
+    def __init__(self, field: str, out_field: str) -> None:
+        self._field = field
+        self._out_field = out_field
+
+    def read(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """See Form. Empty lines are no records."""
+        index = 0
+        for line in lines:
+            if not line.data.strip():
+                continue
+            fields, problem = self._parsed(line)
+            yield Record(index, line.number, fields, problem, size=line.size)
+            index += 1
+
+    def _parsed(self, line: Line) -> tuple[dict[str, Any], str]:
+        if problem := why_unreadable(line):
+            return {}, problem
+        try:
+            value = json.loads(line.data)
+        except (ValueError, RecursionError) as error:
+            return {}, f"is not JSON: {error}"
+        if isinstance(value, str):
+            value = {self._field: value}
+        if not isinstance(value, dict):
+            return {}, f"must be a JSON object or a text, got {type(value).__name__}"
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            return {}, "has a lone surrogate, which has no UTF-8 form"
+        except ValueError:
+            return {}, "has a number that JSON cannot write, like NaN or one beyond 1e308"
+        return value, ""
+
+    def opening(self) -> str:
+        """See Form."""
+        return ""
+
+    def write(self, record: Record, answer: str | None) -> str:
+        """See Form. A record that has failed is in the file of errors alone."""
+        if answer is None:
+            return ""
+        return json.dumps({**record.fields, self._out_field: answer}, ensure_ascii=False) + "\n"

@@ -1,0 +1,71 @@
+"""SubRip (.srt) and WebVTT (.vtt): blocks between blank lines; the text of a cue is answered, all else is kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from bulk.formats.form import why_unreadable
+from bulk.inputs import MAX_LINE_BYTES, Line
+from bulk.records import Record
+
+_ARROW = "-->"
+_BLANK_LINES = re.compile(r"\n\s*\n")
+
+
+class Subtitles:
+    """Cues keep their number and time; one whose text cannot be answered keeps its text."""
+
+    def __init__(self, field: str, has_header: bool) -> None:
+        self._field = field
+        self._has_header = has_header
+        self._header = ""
+
+    def read(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """See Form."""
+        index = 0
+        for block in _blocks(lines):
+            if self._has_header and not self._header and not any(_ARROW in line.text for line in block):
+                self._header = "\n".join(line.text for line in block) + "\n\n"
+                continue
+            yield self._record(index, block)
+            index += 1
+
+    def _record(self, index: int, block: list[Line]) -> Record:
+        size = sum(line.size for line in block)
+        text = "\n".join(line.text for line in block)
+        problem = next(filter(None, map(why_unreadable, block)), "")
+        if problem:
+            return Record(index, block[0].number, problem=problem, size=size)
+        at = next((at for at, line in enumerate(block[:2]) if _ARROW in line.text), None)
+        head = [] if at is None else [line.text for line in block[: at + 1]]
+        said = "\n".join(line.text for line in block[len(head) :])
+        if at is None or not said.strip():
+            return Record(index, block[0].number, verbatim=text, size=size)
+        return Record(index, block[0].number, {self._field: said}, size=size, head="\n".join(head))
+
+    def opening(self) -> str:
+        """See Form."""
+        return self._header
+
+    def write(self, record: Record, answer: str | None) -> str:
+        """See Form."""
+        if record.verbatim is not None:
+            return f"{record.verbatim}\n\n"
+        text = answer if answer is not None else str(record.fields.get(self._field, ""))
+        return f"{record.head}\n{_BLANK_LINES.sub(chr(10), text).strip()}\n\n" if record.head else ""
+
+
+def _blocks(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    """Lines that stand together; a block is never longer than a line may be."""
+    block: list[Line] = []
+    size = 0
+    for line in lines:
+        if block and (not line.data.strip() or size + line.size > MAX_LINE_BYTES):
+            yield block
+            block, size = [], 0
+        if line.data.strip():
+            block.append(line)
+            size += line.size
+    if block:
+        yield block

@@ -1,0 +1,105 @@
+"""The input's bytes: opened, decompressed, cut into lines of bounded length, and known again by their hash."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import zstandard
+
+from bulk.records import RunError
+
+STDIN = "-"
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""A longer line fails alone; it is never held whole."""
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_CHUNK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line without its end."""
+
+    number: int
+    """From 1."""
+    data: bytes
+    """Cut off where it is too long."""
+    size: int
+    """Bytes in the input, the end included."""
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether only its beginning is there."""
+        return self.size > MAX_LINE_BYTES
+
+    @property
+    def text(self) -> str:
+        """Decoded; bytes that are no UTF-8 are lone surrogates."""
+        return self.data.decode("utf-8", "surrogateescape")
+
+
+class Input:
+    """A file or standard input, read once from its beginning."""
+
+    def __init__(self, path: str) -> None:
+        """Raises RunError if it cannot be opened."""
+        self.path = path
+        try:
+            self._raw = sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=_CHUNK)  # noqa: SIM115
+            self.size = None if path == STDIN else Path(path).stat().st_size
+        except OSError as error:
+            raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
+        self._stream = self._decompressed()
+
+    def _decompressed(self) -> BinaryIO:
+        raw = cast(io.BufferedReader, self._raw)
+        magic = raw.peek(4)[:4]
+        if magic.startswith(_GZIP):
+            return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
+        if magic == _ZSTD:
+            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            return io.BufferedReader(reader, _CHUNK)
+        return raw
+
+    def fraction(self) -> float | None:
+        """How much of it has been read, 0..1; None if nobody knows."""
+        return None if not self.size else min(1.0, self._raw.tell() / self.size)
+
+    def lines(self) -> Iterator[Line]:
+        """Every line. Raises RunError where the file cannot be read on."""
+        number = 0
+        try:
+            while data := self._stream.readline(MAX_LINE_BYTES + 1):
+                size = len(data)
+                while not data.endswith(b"\n") and size > MAX_LINE_BYTES:
+                    more = self._stream.readline(_CHUNK)
+                    size += len(more)
+                    if not more or more.endswith(b"\n"):
+                        break
+                number += 1
+                if number == 1:
+                    data = data.removeprefix(_BOM)
+                yield Line(number, data.removesuffix(b"\n").removesuffix(b"\r"), size)
+        except (OSError, EOFError, zstandard.ZstdError) as error:
+            raise RunError(f"the input {self.path} cannot be read after line {number} ({error})") from None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.path != STDIN:
+            self._raw.close()
+
+
+def digest(path: str) -> str:
+    """SHA-256 of a file, as it lies there. Raises RunError."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None

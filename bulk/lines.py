@@ -1,0 +1,133 @@
+"""What becomes of one record: its question, again and again if need be, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from bulk.backends.backend import AWAY, Backend, Reply
+from bulk.glossary import Glossary
+from bulk.records import LineError, Record, RunError
+from bulk.sidecar import Sidecar
+from bulk.tasks import TRANSLATE, Ask, Task
+
+GOOD = 200
+_BUSY = frozenset({AWAY, 429, 502, 503})
+"""The service, not the line: when it stays so, the run stops, and can be gone on with."""
+_AGAIN = frozenset({500, 504})
+_WAIT_S = 0.5
+_LONGEST_WAIT_S = 30.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """An answer, or why there is none; of a glossary's missing term both."""
+
+    answer: str | None = None
+    problem: str = ""
+    status: int = GOOD
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    key: bytes | None = None
+    """What equal lines have in common, where the answer is worth keeping for them."""
+
+
+@dataclass(slots=True)
+class LineWorker:
+    """Answers records. One event loop."""
+
+    backend: Backend
+    task: Task
+    retry: int
+    glossary: Glossary | None = None
+    answers: Sidecar | None = None
+    """Where answers to equal lines are kept (--dedupe)."""
+    under_way: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
+    """Questions whose answers are not in the sidecar yet."""
+
+    async def outcome(self, record: Record) -> Outcome:
+        """What the record gets. Raises RunError if nobody answers any more."""
+        if record.problem:
+            return Outcome(problem=record.problem, status=400)
+        try:
+            ask = self.task.ask(record)
+        except LineError as error:
+            return Outcome(problem=str(error), status=400)
+        if self.answers is None:
+            return await self._computed(ask)
+        return await self._shared(ask, self.answers)
+
+    async def _shared(self, ask: Ask, answers: Sidecar) -> Outcome:
+        """The answer to this or an equal line."""
+        key = _key(ask)
+        if (waiting := self.under_way.get(key)) is not None:
+            first = await asyncio.shield(waiting)
+            return Outcome(first.answer, first.problem, first.status)
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.under_way[key] = future
+        try:
+            known = await asyncio.to_thread(answers.answer, key)
+            outcome = Outcome(known) if known is not None else await self._computed(ask)
+        except BaseException:
+            future.cancel()
+            raise
+        future.set_result(outcome)
+        if known is None and outcome.answer is not None and not outcome.problem:
+            outcome.key = key
+        else:
+            del self.under_way[key]
+        return outcome
+
+    def kept(self, keys: list[bytes]) -> None:
+        """The sidecar has these answers from now on."""
+        for key in keys:
+            self.under_way.pop(key, None)
+
+    async def _computed(self, ask: Ask) -> Outcome:
+        outcome = await self._asked(ask)
+        if self.glossary is None or outcome.answer is None or ask.path != TRANSLATE:
+            return outcome
+        text = ask.body["text_list"][0]
+        if not self.glossary.missing(text, outcome.answer):
+            return outcome
+        second = await self._asked(Ask(ask.path, {**ask.body, "text_list": [self.glossary.put_in(text)]}))
+        second.prompt_tokens += outcome.prompt_tokens
+        second.completion_tokens += outcome.completion_tokens
+        if second.answer is None or self.glossary.missing(text, second.answer):
+            terms = ", ".join(f"{term} = {to}" for term, to in self.glossary.missing(text, outcome.answer).items())
+            second.answer, second.problem = outcome.answer, f"glossary: the answer lacks {terms}"
+        return second
+
+    async def _asked(self, ask: Ask) -> Outcome:
+        """The answer, after as many tries as are due."""
+        tries = 0
+        while True:
+            reply = await self.backend.ask(ask.path, ask.body)
+            tokens = reply.prompt_tokens, reply.completion_tokens
+            if reply.status == GOOD:
+                try:
+                    return Outcome(self.task.text(reply.value), "", GOOD, *tokens)
+                except LineError as error:
+                    return Outcome(None, str(error), GOOD, *tokens)
+                except (KeyError, IndexError, TypeError):
+                    return Outcome(None, f"the answer is not of the form asked for: {str(reply.value)[:200]}", 502)
+            if tries >= self.retry or reply.status not in _BUSY | _AGAIN:
+                break
+            await asyncio.sleep(_wait_s(reply, tries))
+            tries += 1
+        if reply.status in _BUSY:
+            raise RunError(f"{reply.reason}; the same command goes on from here")
+        return Outcome(None, reply.reason, reply.status, *tokens)
+
+
+def _wait_s(reply: Reply, tries: int) -> float:
+    """Seconds until the next try: doubled each time, and never less than the service asks for."""
+    return min(_LONGEST_WAIT_S, max(reply.retry_after_s or 0.0, _WAIT_S * 2.0**tries))
+
+
+def _key(ask: Ask) -> bytes:
+    """What equal questions have in common: all but the seed."""
+    body = {name: value for name, value in ask.body.items() if name != "seed"}
+    return hashlib.sha256(json.dumps([ask.path, body], sort_keys=True).encode()).digest()

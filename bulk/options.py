@@ -1,0 +1,180 @@
+"""The command line of `batch`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from bulk import progress
+from bulk.formats.form import NAMES
+from bulk.sidecar import SUFFIX
+from bulk.tasks import OUT_FIELDS, TASKS, Plan
+from settings import SettingsError
+
+ERRORS_SUFFIX = ".errors.jsonl"
+_PROGRAM = "app.py batch"
+_DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "most tokens drawn for a line"),
+    "temperature": (float, "0 is greedy"),
+    "top_k": (int, "0 switches it off"),
+    "top_p": (float, "1 switches it off"),
+    "alpha_presence": (float, "presence penalty"),
+    "alpha_frequency": (float, "frequency penalty"),
+    "alpha_decay": (float, "by which the count of drawn tokens shrinks"),
+    "seed": (int, "line i draws with seed + i; without it lines draw by chance"),
+}
+"""Fields of the body, by their names in docs/api.md, which has their limits and defaults."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for; the engine's flags are settings."""
+
+    input: str
+    output: str
+    plan: Plan
+    out_field: str
+    id_field: str = ""
+    form: str = ""
+    """"" = by the input's name."""
+    url: str = ""
+    """"" = an engine in this process."""
+    max_in_flight: int = 0
+    order: str = "keep"
+    retry: int = 8
+    errors: str = ""
+    dedupe: bool = False
+    glossary: str = ""
+    limit: int = 0
+    shard: tuple[int, int] = (1, 1)
+    dry_run: bool = False
+    fresh: bool = False
+    progress: str = "auto"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see python {_PROGRAM} --help")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(text)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"must be i/n with 1 <= i <= n, got {text!r}")
+    return int(part), int(parts)
+
+
+def _unescaped(text: str) -> str:
+    r"""Text as a shell can hand it over: \n is a line break, \t a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _template(text: str) -> str:
+    """A template, or @FILE that has it."""
+    if not text.startswith("@"):
+        return _unescaped(text)
+    try:
+        with open(text[1:], encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `batch`; all others are the service's."""
+    parser = _Parser(
+        prog=_PROGRAM,
+        allow_abbrev=False,
+        description="Answer every line of a file. Flags of the engine (--model-path, --pp-devices, --dtype ...) are "
+        "the service's. A run that was stopped goes on when the same command is given again.",
+    )
+    parser.add_argument("input", help="JSONL, CSV, TSV, text, srt or vtt, perhaps .gz or .zst; - for standard input")
+    parser.add_argument("-o", "--output", required=True, help="in the input's form, or .jsonl; - for standard output")
+    _add_task(parser)
+    _add_decoding(parser)
+    _add_running(parser)
+    return parser
+
+
+def _add_task(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is asked").add_argument
+    add("--task", choices=TASKS, default="translate", help="default: translate")
+    add("--source-lang", default="auto", help="ISO code or name; default: auto, found out for each line")
+    add("--target-lang", default="", help="wanted by translate")
+    add("--field", default="text", help="field or column that has the text; default: text")
+    add("--out-field", default="", help="field or column of the answer; default: by the task")
+    add("--id-field", default="", help="field that names a line in the file of errors")
+    add("--template", type=_template, default="", help="text made of fields, like 'Summarise: {text}'; @FILE reads it")
+    add("--format", choices=NAMES, default="", dest="form", help="form of the input where its name does not tell")
+    add("--glossary", default="", help="terms with their translations: JSON, or CSV or TSV of two columns")
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how answers are drawn (not by translate); defaults: docs/api.md")
+    for name, (kind, text) in _DECODE.items():
+        group.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    group.add_argument(
+        "--stop", action="append", type=_unescaped, help="text that ends an answer (\\n: a line break); may be repeated"
+    )
+    group.add_argument("--think", action="store_true", help="let the model think first (chat)")
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the run").add_argument
+    add("--url", default="", help="a running service instead of an engine in this process; --password is sent to it")
+    add("--max-in-flight", type=_count, default=0, help="questions at once; 0: 256 to a service, by memory here")
+    add("--order", choices=("keep", "done"), default="keep", help="of the output; done: as lines end")
+    add("--retry", type=_count, default=8, help="tries after the first while the service is busy or away; default: 8")
+    add("--errors", default="", help=f"JSON lines of what failed and why; default: OUTPUT{ERRORS_SUFFIX}")
+    add("--dedupe", action="store_true", help="answer equal lines once")
+    add("--limit", type=_count, default=0, help="only the first so many lines of the input")
+    add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, beginning with the i-th")
+    add("--dry-run", action="store_true", help="count lines and tokens, and estimate the time from a few of them")
+    add("--fresh", action="store_true", help=f"begin anew: OUTPUT, its errors and OUTPUT{SUFFIX} are overwritten")
+    add("--progress", choices=progress.FORMS, default="auto", help="auto: a bar on a terminal, else plain lines")
+
+
+def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Options, and the arguments that are settings of the service. Raises SettingsError."""
+    given, rest = build_parser().parse_known_args(list(arguments))
+    decode = {name: value for name in _DECODE if (value := getattr(given, name)) is not None}
+    if given.stop:
+        decode["stop_tokens"] = [0, *given.stop]
+    if given.think:
+        decode["enable_think"] = True
+    plan = Plan(
+        task=given.task,
+        field=given.field,
+        template=given.template,
+        source_lang=given.source_lang,
+        target_lang=given.target_lang,
+        decode=decode,
+    )
+    _check(given, plan)
+    names = {field.name for field in msgspec.structs.fields(Options)} - {"plan", "out_field"}
+    values = {name: value for name, value in vars(given).items() if name in names}
+    return Options(**values, plan=plan, out_field=given.out_field or OUT_FIELDS[plan.task]), rest
+
+
+def _check(given: argparse.Namespace, plan: Plan) -> None:
+    """Raises SettingsError for flags that do not go together."""
+    if plan.task == "translate":
+        if not plan.target_lang:
+            raise SettingsError("--target-lang must be given: the language to translate into")
+        if plan.decode:
+            name = next(iter(plan.decode)).replace("_", "-")
+            raise SettingsError(f"--{name} does nothing for translate, which draws greedily; leave it out")
+    elif given.glossary:
+        raise SettingsError(f"--glossary is for translate, not for {plan.task}")
+    if plan.task != "chat" and "enable_think" in plan.decode:
+        raise SettingsError(f"--think is for chat, not for {plan.task}")
+    if given.form in ("srt", "vtt") and given.order == "done":
+        raise SettingsError("--order done would shuffle subtitles; leave it out")

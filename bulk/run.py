@@ -1,0 +1,163 @@
+"""The loop of a run: read a window, ask its questions, write what ends, make that durable.
+
+One event loop; reading, and writing with its wait for the disk, are on threads beside it. Memory is bounded by the
+window, whatever the input's size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from bulk.files import Files
+from bulk.ledger import Ledger
+from bulk.lines import LineWorker, Outcome
+from bulk.progress import Meter
+from bulk.records import Record, RunError
+
+_WINDOW = (16, 4096)
+"""Records that are sorted by length, at least and at most: as many as are in flight. In a larger window the first line
+might be asked last, and what waits for it to be written would be lost with the run."""
+_WINDOW_BYTES = 32 << 20
+_WINDOWS_AHEAD = 8
+"""Windows that may wait for a line which takes long, to be written in order."""
+_COMMIT_S = 0.2
+_COMMIT_COMPRESSED_S = 2.0
+"""Between commits; what is compressed should not be cut small."""
+_MOST_UNKEPT = 32 << 20
+"""Characters written and not durable yet, above which nothing new is begun."""
+
+
+class Run:
+    """One run."""
+
+    def __init__(
+        self, records: Iterator[Record], worker: LineWorker, files: Files, ledger: Ledger, meter: Meter, most: int = 0
+    ) -> None:
+        """`most`: questions at once; 0: as many as keep the backend at work."""
+        self._records = records
+        self._worker = worker
+        self._files = files
+        self._ledger = ledger
+        self._meter = meter
+        self._most = most
+        self._seats: asyncio.Semaphore | None = None
+        """None: there was nothing to do yet"""
+        self._window = _WINDOW[0]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._moved = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._may_commit = True
+
+    async def run(self) -> None:
+        """Answer every record. Raises RunError; what has ended by then is kept if the disk allows."""
+        committing = asyncio.create_task(self._commit_often())
+        try:
+            await self._feed()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._closing.set()
+            await committing
+        self._raise_failure()
+        await self._commit(is_last=True)
+
+    async def _feed(self) -> None:
+        """Begin every record; returns when all have ended."""
+        while True:
+            window, end = await asyncio.to_thread(self._read)
+            self._ledger.begin([record.index for record in window], end)
+            if not window:
+                break
+            seats = self._seats or await self._open()
+            for record in sorted(window, key=lambda record: record.size, reverse=True):
+                await seats.acquire()
+                self._raise_failure()
+                task = asyncio.create_task(self._line(record))
+                self._tasks.add(task)
+                task.add_done_callback(self._line_ended)
+            await self._until(self._may_read_on)
+        await self._until(lambda: not self._tasks)
+
+    def _may_read_on(self) -> bool:
+        """Whether what has been read and is not durable is little enough."""
+        return self._ledger.unwritten <= _WINDOWS_AHEAD * self._window and self._ledger.unkept <= _MOST_UNKEPT
+
+    async def _open(self) -> asyncio.Semaphore:
+        """The backend, now that there is something to ask."""
+        in_flight = await self._worker.backend.open()
+        in_flight = self._most or in_flight
+        self._window = min(max(_WINDOW[0], in_flight), _WINDOW[1])
+        self._seats = asyncio.Semaphore(in_flight)
+        self._meter.restart()
+        return self._seats
+
+    def _read(self) -> tuple[list[Record], int]:
+        """The next records that are not done yet, and where the next ones begin."""
+        window: list[Record] = []
+        weight = end = 0
+        for record in self._records:
+            end = record.index + 1
+            if self._ledger.is_done(record.index):
+                self._meter.skipped += 1
+                continue
+            window.append(record)
+            weight += record.size
+            if len(window) >= self._window or weight >= _WINDOW_BYTES:
+                break
+        return window, end
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait. Raises what a line or a commit has failed with."""
+        while True:
+            self._raise_failure()
+            if condition():
+                return
+            self._moved.clear()
+            await self._moved.wait()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def _line(self, record: Record) -> None:
+        outcome = Outcome() if record.verbatim is not None else await self._worker.outcome(record)
+        self._ledger.end(record.index, self._files.ended(record, outcome))
+        self._meter.count(outcome)
+
+    def _line_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._seats is not None:
+            self._seats.release()
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+        self._moved.set()
+
+    async def _commit_often(self) -> None:
+        """Commit what has ended, until the run closes; then once more."""
+        pause_s = _COMMIT_COMPRESSED_S if self._files.is_compressed else _COMMIT_S
+        while not self._closing.is_set():
+            if self._ledger.has_news:
+                await self._try_commit()
+            try:
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+            except TimeoutError:
+                continue
+        await self._try_commit()
+
+    async def _try_commit(self) -> None:
+        """A commit whose failure ends the run; after that there is none."""
+        if not self._may_commit:
+            return
+        try:
+            await self._commit(is_last=False)
+        except RunError as error:
+            self._may_commit = False
+            self._failure = error
+        self._moved.set()
+
+    async def _commit(self, is_last: bool) -> None:
+        batch = self._ledger.take()
+        await asyncio.to_thread(self._files.keep, batch, is_last)
+        self._worker.kept(list(batch.answers))

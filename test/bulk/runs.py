@@ -1,0 +1,49 @@
+"""`app.py batch` for tests: in this process or in one that can be killed, asking the fake engine's service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from app import main
+from test.serving import ROOT, Service
+
+SHORT = ("--task", "complete", "--max-tokens", "3", "--progress", "plain", "--retry", "2")
+
+
+def fake_service(folder: Path) -> Service:
+    """A service that answers a prompt with the same text again, once for each token."""
+    return Service(folder, "--model-path", "none", program="test/fake_app.py", PYTHONPATH=str(ROOT)).wait_ready()
+
+
+def batch(service: Service, source: Path, target: Path, *flags: str) -> int:
+    """Run it here; returns the exit code."""
+    return main(["batch", str(source), "-o", str(target), "--url", service.url, *SHORT, *flags])
+
+
+def started(service: Service, source: Path, target: Path, *flags: str, **options: Any) -> subprocess.Popen[bytes]:
+    """The same in a process of its own."""
+    command = [sys.executable, str(ROOT / "app.py"), "batch", str(source), "-o", str(target), "--url", service.url]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
+    return subprocess.Popen([*command, *SHORT, *flags], cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
+
+
+def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """Its lines again."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def errors_of(target: Path) -> list[Any]:
+    """What the file of errors says."""
+    return read_jsonl(Path(f"{target}.errors.jsonl"))
