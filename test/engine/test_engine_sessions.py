@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import Phase
+from rwkv_batch.core.sequence import Phase, Sequence
+from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason
@@ -308,6 +309,29 @@ def test_sessions_survive_a_restart(model: Path, tmp_path: Path) -> None:
         assert resumed.texts[0] == wanted
         assert resumed.finishes[0].cached_tokens > 0
         assert call(engine, "session_status", limit=10, offset=0).total == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("bf16", "int4"), ("int8", "fp32")])
+def test_a_session_goes_on_as_it_is_under_another_storage_of_the_weights(
+    model: Path, tmp_path: Path, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fingerprint names the weights: the kept state is read, none of the session's tokens again."""
+    pool, replays = PoolConfig(state_db=str(tmp_path / "s.db")), []
+    plain = StateManager._start_from_session
+
+    def noting(manager: StateManager, sequence: Sequence) -> None:
+        plain(manager, sequence)
+        assert sequence.lease is not None and sequence.lease.exists
+        replays.append(sequence.turn_start)
+
+    with started_engine(model, pool, dtype=before) as engine:
+        conversation(engine, "s", ["one", " two"], max_tokens=8)
+        conversation(engine, "twin", ["one", " two"], max_tokens=8)
+        kept = run(engine, turn("twin", " three", max_tokens=8)).finishes[0].cached_tokens
+    monkeypatch.setattr(StateManager, "_start_from_session", noting)
+    with started_engine(model, pool, dtype=after) as engine:
+        resumed = run(engine, turn("s", " three", max_tokens=8)).finishes[0]
+    assert (resumed.cached_tokens, replays) == (kept, [0])
 
 
 def test_prefix_cache_changes_no_text(model: Path) -> None:
