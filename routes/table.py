@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from routes import big_batch, fim, multi_state, session_files, state, system, translate, tuned_states, v1, v2, web_page
+from routes import (
+    big_batch,
+    fim,
+    multi_state,
+    score,
+    session_files,
+    state,
+    system,
+    tokenizer,
+    translate,
+    tuned_states,
+    v1,
+    v2,
+    web_page,
+)
 from routes.docs import pages
 from routes.openai import chat, completions, embeddings
 from routes.route import Route
@@ -19,6 +33,8 @@ ROUTES: tuple[Route, ...] = (
     *multi_state.ROUTES,
     *chat.ROUTES,
     *completions.ROUTES,
+    *score.ROUTES,
+    *tokenizer.ROUTES,
     *embeddings.ROUTES,
     *system.ROUTES,
     *pages.ROUTES,

@@ -132,12 +132,17 @@ class StateFields(Body):
     )
 
 
-class GenerationBody(ConstraintFields, UrgencyFields, StateFields):
-    """Fields of every route that generates, however it draws."""
+class ModelFields(StateFields):
+    """Which model reads, and what it begins from."""
 
     model: str = Field(
         "rwkv7", max_length=256, description="Repeated in the answer; `<model>:<state>` names a tuned state too."
     )
+
+
+class GenerationBody(ConstraintFields, UrgencyFields, ModelFields):
+    """Fields of every route that generates, however it draws."""
+
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")
     stop_tokens: StopTokens = Field(
         list(DEFAULT_STOPS), description="Token ids and strings that end a row; they are not shown."

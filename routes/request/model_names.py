@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from routes.config import HttpConfig
-from routes.request.bodies import GenerationBody
+from routes.request.bodies import ModelFields
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 SEPARATORS = (":", " ")
@@ -14,7 +14,7 @@ def state_names(model: str, state: str) -> list[str]:
     return [f"{model}{separator}{state}" for separator in SEPARATORS]
 
 
-def asked_state(body: GenerationBody, config: HttpConfig) -> str:
+def asked_state(body: ModelFields, config: HttpConfig) -> str:
     """The tuned state that a body names, "" for none. Raises ServiceError if it names two."""
     in_model = _in_model(body.model, config.model_name)
     if body.state and in_model and body.state != in_model:

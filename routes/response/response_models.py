@@ -333,6 +333,57 @@ class CompletionChunk(OpenAIFrame):
     usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
 
 
+class CandidateScore(BaseModel):
+    """One candidate."""
+
+    index: int = Field(description="Its place among the prompt's candidates.")
+    logprob: float = Field(description="Of the whole candidate behind the prompt: the sum over its tokens.")
+    tokens: int
+    is_greedy: bool = Field(description="Whether each token is the likeliest where it stands.")
+    token_logprobs: list[float] = Field([], description="With `logprobs`; at least -9999 each.")
+
+
+class ContentScores(BaseModel):
+    """One prompt's candidates."""
+
+    index: int = Field(description="The prompt's place among the contents.")
+    candidates: list[CandidateScore]
+
+
+class Scores(BaseModel):
+    """Every candidate behind every prompt."""
+
+    id: str
+    object: Literal["score"]
+    created: int = Field(description="Unix time in seconds.")
+    model: str = Field(description="As asked for.")
+    scores: list[ContentScores]
+    usage: Usage = Field(description="Each prompt counts once.")
+
+
+class Tokenized(BaseModel):
+    """A text's tokens."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int = Field(description="Most tokens of a prompt.")
+
+
+class Detokenized(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The World tokenizer."""
+
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str = Field(description="A name of the end token, 0, which stands before a text too.")
+    eos_token: str
+
+
 class Model(BaseModel):
     """A model."""
 

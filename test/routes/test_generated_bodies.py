@@ -39,6 +39,7 @@ RELATED = {
     "echo": {"logprobs", "session_id", "suffix"},
     "best_of": {"n", "stream"},
     "max_tokens": {"session_id"},
+    "candidates": {"contents"},
 }
 """Field that a refusal may name -> fields whose change may have been the reason."""
 

@@ -1,0 +1,209 @@
+"""`POST /v1/score`: how likely the model finds each of several texts after a prompt, which is read once for all."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Self
+
+import msgspec
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from routes.context import Context
+from routes.request.bodies import ModelFields, Texts, UrgencyFields
+from routes.request.generate_requests import encode, greedy_row, invalid, off_loop
+from routes.request.jobs import make_job
+from routes.request.model_names import asked_state
+from routes.response.generate import RowResult, run_whole
+from routes.response.reply import NATIVE_ERRORS, Reply
+from routes.response.response_models import Scores
+from routes.response.transcript import Transcript
+from routes.route import Route
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
+
+PATH = "/v1/score"
+MAX_SCORED_TOKENS = 1_000_000
+"""Of all candidates of a request: their log-probabilities are held until the answer is whole."""
+MAX_ROW_TOKENS = 16_000_000
+"""Of all rows of a request, each with its content: they are held until the last of them has run."""
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have, as in OpenAI's answers."""
+
+
+class ScoreBody(UrgencyFields, ModelFields):
+    """Prompts, and what may follow each of them."""
+
+    contents: Texts = Field(min_length=1, description="The prompts. Each is read once.")
+    candidates: Texts | Annotated[list[Texts], Field(fail_fast=True)] = Field(
+        min_length=1,
+        description="Texts that may follow: the same for every prompt, or a list for each. "
+        "Each is tokenised on its own, as what is generated follows a prompt.",
+    )
+    pad_zero: bool = Field(False, description="Put token 0 before each prompt, which may then be empty.")
+    logprobs: bool = Field(False, description="Tell the log-probability of each token too.")
+    use_prefix_cache: bool = Field(True, description="Start from the stored state of an earlier prompt's beginning.")
+
+    @property
+    def lists(self) -> list[list[str]]:
+        """The candidates of each prompt."""
+        lists = [one for one in self.candidates if not isinstance(one, str)]
+        return lists or [self.candidates] * len(self.contents)  # type: ignore[list-item]  # all are texts
+
+    @model_validator(mode="after")
+    def _a_list_for_each(self) -> Self:
+        if len(self.lists) != len(self.contents):
+            raise PydanticCustomError(
+                "candidates",
+                "candidates must be texts, or as many lists as contents: got {lists} for {contents}",
+                {"lists": len(self.lists), "contents": len(self.contents), "field": "candidates"},
+            )
+        if not all(self.lists):
+            raise PydanticCustomError(
+                "candidates", "candidates must have a text for every prompt", {"field": "candidates"}
+            )
+        return self
+
+
+def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
+    """A request for each prompt, with a row for each of its candidates. Raises ServiceError."""
+    known: dict[str, list[int]] = {}
+    rows: list[GenerateRequest] = []
+    state = asked_state(body, context.config)
+    scored = held = 0
+    for at, (content, texts) in enumerate(zip(body.contents, body.lists, strict=True)):
+        prompt = encode(context.tokenizer, content, f"contents[{at}]", context.config, body.pad_zero)
+        for number, text in enumerate(texts):
+            if text not in known:
+                known[text] = encode(context.tokenizer, text, _field(body, at, number), context.config)
+            _check_length(context, body, prompt, known[text], (at, number))
+            scored, held = scored + len(known[text]), held + len(prompt) + len(known[text])
+        _check_sizes(scored, held)
+        rows.append(_row(prompt, [known[text] for text in texts], state, body.use_prefix_cache))
+    return rows
+
+
+def _row(prompt: list[int], candidates: list[list[int]], state: str, use_prefix_cache: bool) -> GenerateRequest:
+    """Reads the prompt once and every candidate behind it, draws nothing."""
+    return msgspec.structs.replace(
+        greedy_row(prompt, 0, (), state),
+        candidates=candidates,
+        prompt_logprobs=PromptLogprobs(start=len(prompt), top=1),
+        use_prefix_cache=use_prefix_cache,
+    )
+
+
+def _field(body: ScoreBody, content: int, number: int) -> str:
+    """A candidate as the client has written it."""
+    shared = isinstance(body.candidates[0], str)
+    return f"candidates[{number}]" if shared else f"candidates[{content}][{number}]"
+
+
+def _check_length(
+    context: Context, body: ScoreBody, prompt: list[int], candidate: list[int], place: tuple[int, int]
+) -> None:
+    limit, length = context.config.max_prompt_tokens, len(prompt) + len(candidate)
+    if length > limit:
+        behind = f"has {length} tokens behind contents[{place[0]}], the limit is {limit} (--max-prompt-tokens)"
+        raise invalid(_field(body, *place), behind, length)
+
+
+def _check_sizes(scored: int, held: int) -> None:
+    for tokens, limit, what in (
+        (scored, MAX_SCORED_TOKENS, "tokens in all"),
+        (held, MAX_ROW_TOKENS, "tokens in all, counted with the prompt of each"),
+    ):
+        if tokens > limit:
+            raise invalid("candidates", f"have more than {limit} {what}; send fewer of them in a request", tokens)
+
+
+class ScoreSheet:
+    """The answer to one request."""
+
+    def __init__(self, body: ScoreBody, rows: list[GenerateRequest]) -> None:
+        self._body = body
+        self._rows = rows
+
+    def whole(self, results: list[RowResult]) -> dict[str, Any]:
+        """The body of the answer. Raises ServiceError if any row did not end."""
+        for result in results:
+            _check_ended(result)
+        left, scores = iter(results), []
+        for index, row in enumerate(self._rows):
+            told = [self._candidate(number, next(left)) for number in range(row.num_rows)]
+            scores.append({"index": index, "candidates": told})
+        prompt = sum(row.num_prompt_tokens for row in self._rows)
+        return {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "score",
+            "created": int(time.time()),
+            "model": self._body.model,
+            "scores": scores,
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": 0,
+                "total_tokens": prompt,
+                "prompt_tokens_details": {"cached_tokens": self._cached(results)},
+            },
+        }
+
+    def _cached(self, results: list[RowResult]) -> int:
+        """Tokens of prompts that need not be read: each prompt's once."""
+        count = first = 0
+        for row in self._rows:
+            finish = results[first].finish
+            count += 0 if finish is None else finish.cached_tokens
+            first += row.num_rows
+        return count
+
+    def _candidate(self, number: int, result: RowResult) -> dict[str, Any]:
+        values = [max(token.logprob, LOWEST_LOGPROB) for token in result.prompt_logprobs]
+        told: dict[str, Any] = {
+            "index": number,
+            "logprob": sum(values),
+            "tokens": len(values),
+            "is_greedy": all(map(_is_likeliest, result.prompt_logprobs)),
+        }
+        return told | ({"token_logprobs": values} if self._body.logprobs else {})
+
+
+def _is_likeliest(token: TokenLogprob) -> bool:
+    """Whether no token is likelier."""
+    return token.logprob >= token.top[0][1]
+
+
+def _check_ended(result: RowResult) -> None:
+    """Raises ServiceError for a row that was not read to its end."""
+    finish = result.finish
+    if finish is not None and finish.error is not None:
+        raise ServiceError.from_info(finish.error)
+    if finish is None or finish.reason is not FinishReason.LENGTH:
+        raise ServiceError(ErrorKind.TIMEOUT, "not every candidate was read in time; send fewer at once")
+
+
+async def score(context: Context, body: ScoreBody) -> Reply:
+    """The log-probability of each candidate behind its prompt."""
+    limit, count = context.config.max_contents, sum(map(len, body.lists))
+    if count > limit:
+        raise invalid("candidates", f"make {count} rows, the limit is {limit} (--max-contents)", count)
+    characters = sum(map(len, body.contents)) + sum(len(text) for texts in body.lists for text in texts)
+    rows = await off_loop(characters, _rows, context, body)
+    job = make_job(rows, body, PATH)
+    return await run_whole(context, job, Transcript(job.num_rows), ScoreSheet(body, rows).whole, NATIVE_ERRORS)
+
+
+EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        score,
+        ScoreBody,
+        "How likely each candidate is behind each prompt, which is read once.",
+        is_work=True,
+        answer=Scores,
+        errors=(ErrorKind.TIMEOUT,),
+        example=EXAMPLE,
+    ),
+)

@@ -1,0 +1,125 @@
+"""`/v1/score` and the tokenizer's routes, against the log-softmax of a forward of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.harness import TOKENIZER
+from test.logprob_oracle import LogprobOracle
+from test.serving import Service
+
+PATH = "/v1/score"
+CONTENTS = ["The capital of France is", "猫は" * 40, "x"]
+CANDIDATES = [" Paris", " a river.", "猫", "\n\nUser: no"]
+EVERY = {"contents": CONTENTS, "candidates": CANDIDATES, "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> LogprobOracle:
+    return LogprobOracle(tiny_model)
+
+
+def asked(service: Service, **body: Any) -> dict[str, Any]:
+    response = service.post(PATH, body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def check(told: dict[str, Any], oracle: LogprobOracle, prompt: list[int], candidate: list[int]) -> None:
+    wanted = oracle.of(prompt + candidate, len(prompt))
+    assert told["tokens"] == len(candidate)
+    assert told["token_logprobs"] == pytest.approx(wanted, abs=1e-4)
+    assert told["logprob"] == pytest.approx(sum(wanted), abs=1e-4)
+    likeliest = oracle.logprobs(prompt + candidate)[len(prompt) - 1 : -1].argmax(dim=1).tolist()
+    assert told["is_greedy"] == (likeliest == candidate)
+
+
+@pytest.mark.parametrize("pad_zero", [False, True])
+def test_every_candidate_behind_every_prompt(service: Service, oracle: LogprobOracle, pad_zero: bool) -> None:
+    contents = [*CONTENTS, ""] if pad_zero else CONTENTS
+    answer = asked(service, **{**EVERY, "contents": contents, "pad_zero": pad_zero, "model": "mine"})
+    assert (answer["object"], answer["model"], answer["id"][:6]) == ("score", "mine", "score-")
+    prompts = [[0] * pad_zero + TOKENIZER.encode(content) for content in contents]
+    candidates = [TOKENIZER.encode(candidate) for candidate in CANDIDATES]
+    assert [row["index"] for row in answer["scores"]] == list(range(len(contents)))
+    for row, prompt in zip(answer["scores"], prompts, strict=True):
+        assert [told["index"] for told in row["candidates"]] == [0, 1, 2, 3]
+        for told, candidate in zip(row["candidates"], candidates, strict=True):
+            check(told, oracle, prompt, candidate)
+    read = sum(map(len, prompts)) + len(prompts) * sum(map(len, candidates))
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == read
+
+
+def test_a_list_of_candidates_for_each_prompt(service: Service, oracle: LogprobOracle) -> None:
+    lists = [[" Paris"], ["猫", "犬"], [" y", " z", " w"]]
+    answer = asked(service, contents=CONTENTS, candidates=lists)
+    assert [len(row["candidates"]) for row in answer["scores"]] == [1, 2, 3]
+    one = answer["scores"][1]["candidates"][1]
+    prompt = TOKENIZER.encode(CONTENTS[1])
+    assert one["logprob"] == pytest.approx(sum(oracle.of(prompt + TOKENIZER.encode("犬"), len(prompt))), abs=1e-4)
+    assert "token_logprobs" not in one
+
+
+def test_what_the_model_would_say_is_greedy(service: Service) -> None:
+    body = {"prompt": CONTENTS[0], "max_tokens": 3, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    body |= {"alpha_presence": 0, "alpha_frequency": 0, "logit_bias": {"0": -100}}
+    said = service.post("/openai/v1/completions", body).json()["choices"][0]
+    tokens = said["logprobs"]["tokens"]
+    if TOKENIZER.encode("".join(tokens)) != [TOKENIZER.encode(token)[0] for token in tokens]:
+        pytest.skip("the model's tokens are not those of its text")
+    (told,) = asked(service, contents=CONTENTS[:1], candidates=["".join(tokens)])["scores"][0]["candidates"]
+    assert told["logprob"] == pytest.approx(sum(said["logprobs"]["token_logprobs"]), abs=1e-4)
+    assert told["is_greedy"]
+
+
+def test_a_prompt_is_read_once(service: Service) -> None:
+    content = "A long prompt that is read for all of its candidates. " * 40
+    before = service.status()["computed_tokens"]
+    asked(service, contents=[content], candidates=[f" {i}" for i in range(50)], use_prefix_cache=False)
+    read = service.status()["computed_tokens"] - before
+    assert read < len(TOKENIZER.encode(content)) + 50 * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"contents": []}, "contents"),
+        ({"candidates": []}, "candidates"),
+        ({"contents": [""]}, "contents[0]"),
+        ({"candidates": [" a", ""]}, "candidates[1]"),
+        ({"candidates": [[" a"], [" b"]]}, "candidates"),
+        ({"candidates": [[]]}, "candidates"),
+        ({"candidates": [" a"] * 5000}, "candidates"),
+        ({"candidates": [[" a", ""]]}, "candidates[0][1]"),
+        ({"candidates": [" many tokens" * 200_000]}, "candidates[0]"),
+        ({"contents": [f" {i}" for i in range(300)], "candidates": [" many tokens" * 1000] * 2}, "candidates"),
+        ({"contents": ["long " * 20_000], "candidates": ["a"] * 2000}, "candidates"),
+        ({"candidates": " a"}, "candidates"),
+        ({"timeout_s": -1}, "timeout_s"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_scored_is_refused_by_name(service: Service, body: dict[str, Any], field: str) -> None:
+    response = service.post(PATH, {"contents": ["The"], "candidates": [" a"], **body})
+    assert (response.status_code, response.json()["field"]) == (422, field), response.text
+
+
+def test_out_of_time(service: Service) -> None:
+    body = {"contents": ["long " * 15_000], "candidates": [" a", " b"], "timeout_s": 0.001, "use_prefix_cache": False}
+    assert service.post(PATH, body).status_code == 504
+
+
+@pytest.mark.parametrize("place", ["", "/openai"])
+def test_the_tokenizer_as_a_harness_asks_for_it(service: Service, place: str) -> None:
+    info = service.get(f"{place}/tokenizer_info").json()
+    assert service.post(f"{place}/tokenize", {"prompt": info["eos_token"]}).json()["tokens"] == [0]
+    text = f"def f(x):\n\n{info['eos_token']}猫"
+    told = service.post(f"{place}/tokenize", {"prompt": text, "add_special_tokens": False}).json()
+    assert (told["tokens"], told["count"]) == (TOKENIZER.encode(text), len(told["tokens"]))
+    assert service.post(f"{place}/detokenize", {"tokens": [0, *told["tokens"]]}).json() == {"prompt": text}
+    refused = service.post(f"{place}/detokenize", {"tokens": [65536]})
+    assert refused.status_code == (400 if place else 422)
