@@ -243,6 +243,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("max_state_mb", _number(0.001, 1000), "largest session file for /state/import in MiB"),
         Flag("max_contents", _whole(1, 1_000_000), "most prompts in one request"),
         Flag("max_prompt_tokens", _POSITIVE, "most tokens of one prompt"),
+        Flag("max_request_tokens", _POSITIVE, "most tokens of all prompts of one request"),
         Flag("max_tokens_limit", _POSITIVE, "most that max_tokens may ask for"),
         Flag(
             "max_streams",

@@ -91,8 +91,13 @@ class KeysFile:
         self._path = path
         self.keys: tuple[ApiKey, ...] = ()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a file."""
+        return bool(self._path)
+
     def read(self) -> None:
-        """Read the file again; keys stay as they are if it cannot be used."""
+        """Read the file again, if there is one; keys stay as they are if it cannot be used."""
         if not self._path:
             return
         try:

@@ -25,6 +25,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts in one request."""
     max_prompt_tokens: int = 262_144
     """Tokens of one prompt."""
+    max_request_tokens: int = 1_048_576
+    """Tokens of all prompts of one request: they reach the engine in one piece, and everybody waits for that."""
     max_tokens_limit: int = 1_048_576
     """Most that `max_tokens` may ask for."""
     max_streams: int = 480

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from routes.context import Context
 from routes.request import languages, prompts
 from routes.request.bodies import AUTO, TranslateBody
-from routes.request.generate_requests import encode, greedy_row, invalid, off_loop
+from routes.request.generate_requests import encode_all, greedy_row, invalid, off_loop
 from routes.request.jobs import make_job
 from routes.response.generate import RowResult, run_whole
 from routes.response.reply import NATIVE_ERRORS, Reply, json_answer
@@ -131,9 +131,9 @@ def count_paragraphs(texts: Iterable[str]) -> int:
 
 def _rows(context: Context, keys: list[Key], state: str | None) -> list[GenerateRequest]:
     rows = []
-    for source, target, text in keys:
-        labels = languages.name_of(source), languages.name_of(target)
-        prompt = encode(context.tokenizer, prompts.translation(*labels, text), "text_list", context.config)
+    named = [(languages.name_of(source), languages.name_of(target)) for source, target, _ in keys]
+    texts = (("text_list", prompts.translation(*labels, key[2])) for labels, key in zip(named, keys, strict=True))
+    for labels, prompt in zip(named, encode_all(context.tokenizer, texts, context.config), strict=True):
         stops = ["\n\n", *(f"\n{label}:" for label in labels)]
         most = min(_TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit)
         rows.append(greedy_row(prompt, most, stops, state))

@@ -93,6 +93,9 @@ class HttpWorkers:
 
     def reload(self) -> None:
         """Read the file of keys again; spares are given the keys when they begin to serve."""
+        if not self.keys.is_used:
+            logger.warning("SIGHUP asks to read --keys-file again, and there is none: nothing changes")
+            return
         self.keys.read()
         for worker in self.workers:
             if worker.socket is not None:

@@ -97,8 +97,7 @@ class Supervisor:
         """Serve; returns the exit code. Raises StartupError if it cannot."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        if self._settings.http.keys_file:
-            signal.signal(signal.SIGHUP, self._on_hangup)
+        signal.signal(signal.SIGHUP, self._on_hangup)  # always: what is sent to reload must never end the service
         try:
             while not self._signals:
                 self._look_after()

@@ -287,6 +287,17 @@ MUTANTS: list[Mutant] = [
         ci=(0,),
     ),
     *of(
+        "routes/request/fields.py",
+        BODIES,
+        [
+            (
+                'strict=True, extra="ignore", allow_inf_nan=False',
+                'extra="ignore", allow_inf_nan=False',
+                '"5" is taken for 5',
+            ),
+        ],
+    ),
+    *of(
         "routes/request/bodies.py",
         BODIES,
         [
@@ -324,11 +335,6 @@ MUTANTS: list[Mutant] = [
                 "a small wrong body exhausts memory",
             ),
             ("    max_tokens: int = Field(8192, ge=1, ", "    max_tokens: int = Field(8192, ", "max_tokens 0"),
-            (
-                'strict=True, extra="ignore", allow_inf_nan=False',
-                'extra="ignore", allow_inf_nan=False',
-                '"5" is taken for 5',
-            ),
             (
                 "        if len(self.prefixes) != len(self.suffixes):\n",
                 "        if False:\n",

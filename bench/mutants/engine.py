@@ -89,7 +89,13 @@ MUTANTS: list[Mutant] = [
                 "self._fill(self.batch, limits.max_running, 0)",
                 "batch rows take the reserved places",
             ),
-            ("        self._fill(self.batch, limits.batch_places, 0)\n", "", "batch rows starve"),
+            ("        self._fill(self.batch, self._batch_places, 0)\n", "", "batch rows starve"),
+            ("            self._lend()\n", "            pass\n", "with one place batch rows starve"),
+            (
+                "self._lent_steps = max(0, self._lent_steps - 1)",
+                "pass",
+                "with one place a batch row never gives it back",
+            ),
             ("        self._displace()\n", "", "an interactive request waits for a bulk job's rows to end"),
             (
                 "if job.seated and not beside_others and not job.is_batch:",

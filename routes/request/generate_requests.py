@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from routes.config import HttpConfig
@@ -74,6 +74,23 @@ def encode(
     return ids
 
 
+def encode_all(
+    tokenizer: Tokenizer, prompts: Iterable[tuple[str, str | list[int]]], config: HttpConfig, pad_zero: bool = False
+) -> Iterator[list[int]]:
+    """Token ids of a request's prompts, given as (field, prompt). Raises ServiceError, also if all are too many.
+
+    No prompt is encoded once the limit is passed.
+    """
+    total, limit = 0, config.max_request_tokens
+    for field, prompt in prompts:
+        ids = encode(tokenizer, prompt, field, config, pad_zero)
+        total += len(ids)
+        if total > limit:
+            message = f"with it the request's prompts have {total} tokens or more, the limit is {limit}"
+            raise invalid(field, f"{message} (--max-request-tokens); send fewer prompts at once", total)
+        yield ids
+
+
 def _roughly_counted(tokenizer: Tokenizer, text: str, enough: int) -> int:
     """About how many tokens a long text has, counted slice by slice until there are `enough`; none is kept."""
     count = 0
@@ -126,9 +143,10 @@ def build_rows(
     pad_zero = body.pad_zero and (not state or "pad_zero" in body.model_fields_set)
     constraint = body.constraint
     stop_ids, stop_strings = split_stops(stops)
+    named = ((f"{field}[{index}]", prompt) for index, prompt in enumerate(prompts))
     return [
         GenerateRequest(
-            prompt=encode(tokenizer, prompt, f"{field}[{index}]", config, pad_zero),
+            prompt=ids,
             max_tokens=body.max_tokens,
             sampling=body.sampling((seed + index * n) % _SEEDS),
             stop_ids=stop_ids,
@@ -140,5 +158,5 @@ def build_rows(
             state=state,
             constraint=constraint,
         )
-        for index, prompt in enumerate(prompts)
+        for index, ids in enumerate(encode_all(tokenizer, named, config, pad_zero))
     ]

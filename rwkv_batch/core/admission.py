@@ -5,6 +5,8 @@ to the client with the fewest (`FairQueue`). Batch rows leave the last few place
 one at once; when those are taken, it displaces a batch row, down to a quarter of the places, which batch rows keep. A
 client displaces rows of its class of another that has at least two more. A displaced row is *paused*: it leaves the
 steps and keeps its slot and its seat, so that it goes on later as if nothing had happened.
+
+Where there is one place only, batch rows have it for some steps after every few interactive rows.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from itertools import islice
 from typing import Protocol
 
 from rwkv_batch.core.fair_queue import ClientRows, FairQueue
-from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.sequence import NO_SEAT, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
+
+LENT_STEPS = 64
+"""For so many steps a batch row has the only place there is, before it gives way again."""
 
 
 class Steps(Protocol):
@@ -40,6 +45,12 @@ class Admission:
         self._slots_are_out = False
         """asked for once a step: the pool makes room each time it has none"""
         self.free_seats = list(range(limits.num_seats - 1, -1, -1))
+        self._batch_places = limits.batch_places
+        """places that batch rows need not leave to interactive ones in this step"""
+        self._lent_steps = 0
+        """of the only place, to a batch row"""
+        self._served_before_batch = 0
+        """interactive rows that have begun since a batch row last had a place"""
 
     @property
     def paused_rows(self) -> int:
@@ -67,10 +78,21 @@ class Admission:
         """Give out the free places, then let rows give way. Once before each step."""
         limits = self._limits
         self._slots_are_out = False
-        self._fill(self.batch, limits.batch_places, 0)
+        if not limits.batch_places:
+            self._lend()
+        self._fill(self.batch, self._batch_places, 0)
         self._fill(self.interactive, limits.max_running, 0)
         self._fill(self.batch, limits.max_running, limits.reserved_places)
         self._displace()
+
+    def _lend(self) -> None:
+        """Say whose the only place is in this step: batch work would else wait for as long as others come."""
+        if self.batch.num_running:
+            self._served_before_batch = 0
+            self._lent_steps = max(0, self._lent_steps - 1)
+        elif self._served_before_batch >= BATCH_PART - 1:
+            self._lent_steps = LENT_STEPS
+        self._batch_places = 1 if self._lent_steps else 0
 
     def _fill(self, queue: FairQueue, most: int, reserve: int) -> None:
         """Start rows of one class until `most` run or only `reserve` places are left."""
@@ -99,7 +121,7 @@ class Admission:
 
     def _victim(self, queue: FairQueue, newcomer: ClientRows) -> Sequence | None:
         """The row that gives way to one of `newcomer`: the youngest of the client that has the most."""
-        if queue is self.interactive and self.batch.num_running > self._limits.batch_places:
+        if queue is self.interactive and self.batch.num_running > self._batch_places:
             return _youngest(self.batch.largest())
         largest = queue.largest()
         if largest is None or len(largest.running) < len(newcomer.running) + 2:
@@ -127,6 +149,7 @@ class Admission:
                 self._slots_are_out = True
                 return False
             self._seat(queue.start(job, index), slot)
+            self._served_before_batch += queue is self.interactive
             return True
         return False
 

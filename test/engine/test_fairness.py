@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from rwkv_batch.core.admission import LENT_STEPS
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Phase, RunningJob, Sequence, SharedSlot
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
@@ -126,6 +127,44 @@ def test_batch_work_that_comes_into_a_flood_begins() -> None:
     for sequence in running[:6]:
         end(plan, slots, sequence)
     assert sum(row.sequence.job.is_batch for row in plan.schedule()) == 4
+
+
+def test_the_only_place_is_lent_to_batch_work_for_a_while() -> None:
+    """--max-running 1: a flood of short interactive rows leaves batch work its part, and waits for it only so long."""
+    plan, slots = scheduler(seats=1, slots=10)
+    plan.add(*job(50, client="bulk"))
+    steps, ran, waited, longest, finished = 0, 0, 0, 0, 0
+    for _ in range(2000):
+        if not plan.places.interactive.num_waiting:
+            plan.add(*job(1, client="flood"))
+        rows = plan.schedule()
+        assert len(rows) == 1 and plan.places.paused_rows <= 1
+        read(rows)
+        sequence = rows[0].sequence
+        ran += 1
+        if sequence.job.is_batch:
+            steps += 1
+            waited += 1
+            longest = max(longest, waited)
+        else:
+            waited = 0
+        if not sequence.job.is_batch and ran >= 5:  # each interactive row takes five steps
+            ran = 0
+            finished += 1
+            end(plan, slots, sequence)
+    assert steps > 1000, "batch work gets its part"
+    assert longest <= LENT_STEPS + 1, "and gives the place back"
+    assert finished > 50
+
+
+def test_batch_work_alone_gives_the_only_place_up_at_once() -> None:
+    plan, _ = scheduler(seats=1, slots=10)
+    plan.add(*job(50, client="bulk"))
+    for _ in range(10):
+        read(plan.schedule())
+    hi, rows = job(1, client="hi")
+    plan.add(hi, rows)
+    assert per_job(plan.schedule())[hi] == 1
 
 
 def test_a_row_that_cannot_start_displaces_nobody() -> None:

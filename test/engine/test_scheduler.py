@@ -49,7 +49,7 @@ def scheduler(
 def job(rows: int, prompt_tokens: int = 1, client: str = "") -> tuple[RunningJob, list[Sequence]]:
     """A job and its rows: batch work if there are more than eight."""
     request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=9, sampling=SamplingParams())
-    running = RunningJob(Job(job_id="j", rows=[request] * rows, client=client), lambda events: None, rows)
+    running = RunningJob(Job(job_id="j", rows=[request] * rows, client=client), lambda events: None, {}, rows)
     output = [RowOutput(i, request, StopRules(request, TABLE), TABLE) for i in range(rows)]
     return running, [Sequence(running, i, request, list(request.prompt), output[i]) for i in range(rows)]
 

@@ -145,6 +145,49 @@ def test_tokens_are_counted_before_they_are_kept() -> None:
     assert cost.peak_mib - vocabulary.peak_mib < MOST_MIB
 
 
+class CountingTokenizer:
+    """A token for each letter; counts the texts that it was given."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.texts += 1
+        return [1] * len(text)
+
+
+def test_tokens_of_a_whole_request_have_a_limit() -> None:
+    """Many prompts that are each in order: none is encoded once their limit is passed."""
+    from routes.config import HttpConfig
+    from routes.request.bodies import PromptBody
+    from routes.request.generate_requests import build_rows
+    from rwkv_batch.errors import ServiceError
+
+    body = PromptBody(contents=["four"] * 1000)
+    within, beyond, config = CountingTokenizer(), CountingTokenizer(), HttpConfig(max_request_tokens=40)
+    assert len(build_rows(within, config, body, ["four"] * 10, [], "contents")) == 10  # type: ignore[arg-type]
+    with pytest.raises(ServiceError, match=r"contents\[10\].* 44 tokens .* 40 \(--max-request-tokens\)"):
+        build_rows(beyond, config, body, body.contents, [], "contents")  # type: ignore[arg-type]
+    assert beyond.texts == 11
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/openai/v1/completions", {"model": "rwkv7", "prompt": [[5] * 220_000] * 5}),
+        ("/translate/v1/batch-translate", {"source_lang": "en", "target_lang": "eo", "text_list": []}),
+    ],
+    ids=["token ids", "texts"],
+)
+def test_a_request_of_a_million_tokens_is_refused(service: Service, path: str, body: dict[str, Any]) -> None:
+    """It would reach the engine in one piece, and every stream would wait for that."""
+    if "text_list" in body:
+        body = {**body, "text_list": [f"{i} " + "\u4e50\u5c71" * 60_000 for i in range(10)]}
+    answer = service.post(path, body)
+    assert answer.status_code == (400 if path.startswith("/openai") else 422), answer.text[:300]
+    assert "1048576 (--max-request-tokens)" in answer.text and len(answer.text) < 1000
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [

@@ -103,6 +103,14 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def test_a_hangup_without_a_file_of_keys_ends_nothing(fake: Service) -> None:
+    """What reloads other services must not end this one."""
+    before = fake.pids()
+    fake.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: "nothing changes" in fake.log.read_text(), 20, "it says that there is nothing to read")
+    assert fake.process.poll() is None and fake.pids() == before
+
+
 def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
     wait_ready_once(fake)
     for _ in range(3):
