@@ -137,9 +137,13 @@ def _folder(text: str) -> str:
     return str(Path(text).absolute())
 
 
+def _files(text: str) -> tuple[str, ...]:
+    return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
 def _named_files(text: str) -> tuple[str, ...]:
     """`poet=states/poet.pth,clerk=clerk.pth`: names, once each, of files."""
-    entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
+    entries = _files(text)
     names = [entry.partition("=")[0] for entry in entries]
     for entry, name in zip(entries, names, strict=True):
         if not STATE_NAME.fullmatch(name) or not entry.partition("=")[2]:
@@ -276,6 +280,14 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             _named_files,
             "a tuned state, NAME=FILE (.pth, .safetensors), that requests may name; may be given several times",
             name="state",
+            repeats=True,
+        ),
+        Flag(
+            "adapters",
+            _files,
+            "an adapter merged into the weights, FILE or FILE:scale (LoRA, DoRA, PiSSA, Bone, DiSHA, MiSS, whole "
+            "tensors, folders of PEFT's); may be given several times",
+            name="adapter",
             repeats=True,
         ),
         Flag("models_dir", _folder, "folder within which requests may name files to load (/v1/states)"),

@@ -22,6 +22,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     of the large matrices, the rest is as with auto."""
     states: tuple[str, ...] = ()
     """Tuned states, as "name=file"; see `--state`."""
+    adapters: tuple[str, ...] = ()
+    """Adapters merged into the weights, as "file" or "file:scale"; see `--adapter`."""
     models_dir: str = ""
     """Folder that requests may name files in; "": none."""
     devices: tuple[str, ...] = ("auto",)

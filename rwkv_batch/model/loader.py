@@ -105,7 +105,7 @@ class LayerLoader:
         moves_matrices: bool = True,
         make_quantised: MakeQuantised = plain_quantised,
     ) -> None:
-        self._tensors = weights.tensors
+        self._tensor = weights.tensor
         self._precision = precision
         self._make_linear = make_linear
         self._moves_matrices = moves_matrices
@@ -115,7 +115,7 @@ class LayerLoader:
 
     def embedding(self) -> Embedding:
         """The table stays as it is stored and where (memory-mapped on a CPU)."""
-        return Embedding(self._tensors["emb.weight"], self._norm("blocks.0.ln0"))
+        return Embedding(self._tensor("emb.weight"), self._norm("blocks.0.ln0"))
 
     def head(self) -> Head:
         """Norm and logits map."""
@@ -156,7 +156,7 @@ class LayerLoader:
         )
 
     def _vector(self, name: str) -> Tensor:
-        return self._tensors[name].reshape(-1).to(self._precision.device, torch.float32)
+        return self._tensor(name).reshape(-1).to(self._precision.device, torch.float32)
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
@@ -166,7 +166,7 @@ class LayerLoader:
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:
             return self._make_quantised(name, self._quantised(name, format_))
-        stored = self._tensors[name]
+        stored = self._tensor(name)
         device = self._precision.device if self._moves_matrices else stored.device
         weight = stored.to(device, self._precision.weights)
         linear = self._make_linear(weight.T if transpose else weight)
@@ -178,7 +178,7 @@ class LayerLoader:
     def _quantised(self, name: str, format_: Format) -> Quantised:
         """The codes of a matrix: from an earlier start, or made where they will be."""
         assert self._store is not None, "only a stage with small weights asks"
-        stored = self._tensors[name]
+        stored = self._tensor(name)
         found = self._store.load(name, tuple(stored.shape), format_)
         if found is not None:
             return found.to(self._precision.device)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -66,14 +66,28 @@ class ModelShape:
         return f"{self.layers} layers x {self.width} ({self.heads} heads), vocabulary {self.vocab}"
 
 
+Change = Callable[[Tensor], Tensor]
+"""What becomes of a weight in fp32: [out, in] or [C] as it is stored, the same shape returned."""
+
+
 @dataclass(slots=True)
 class Weights:
     """An opened file: its tensors by name (memory-mapped), its shape, its fingerprint."""
 
     path: Path
     tensors: Mapping[str, Tensor]
+    """as the file has them"""
     shape: ModelShape
     fingerprint: str
+    """of the tensors as they are computed with"""
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    """of adapters, by name of the tensor"""
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight as it is computed with, [out, in] or [C]: the file's own, or fp32 if an adapter changes it."""
+        stored = self.tensors[name]
+        change = self.changes.get(name)
+        return stored if change is None else change(stored.float())
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,8 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.adapters.files import read_adapter, split_scale
+from rwkv_batch.model.adapters.merge import merged
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
@@ -50,6 +52,8 @@ class ModelRunner:
         self.tokenizer = Tokenizer()
         try:
             self.weights = open_weights(config.model_path)
+            if config.adapters:
+                self.weights = merged(self.weights, [read_adapter(*split_scale(one)) for one in config.adapters])
             self.pipeline = Pipeline(
                 self.weights, config.devices, config.dtype, config.kernels, config.wkv_state, config.layers
             )
@@ -370,6 +374,7 @@ class ModelRunner:
             "model_shape": {"layers": shape.layers, "width": shape.width, "heads": shape.heads, "vocab": shape.vocab},
             "parameters": self.weights.num_parameters,
             "fingerprint": self.weights.fingerprint,
+            "adapters": list(self._config.adapters),
             "devices": self.device_names(),
             "dtype": self.pipeline.stages[0].precision.weights_name,
             "weight_bytes": sum(stage.weight_bytes for stage in self.pipeline.stages),

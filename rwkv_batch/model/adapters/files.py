@@ -1,0 +1,138 @@
+"""Adapter files: which tensors belong to which weight of the model, and with what scale they act.
+
+RWKV-PEFT's and RWKV-Infer's form is a dict of `blocks.0.att.key.lora_A` and the like, with weights of the model's own
+names to replace; PEFT's is safetensors with an `adapter_config.json` beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from rwkv_batch.model.tensor_files import FileError, Kind, read_tensors
+from rwkv_batch.model.weights import FLOATS
+
+ADAPTER_FILE = Kind(
+    "adapter file", "adapter file", "adapters", "give --adapter", (".pth", ".pt", ".bin", ".safetensors")
+)
+CONFIG = "adapter_config.json"
+_MODEL = "adapter_model"
+_NAME = re.compile(
+    r"(?:^|\.)(?P<target>(?:blocks\.\d+\.|emb\b|head\b|ln_out\b).*?)"
+    r"(?:\.(?P<part>lora_A|lora_B|lora_M|lora_magnitude_vector|init_lora_A|init_lora_B|bone|disha|miss)"
+    r"(?:_block)?(?:\.default)?(?:\.weight)?)?$"
+)
+_MOLE = re.compile(r"\.router\.|_expert_\d+$")
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as its file has it."""
+
+    path: Path
+    parts: Mapping[str, Mapping[str, Tensor]]
+    """Weight of the model, as the file calls it (without .weight) -> part ("lora_A", "bone", …; "" a whole tensor)"""
+    scale: float | None
+    """As given with the file; None: what the file says."""
+    config: Mapping[str, Any]
+    """PEFT's; {}: none"""
+    digest: str
+    """of all tensors, and of the scale"""
+
+    def scale_of(self, target: str) -> float:
+        """By which a pair of low-rank matrices acts. Raises FileError if nothing says it."""
+        if self.scale is not None:
+            return self.scale
+        alpha = self.config.get("lora_alpha")
+        for pattern, value in dict(self.config.get("alpha_pattern") or {}).items():
+            if re.search(rf"(?:^|\.){pattern}$", target):
+                alpha = value
+        if not isinstance(alpha, int | float):
+            raise FileError(
+                f"adapter file {self.path} does not say its scale; give it behind the name, as FILE:2.0 (alpha / rank, "
+                "or what it was used with)"
+            )
+        rank = self.parts[target]["lora_A"].shape[0]
+        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+
+def split_scale(entry: str) -> tuple[Path, float | None]:
+    """`FILE:2.0` as a path and a scale; None where there is none."""
+    file, _, scale = entry.rpartition(":")
+    try:
+        return Path(file), float(scale)
+    except ValueError:
+        return Path(entry), None
+
+
+def read_adapter(path: Path, scale: float | None = None) -> Adapter:
+    """The adapter in a file, or in a folder of PEFT's. Raises FileError, naming the file and what is wrong with it."""
+    if path.is_dir():
+        found = [path / f"{_MODEL}{suffix}" for suffix in (".safetensors", ".bin")]
+        path = next((file for file in found if file.exists()), path)
+    tensors = read_tensors(path, ADAPTER_FILE)
+    config = _config(path)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        _check(path, name, tensor)
+        found_name = _NAME.search(name)
+        if found_name is None:
+            raise FileError(f"adapter file {path}: tensor {name!r} belongs to no weight of an RWKV-7 model")
+        target = found_name["target"].removesuffix(".weight") if found_name["part"] else found_name["target"]
+        parts.setdefault(target, {})[found_name["part"] or ""] = tensor
+    if not parts:
+        raise FileError(f"adapter file {path} has no tensors")
+    return Adapter(path, parts, scale, config, _digest(tensors, scale, config))
+
+
+def _check(path: Path, name: str, tensor: Tensor) -> None:
+    """Raises FileError for what no adapter of ours has."""
+    if _MOLE.search(name):
+        raise FileError(f"adapter file {path} is a mixture of experts (MoLE, met in {name!r}), which is not served")
+    if name.endswith("att.time_state"):
+        raise FileError(f"adapter file {path} has a tuned state ({name!r}); give that by --state")
+    if tensor.dtype not in FLOATS:
+        raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 is wanted")
+    if not tensor.isfinite().all():
+        raise FileError(f"adapter file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    """PEFT's configuration beside its file. Raises FileError for what it says and nothing here does."""
+    file = path.with_name(CONFIG)
+    if not path.stem.startswith(_MODEL) or not file.is_file():
+        return {}
+    try:
+        config = msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FileError(f"{file} cannot be read ({error}); fetch the adapter again") from error
+    if not isinstance(config, dict):
+        raise FileError(f"{file} is no JSON object; fetch the adapter again")
+    if config.get("fan_in_fan_out"):
+        raise FileError(f"{file} says fan_in_fan_out, which no RWKV-7 weight is")
+    started = str(config.get("init_lora_weights", ""))
+    if started.startswith(("pissa", "olora", "corda")):
+        raise FileError(
+            f"{file} says init_lora_weights {started!r}: such an adapter holds for the weights that were left over; "
+            "save it with path_initial_model_for_weight_conversion, as a plain LoRA"
+        )
+    return config
+
+
+def _digest(tensors: Mapping[str, Tensor], scale: float | None, config: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{scale} {[config.get(name) for name in ('lora_alpha', 'alpha_pattern', 'use_rslora')]};".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].float().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()

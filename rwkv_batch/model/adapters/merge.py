@@ -1,0 +1,124 @@
+"""Adapters merged into the weights: each weight is changed when it is loaded, and never kept twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from rwkv_batch.model.adapters import formulas
+from rwkv_batch.model.adapters.files import Adapter
+from rwkv_batch.model.tensor_files import FileError
+from rwkv_batch.model.weights import Change, Weights
+
+logger = logging.getLogger(__name__)
+
+_BLOCKS = ("bone", "disha", "miss")
+_SETS: dict[frozenset[str], str] = {
+    frozenset({"lora_A", "lora_B"}): "LoRA",
+    frozenset({"lora_A", "lora_B", "lora_M"}): "DoRA",
+    frozenset({"lora_A", "lora_B", "lora_magnitude_vector"}): "DoRA",
+    frozenset({"lora_A", "lora_B", "init_lora_A", "init_lora_B"}): "PiSSA",
+    **{frozenset({name}): "Bone / MiSS" for name in _BLOCKS},
+    frozenset({""}): "whole tensors",
+}
+
+
+def merged(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
+    """The weights as the adapters change them, one after another, under a fingerprint of their own.
+
+    Nothing is computed before a weight is asked for (`Weights.tensor`). Raises FileError for an adapter that does not
+    fit, naming the tensor.
+    """
+    changes: dict[str, Change] = dict(weights.changes)
+    for adapter in adapters:
+        kinds: Counter[str] = Counter()
+        for target, parts in adapter.parts.items():
+            name, kind, change = _change(weights, adapter, target, parts)
+            changes[name] = change if name not in changes else _after(changes[name], change)
+            kinds[kind] += 1
+        told = ", ".join(f"{kind} on {count} weights" for kind, count in kinds.items())
+        logger.info("adapter %s: %s, merged", adapter.path, told)
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(" ".join([weights.fingerprint, *(adapter.digest for adapter in adapters)]).encode())
+    return dataclasses.replace(weights, changes=changes, fingerprint=digest.hexdigest())
+
+
+def _after(first: Change, then: Change) -> Change:
+    return lambda weight: then(first(weight))
+
+
+def _change(
+    weights: Weights, adapter: Adapter, target: str, parts: Mapping[str, Tensor]
+) -> tuple[str, str, Callable[[Tensor], Tensor]]:
+    """(the model's tensor, kind of change, the change). Raises FileError."""
+    kind = _SETS.get(frozenset(parts))
+    if kind is None:
+        have = ", ".join(sorted(part or "a whole tensor" for part in parts))
+        raise FileError(f"adapter file {adapter.path}: {target!r} has {have}, which is no kind of adapter known here")
+    name = next((name for name in (f"{target}.weight", target) if name in weights.tensors), None)
+    if name is None:
+        raise FileError(f"adapter file {adapter.path} is for another model: this one has no weight {target!r}")
+    stored = weights.tensors[name]
+    shape = tuple(stored.shape[2:]) if stored.dim() == 3 else tuple(stored.shape)
+    if kind == "whole tensors":
+        _fit(adapter, target, parts[""].numel() == stored.numel(), parts[""], shape)
+        return name, kind, lambda _: parts[""].float().reshape(stored.shape)
+    if len(shape) != 2:
+        raise FileError(f"adapter file {adapter.path}: {target!r} is a vector {shape}, which takes whole tensors only")
+    if kind == "Bone / MiSS":
+        return name, kind, _block_change(adapter, target, next(iter(parts.values())), shape)
+    return name, kind, _low_rank_change(adapter, target, kind, parts, shape)
+
+
+def _fit(adapter: Adapter, target: str, fits: bool, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if not fits:
+        raise FileError(
+            f"adapter file {adapter.path}: what it has for {target!r} is {tuple(tensor.shape)}, which does not fit the "
+            f"model's {shape}; it was trained for another model"
+        )
+
+
+def _low_rank_change(
+    adapter: Adapter, target: str, kind: str, parts: Mapping[str, Tensor], shape: tuple[int, ...]
+) -> Change:
+    out, inputs = shape
+    for a_name, b_name in (("lora_A", "lora_B"), ("init_lora_A", "init_lora_B")):
+        if a_name in parts:
+            a, b = parts[a_name], parts[b_name]
+            _fit(adapter, f"{target}.{a_name}", a.dim() == 2 and a.shape[1] == inputs, a, shape)
+            _fit(adapter, f"{target}.{b_name}", tuple(b.shape) == (out, a.shape[0]), b, shape)
+    if kind == "PiSSA":
+        scale = 1.0 if adapter.scale is None else adapter.scale
+        first = (parts["init_lora_A"].float(), parts["init_lora_B"].float())
+        return lambda w: formulas.pissa(w, parts["lora_A"].float(), parts["lora_B"].float(), scale, *first)
+    scale = adapter.scale_of(target)
+    pair = (parts["lora_A"], parts["lora_B"])
+    if kind == "LoRA":
+        return lambda w: formulas.lora(w, pair[0].float(), pair[1].float(), scale)
+    columns = "lora_M" in parts
+    magnitude = parts["lora_M" if columns else "lora_magnitude_vector"]
+    _fit(adapter, f"{target} (magnitudes)", magnitude.numel() == (inputs if columns else out), magnitude, shape)
+    sized = magnitude.float().reshape((1, inputs) if columns else (out, 1))
+    return lambda w: formulas.dora(w, pair[0].float(), pair[1].float(), scale, sized)
+
+
+def _block_change(adapter: Adapter, target: str, tensor: Tensor, shape: tuple[int, ...]) -> Change:
+    out, inputs = shape
+    rank = tensor.shape[-1] if tensor.dim() == 3 else tensor.shape[0]
+    scale = 1.0 if adapter.scale is None else adapter.scale
+    if tensor.dim() == 3:
+        fits = out % rank == 0 and tuple(tensor.shape) == (inputs // rank, rank, rank) and inputs % rank == 0
+        _fit(adapter, target, fits, tensor, shape)
+        return partial(_bone, tensor, scale)
+    _fit(adapter, target, tuple(tensor.shape) == (rank, out) and rank <= inputs, tensor, shape)
+    return lambda w: formulas.miss(w, tensor.float(), scale)
+
+
+def _bone(blocks: Tensor, scale: float, weight: Tensor) -> Tensor:
+    return formulas.bone(weight, blocks.float(), scale)
