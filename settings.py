@@ -170,6 +170,12 @@ def _layer_counts(text: str) -> tuple[int, ...]:
     return tuple(one(part.strip()) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
 
 
+def _resident_counts(text: str) -> tuple[int | None, ...]:
+    """`20`, or for several devices `20,all`."""
+    one = _whole(0, 1000)
+    return tuple(None if part.strip() == "all" else one(part.strip()) for part in text.split(","))
+
+
 def _strategy(text: str) -> str:
     try:
         parse_strategy(text)
@@ -295,7 +301,18 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
         ),
-        Flag("strategy", _strategy, "the last three as the rwkv package writes them: cuda fp16 *10 -> cpu fp32"),
+        Flag(
+            "resident",
+            _resident_counts,
+            "of each device, layers that stay on it, the rest of its share being copied in for every step, or all",
+            name="pp_resident",
+        ),
+        Flag(
+            "strategy",
+            _strategy,
+            "--pp-devices, --pp-layers, --pp-resident and --dtype as the rwkv package writes them: "
+            "cuda fp16 *10 -> cpu fp32, cuda fp16 *20+",
+        ),
         Flag(
             "micro_batches",
             _whole(0, 64),
@@ -413,11 +430,17 @@ def _apply_strategy(engine: dict[str, Any]) -> None:
     """`--strategy` as the settings it stands for. SettingsError where one of these is given too."""
     if not engine.get("strategy"):
         return
-    for field, option in (("devices", "--pp-devices"), ("layers", "--pp-layers"), ("dtype", "--dtype")):
+    for field, option in (
+        ("devices", "--pp-devices"),
+        ("layers", "--pp-layers"),
+        ("resident", "--pp-resident"),
+        ("dtype", "--dtype"),
+    ):
         if field in engine:
             raise SettingsError(f"--strategy says what {option} says: give one of them")
     strategy = parse_strategy(engine["strategy"])
     engine |= {"devices": strategy.devices, "layers": strategy.layers, "dtype": strategy.dtype}
+    engine["resident"] = strategy.resident
 
 
 def default_http_workers(cpus: int) -> int:

@@ -30,8 +30,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
     layers: tuple[int, ...] = ()
     """Layers of each of `devices`, 0: what the others leave; (): dealt to take equal time, within their memory."""
+    resident: tuple[int | None, ...] = ()
+    """Of each device, layers that stay on it; the rest of its share is copied in for every step. None: all; (): all on
+    all devices. A CPU's stay in any case."""
     strategy: str = ""
-    """What devices, layers and dtype were taken from, as the `rwkv` package writes it; "": they were given."""
+    """What devices, layers, resident and dtype were taken from, as the `rwkv` package writes it; "": from flags."""
     micro_batches: int = 0
     """Groups that rows which decode are dealt into, so that devices work at once; 0: as many as devices that can."""
     kernels: str = "auto"

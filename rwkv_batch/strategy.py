@@ -25,48 +25,63 @@ class StrategyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What --pp-devices, --pp-layers and --dtype would say."""
+    """What --pp-devices, --pp-layers, --pp-resident and --dtype would say."""
 
     devices: tuple[str, ...]
     layers: tuple[int, ...]
     """of each device; 0: what the others leave; empty: they are dealt"""
     dtype: str
+    resident: tuple[int | None, ...] = ()
+    """of each device, layers that stay on it while the others are streamed, None: all; empty: all on all"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    device: str
+    dtype: str
+    count: int | None
+    streams: bool
+    """`*count+`: the part takes the rest of the layers, of which `count` stay on the device"""
 
 
 def parse_strategy(text: str) -> Strategy:
-    """`device dtype [*layers] -> ...`, the last part without a count taking the rest. Raises StrategyError."""
+    """`device dtype [*layers] -> ...`; the last part without a count, or that with a `+`, takes the rest.
+
+    Raises StrategyError.
+    """
     parts = [_parse_part(part.strip()) for part in text.split("->")]
-    devices = tuple(device for device, _, _ in parts)
-    counts = [count for _, _, count in parts]
-    if len(parts) > 1 and None in counts[:-1]:
+    devices = tuple(part.device for part in parts)
+    if len(parts) > 1 and None in [part.count for part in parts[:-1]]:
         raise StrategyError(
             f'in {text!r} every part but the last wants a number of layers, like "cuda fp16 *10 -> cpu fp32"'
         )
-    layers = tuple(count or 0 for count in counts) if len(parts) > 1 or counts[0] else ()
-    return Strategy(devices, layers, _common_dtype(text, parts))
+    counts = [0 if part.streams else part.count or 0 for part in parts]
+    if counts.count(0) > 1:
+        raise StrategyError(f"in {text!r} more than one part takes the rest of the layers; give the others a number")
+    layers = tuple(counts) if len(parts) > 1 or counts[0] else ()
+    streamed = any(part.streams for part in parts)
+    resident = tuple(part.count if part.streams else None for part in parts) if streamed else ()
+    return Strategy(devices, layers, _common_dtype(text, parts), resident)
 
 
-def _parse_part(part: str) -> tuple[str, str, int | None]:
+def _parse_part(part: str) -> _Part:
     found = PART.match(part)
     if found is None:
         raise StrategyError(f'{part!r} is not `device dtype *layers` with cuda, cuda:N or cpu, like "cuda:0 fp16 *10"')
-    if found["plus"]:
-        raise StrategyError(
-            f"{part!r} streams the layers that do not fit, which is not served: give the rest to another device "
-            f'("{part.removesuffix("+")} -> cpu fp32"), or take smaller weights (int8, int4)'
-        )
     if found["dtype"] not in DTYPES:
         raise StrategyError(f"{part!r} names the type {found['dtype']!r}; there are {', '.join(DTYPES)}")
-    if found["count"] is not None and int(found["count"]) == 0:
+    streams = found["plus"] is not None
+    if found["count"] is not None and int(found["count"]) == 0 and not streams:
         raise StrategyError(f"{part!r} gives {found['device']} no layers; leave the part out")
-    return found["device"], DTYPES[found["dtype"]], int(found["count"]) if found["count"] else None
+    count = int(found["count"]) if found["count"] else None
+    return _Part(found["device"], DTYPES[found["dtype"]], count, streams)
 
 
-def _common_dtype(text: str, parts: list[tuple[str, str, int | None]]) -> str:
-    dtypes = {dtype for _, dtype, _ in parts}
+def _common_dtype(text: str, parts: list[_Part]) -> str:
+    dtypes = {part.dtype for part in parts}
     if len(dtypes) == 1:
         return dtypes.pop()
-    if all(dtype == BY_DEVICE[device.partition(":")[0]] for device, dtype, _ in parts):
+    if all(part.dtype == BY_DEVICE[part.device.partition(":")[0]] for part in parts):
         return "auto"
     raise StrategyError(
         f"{text!r} mixes types: all parts take one, or fp16 on cuda with fp32 on cpu; see --dtype and --pp-layers"

@@ -152,7 +152,7 @@ class CpuOps(NaiveOps):
         return state.wkv.dtype == torch.float32
 
     def run_layers(
-        self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
+        self, layers: Sequence[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None]:
         """See ops.RunsLayers. Raises ValueError, IndexError (rows that do not fit the slots) and MemoryError."""
         if not self.can_run_layers(state):

@@ -19,6 +19,7 @@ What holds for every operation:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -101,7 +102,7 @@ class RunsLayers(Protocol):
         ...
 
     def run_layers(
-        self, layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
+        self, layers: Sequence[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | None]:
         """As `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both for the next stage.
 

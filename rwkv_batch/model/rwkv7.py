@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from rwkv_batch.model.layer import Layer
@@ -11,7 +13,7 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 def forward_layers(
-    layers: list[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs, ops: Ops
+    layers: Sequence[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs, ops: Ops
 ) -> tuple[Tensor, Tensor | None]:
     """Run the layers of one stage over one ragged step.
 

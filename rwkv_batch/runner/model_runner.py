@@ -55,7 +55,13 @@ class ModelRunner:
             if config.adapters:
                 self.weights = merged(self.weights, [read_adapter(*split_scale(one)) for one in config.adapters])
             self.pipeline = Pipeline(
-                self.weights, config.devices, config.dtype, config.kernels, config.wkv_state, config.layers
+                self.weights,
+                config.devices,
+                config.dtype,
+                config.kernels,
+                config.wkv_state,
+                config.layers,
+                resident=config.resident,
             )
         except (WeightsError, ValueError) as error:
             raise StartupError(str(error)) from error
@@ -360,6 +366,7 @@ class ModelRunner:
         places = [] if self._graphs is None else self._graphs.places
         return {
             "layers": [len(stage.layers) for stage in self.pipeline.stages],
+            "streamed_layers": [stage.num_streamed for stage in self.pipeline.stages],
             "micro_batches": self.limits.groups,
             "steps_in_flight": self.steps_in_flight,
             "links": [kind for kind in (*(place.link_kind for place in places), self._tokens.link_kind) if kind],

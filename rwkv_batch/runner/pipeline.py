@@ -24,8 +24,10 @@ class Pipeline:
         wkv_state: str = "auto",
         layers: tuple[int, ...] = (),
         memory_share: float = 0.8,
+        resident: tuple[int | None, ...] = (),
     ) -> None:
-        """`layers` of each device, else dealt; `memory_share`: of a GPU's free memory, that weights may take.
+        """`layers` of each device, else dealt; `resident`: see EngineConfig; `memory_share`: of a GPU's free memory,
+        that weights may take.
 
         Raises ValueError for devices, types, layers or kernels that cannot serve.
         """
@@ -41,10 +43,16 @@ class Pipeline:
         precisions = [precision_for(device, dtype, wkv_state) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
         places = split_layers(weights, self.devices, item_bytes, memory_share, layers)
-        for precision, (first, last) in zip(precisions, places, strict=True):
+        if resident and len(resident) != len(devices):
+            raise ValueError(
+                f"--pp-resident speaks of {len(resident)} devices, --pp-devices of {len(devices)}; give a number or "
+                "`all` for each"
+            )
+        stays = resident or (None,) * len(devices)
+        for precision, (first, last), staying in zip(precisions, places, stays, strict=True):
             ops, refusals = choose_ops(kernels, precision.device)
             self.kernel_refusals |= refusals
-            self.stages.append(Stage(weights, first, last, precision, ops))
+            self.stages.append(Stage(weights, first, last, precision, ops, staying))
 
     @property
     def concurrency(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.naive import layer_norm
-from rwkv_batch.model.layer import linears_of
+from rwkv_batch.model.layer import Layer, linears_of
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
 from rwkv_batch.model.ops import NormsRows, Ops, PreparesLayers, RunsLayers
@@ -15,12 +17,16 @@ from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.layer_stream import StreamedLayers
 
 
 class Stage:
     """Layers first .. last-1 on one device; the first stage embeds, the last one makes logits."""
 
-    def __init__(self, weights: Weights, first: int, last: int, precision: Precision, ops: Ops) -> None:
+    def __init__(
+        self, weights: Weights, first: int, last: int, precision: Precision, ops: Ops, resident: int | None = None
+    ) -> None:
+        """`resident`: of a GPU, layers that stay there while the others are copied in for every step; None: all do."""
         shape = weights.shape
         make_linear = getattr(ops, "make_linear", Linear)
         make_quantised = getattr(ops, "make_quantised", plain_quantised)
@@ -30,12 +36,15 @@ class Stage:
         """Entered around kernel launches: they go to the current device's stream. -1: does nothing."""
         self.ops = ops
         self.width = shape.width
+        layers: Iterator[Layer]
         if isinstance(ops, PreparesLayers):
             # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
             apart = LayerLoader(weights, precision, make_linear, moves_matrices=False, make_quantised=make_quantised)
-            self.layers = [ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last)]
+            layers = (ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last))
         else:
-            self.layers = list(load_layers(loader, weights, first, last))
+            layers = load_layers(loader, weights, first, last)
+        streams = resident is not None and precision.device.type == "cuda"
+        self.layers: Sequence[Layer] = StreamedLayers(layers, resident or 0, precision.device) if streams else [*layers]
         self.embedding = loader.embedding() if first == 0 else None
         if self.embedding is not None and precision.device.type == "cuda":
             self.embedding = self.embedding.fold(precision.activations)
@@ -48,9 +57,15 @@ class Stage:
         return StateArena.slot_bytes(len(self.layers), self.width, self.precision.wkv_state, self.precision.activations)
 
     @property
+    def num_streamed(self) -> int:
+        """Layers that are copied in for every step."""
+        return self.layers.num_streamed if isinstance(self.layers, StreamedLayers) else 0
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of the stage's matrices and of the embedding."""
-        linears = [linear for layer in self.layers for linear in linears_of(layer)]
+        """Bytes of the matrices that are on the stage's device, and of the embedding."""
+        layers = self.layers.on_device if isinstance(self.layers, StreamedLayers) else self.layers
+        linears = [linear for layer in layers for linear in linears_of(layer)]
         linears += [] if self.head is None else [self.head.linear]
         table = 0 if self.embedding is None else self.embedding.table.nbytes
         return sum(linear.num_bytes for linear in linears) + table

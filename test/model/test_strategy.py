@@ -18,6 +18,9 @@ from settings import SettingsError, parse_settings
         ("cpu fp32", Strategy(("cpu",), (), "fp32")),
         ("cuda fp16*24", Strategy(("cuda",), (24,), "fp16")),
         ("cpu bf16 *2->cpu bf16 *4", Strategy(("cpu", "cpu"), (2, 4), "bf16")),
+        ("cuda fp16 *20+", Strategy(("cuda",), (), "fp16", (20,))),
+        ("cuda:1 int8 *0+", Strategy(("cuda:1",), (), "int8", (0,))),
+        ("cuda fp16 *8+ -> cpu fp32 *2", Strategy(("cuda", "cpu"), (0, 2), "auto", (8, None))),
     ],
 )
 def test_what_they_stand_for(text: str, wanted: Strategy) -> None:
@@ -27,7 +30,7 @@ def test_what_they_stand_for(text: str, wanted: Strategy) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("cuda fp16 *20+", "streams the layers"),
+        ("cuda fp16 *20+ -> cpu fp32", "more than one part takes the rest"),
         ("mps fp32", "cuda, cuda:N or cpu"),
         ("cuda fp17", "'fp17'"),
         ("cuda fp16 -> cpu fp32", "every part but the last"),
@@ -52,5 +55,7 @@ def test_the_flag_is_another_spelling_of_the_others() -> None:
     assert (engine.devices, engine.layers, engine.dtype) == (("cpu", "cpu"), (2, 0), "fp32")
     with pytest.raises(SettingsError, match="--dtype"):
         parse_settings(["--strategy", "cpu fp32", "--dtype", "bf16"], {})
-    with pytest.raises(SettingsError, match=r"--strategy cannot be followed.*streams"):
-        parse_settings(["--strategy", "cuda fp16 *20+"], {})
+    assert parse_settings(["--strategy", "cuda fp16 *20+"], {}).engine.resident == (20,)
+    assert parse_settings(["--pp-devices", "0,1", "--pp-resident", "8,all"], {}).engine.resident == (8, None)
+    with pytest.raises(SettingsError, match=r"--strategy cannot be followed.*more than one"):
+        parse_settings(["--strategy", "cuda fp16 *20+ -> cpu fp32"], {})

@@ -1,0 +1,151 @@
+"""Layers that do not fit their GPU: kept in the host's memory, each copied in while the one before it runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.linear import Linear
+
+PLACES = 2
+"""Layers in their turn that are on the device at once: one runs, one is copied."""
+ALIGNMENT = 256
+
+
+@dataclasses.dataclass(slots=True)
+class FlatLayer:
+    """A layer whose tensors all lie in one piece of memory."""
+
+    flat: Tensor
+    """[bytes] uint8"""
+    layer: Layer
+
+
+class StreamedLayers(Sequence[Layer]):
+    """A stage's layers: the first ones stay on the device, the others take turns there. Iterated once a forward.
+
+    Of the others, an index gives the copy in the host's memory. Layers that take turns are of one form: layer 0, which
+    has no v-residual, is none of them.
+    """
+
+    def __init__(self, layers: Iterator[Layer], resident: int, device: torch.device) -> None:
+        """Takes the layers one by one: those that do not stay leave the device before the next one is made."""
+        self._device = device
+        self._resident: list[Layer] = []
+        self._hosts: list[FlatLayer] = []
+        self._places: list[FlatLayer] = []
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        for layer in layers:
+            if len(self._resident) < resident or layer.v_residual is None:
+                self._resident.append(layer)
+                continue
+            if len(self._places) < PLACES:
+                self._places.append(flatten(layer, device))
+            self._hosts.append(flatten(layer, torch.device("cpu"), pinned=self._side is not None))
+
+    @property
+    def on_device(self) -> list[Layer]:
+        """What the device holds: the layers that stay, and the places of the others."""
+        return [*self._resident, *(place.layer for place in self._places)]
+
+    @property
+    def num_streamed(self) -> int:
+        """Layers that are copied in for every forward."""
+        return len(self._hosts)
+
+    def __len__(self) -> int:
+        return len(self._resident) + len(self._hosts)
+
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Layer]: ...
+    def __getitem__(self, index: int | slice) -> Layer | list[Layer]:
+        return [*self._resident, *(host.layer for host in self._hosts)][index]
+
+    def __iter__(self) -> Iterator[Layer]:
+        """Each layer when its turn has come; what was launched on the current stream for the last one has used it."""
+        self._let_copies_wait()
+        for place, host in zip(self._places, self._hosts, strict=False):
+            self._copy(place, host)
+        arrived = [self._mark() for _ in self._places]
+        yield from self._resident
+        for i, _ in enumerate(self._hosts):
+            turn = i % len(self._places)
+            self._wait(arrived[turn])
+            yield self._places[turn].layer
+            if i + PLACES < len(self._hosts):
+                self._let_copies_wait()
+                self._copy(self._places[turn], self._hosts[i + PLACES])
+                arrived[turn] = self._mark()
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def _let_copies_wait(self) -> None:
+        """Copies from here on start when all is done that was launched before."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _copy(self, place: FlatLayer, host: FlatLayer) -> None:
+        with torch.cuda.stream(self._side):
+            place.flat.copy_(host.flat, non_blocking=True)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """After the copies so far."""
+        return None if self._side is None else self._side.record_event()
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def flatten(layer: Layer, device: torch.device, pinned: bool = False) -> FlatLayer:
+    """A copy of a layer, its tensors in one piece of memory on `device`; those that share memory share it there too."""
+    tensors = {id(tensor): tensor for tensor in _tensors_in(layer)}
+    spans: dict[int, tuple[int, int]] = {}
+    for tensor in tensors.values():
+        first, last = _span(tensor)
+        start, end = spans.get(_store(tensor), (first, last))
+        spans[_store(tensor)] = min(start, first), max(end, last)
+    offsets, total = {}, 0
+    for store, (start, end) in spans.items():
+        aligned = start - start % ALIGNMENT
+        offsets[store] = total - aligned
+        total += end - aligned + (aligned - end) % ALIGNMENT
+    flat = torch.empty(total, dtype=torch.uint8, device=device, pin_memory=pinned)
+    moved = {}
+    for key, tensor in tensors.items():
+        offset = (offsets[_store(tensor)] + tensor.storage_offset() * tensor.itemsize) // tensor.itemsize
+        place = torch.empty(0, dtype=tensor.dtype, device=device)
+        moved[key] = place.set_(flat.untyped_storage(), offset, tensor.size(), tensor.stride())
+        moved[key].copy_(tensor)
+    return FlatLayer(flat, copy.deepcopy(layer, dict(moved)))
+
+
+def _store(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First and last + 1 byte of a tensor in its storage."""
+    first = tensor.storage_offset() * tensor.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(first), int(first + (reach + 1) * tensor.itemsize)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor of a layer's vectors, norms and maps."""
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+    elif isinstance(value, Linear):
+        for part in vars(value).values():
+            yield from _tensors_in(part)

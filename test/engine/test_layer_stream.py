@@ -1,0 +1,60 @@
+"""Layers that take turns on a device: the same results as with all of them there. (On a GPU: test/gpu.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv_batch.model.layer import linears_of
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.layer_stream import PLACES, StreamedLayers
+from rwkv_batch.runner.pipeline import Pipeline
+from test.harness import tiny_model
+
+
+def pipeline_of(model: Path, dtype: str, **fields: object) -> Pipeline:
+    """Plain torch on the CPU."""
+    pipeline = Pipeline(open_weights(model), ("cpu",), dtype, "naive", **fields)  # type: ignore[arg-type]
+    pipeline.allocate_slots(4)
+    return pipeline
+
+
+def two_steps(pipeline: Pipeline) -> list[torch.Tensor]:
+    """Logits of a prompt and of a token after it."""
+    slots = torch.tensor([2])
+    prompt = StepInputs(torch.arange(5), torch.tensor([0, 5]), torch.tensor([0]), slots, torch.tensor([4]), 5)
+    token = StepInputs(torch.tensor([7]), torch.tensor([0, 1]), slots, slots, torch.tensor([0]), 1)
+    return [pipeline.forward(prompt).clone(), pipeline.forward(token).clone()]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("resident", [0, 2, 3, 9])
+def test_layers_in_turn_compute_the_same(tmp_path: Path, dtype: str, resident: int) -> None:
+    model = tiny_model(tmp_path, layers=6)
+    plain, streamed = pipeline_of(model, dtype), pipeline_of(model, dtype)
+    stage = streamed.stages[0]
+    stage.layers = StreamedLayers(iter(stage.layers), resident, torch.device("cpu"))
+    stays = min(6, max(1, resident))  # layer 0 has no twin
+    assert (len(stage.layers), stage.num_streamed) == (6, 6 - stays)
+    assert len(stage.layers.on_device) == stays + min(PLACES, 6 - stays)
+    for wanted, got in zip(two_steps(plain), two_steps(streamed), strict=True):
+        assert torch.equal(wanted, got)
+
+
+def test_a_place_holds_nothing_of_the_layers_it_was_made_from(tmp_path: Path) -> None:
+    pipeline = pipeline_of(tiny_model(tmp_path, layers=5), "fp32")
+    layers = list(pipeline.stages[0].layers)
+    streamed = StreamedLayers(iter(layers), 1, torch.device("cpu"))
+    held = {linear.weight.data_ptr() for layer in layers[1:] for linear in linears_of(layer)}
+    turns = [layer.output.weight.data_ptr() for layer in streamed]
+    assert turns[1:3] == turns[3:5] and turns[1] != turns[2] and not held & set(turns)
+
+
+def test_on_a_cpu_all_layers_stay(tmp_path: Path) -> None:
+    pipeline = pipeline_of(tiny_model(tmp_path), "fp32", resident=(1,))
+    assert pipeline.stages[0].num_streamed == 0
+    with pytest.raises(ValueError, match="--pp-resident speaks of 2 devices"):
+        pipeline_of(tiny_model(tmp_path), "fp32", resident=(1, 1))
