@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ class Clients:
         """clients that have had a token"""
         self.ttft: list[float] = []
 
-    def run(self, seconds: float) -> None:
-        """Ask until all have begun, count for that long, then let every row end."""
+    def run(self, seconds: float, during: Callable[[], None] | None = None) -> None:
+        """Ask until all have begun, count for that long (`during` is called meanwhile), then let every row end."""
         for client in range(self._clients):
             self._ask(client, 0)
         deadline = time.monotonic() + BEGIN_S
@@ -70,7 +70,9 @@ class Clients:
         time.sleep(SETTLE_S)
         self.counts = True
         started = time.perf_counter()
-        time.sleep(seconds)
+        if during is not None:
+            during()
+        time.sleep(max(0.0, started + seconds - time.perf_counter()))
         self.counts, self.stops = False, True
         self.seconds = time.perf_counter() - started
         for _ in range(self._clients):
@@ -112,10 +114,12 @@ class Clients:
                 self._ask(client, turn + 1)
 
 
-def measure(engine: Engine, clients: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One line."""
+def measure(
+    engine: Engine, clients: int, args: argparse.Namespace, during: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """One line; `during` is called while tokens are counted."""
     load = Clients(engine, clients, args.prompt_tokens, args.drawn)
-    load.run(args.seconds)
+    load.run(args.seconds, during)
     ttft = load.ttft or [float("nan")]
     percentiles = statistics.quantiles(ttft, n=100) if len(ttft) > 1 else ttft * 99
     return {
