@@ -26,6 +26,7 @@ import torch
 
 from bench.gpu import commit
 from bench.gpu_model import SIZES, write_random_file
+from bench.pipeline_trace import Trace, summary
 from bench.traffic import measure, numbers
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import settle_garbage_collector
@@ -71,6 +72,8 @@ def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, fl
             with busy_shares(devices) as shares:
                 figures = measure(engine, clients, args)
             results.append({"devices": devices, **figures, "busy": shares})
+            if args.trace:
+                results[-1]["trace"] = traced(engine, clients, args, f"{devices} GPUs, {clients} clients")
             print(json.dumps(results[-1]), flush=True)
         results[0]["layers"] = [len(stage.layers) for stage in engine.machine.pipeline.stages]
         return results
@@ -80,6 +83,15 @@ def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, fl
         gc.unfreeze()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def traced(engine: Engine, clients: int, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What a trace of half a second says (`pipeline_trace.summary`); the whole of it goes to the file `--trace`."""
+    with Trace(engine) as trace:
+        measure(engine, clients, argparse.Namespace(**{**vars(args), "seconds": 1.0}), trace.follow)
+    with args.trace.open("a") as file:
+        file.write(json.dumps({"case": name, "stages": trace.stages, "host": trace.host}) + "\n")
+    return summary(trace.host, trace.stages)
 
 
 def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,6 +115,7 @@ def main() -> None:
     parser.add_argument("--drawn", type=numbers, default=(128, 256))
     parser.add_argument("--folder", type=Path, help="where the random model is written (and kept)")
     parser.add_argument("--out", type=Path, help="file for the last line")
+    parser.add_argument("--trace", type=Path, help="file for a timeline of each case, taken in a run of its own")
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:

@@ -1,8 +1,8 @@
 """When each stage worked on each step, and what the host did meanwhile: a timeline for `bench.pipeline --trace`.
 
-Two events around every graph of every stage, on that stage's stream; the host's clock around what its loop does. Both
-cost the host some 2 us an event, so a traced run is a little slower than one that is not: shares and order count, not
-tokens/s. All times are in ms since the trace began.
+Events around every graph of every stage, on that stage's stream; the host's clock around what its loop does. Both cost
+the host microseconds, so steps take longer while they are traced: shares and order count, not tokens/s. A stage that
+"works" longer than its kernels take waits inside its graph. All times are in ms since the trace began.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class HostSpan(NamedTuple):
 
 
 class Trace:
-    """Follows an engine that runs graphs, from `begin` to `end`; made before it serves, read after."""
+    """Follows an engine that runs graphs while the block lasts; made while it stands still."""
 
     def __init__(self, engine: Engine) -> None:
         machine = engine.machine
         assert machine._graphs is not None, "only graphs are traced"
         self._places = machine._graphs.places
         self._engine = engine
+        self.stages: list[StageSpan] = []
+        self.host: list[HostSpan] = []
         self._is_on = False
         self._kind = ""
         self._host: list[tuple[str, int, float, float]] = []
@@ -75,7 +77,8 @@ class Trace:
         for number, place in enumerate(self._places):
             self._replace(place, "run", self._stage_run(number, place))
         self._replace(machine, "launch", self._launch(machine.launch))
-        host = [(machine, "read", "wait"), (machine.pipeline, "forward", "eager forward"), (machine._drawing, "draw", "draw")]
+        host: list[tuple[Any, str, str]] = [(machine, "read", "wait"), (machine.pipeline, "forward", "eager forward")]
+        host += [(machine._drawing, "draw", "draw")]
         host += [(engine.jobs, name, name) for name in ("commit", "deliver", "launched", "expire")]
         host += [(engine.scheduler, "schedule", "schedule"), (engine, "_drain_inbox", "inbox")]
         host += [(links.Link, "send", "link.send"), (links.Link, "receive", "link.receive")]
@@ -87,15 +90,6 @@ class Trace:
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, value)
-
-    def close(self) -> None:
-        """Leave the engine as it was."""
-        gc.callbacks.remove(self._garbage)
-        for owner, name, value in reversed(self._undo):
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -142,39 +136,45 @@ class Trace:
 
         return run
 
-    def begin(self) -> None:
-        """Any thread: from here on."""
+    def follow(self, seconds: float = 0.5) -> None:
+        """Any thread, with steps under way: watch for so long."""
         self._zero = []
         for place in self._places:
             with torch.cuda.device(place.device):
-                event = torch.cuda.Event(enable_timing=True)
-                stream = torch.cuda.Stream(place.device)
-                stream.synchronize()
+                event, stream = torch.cuda.Event(enable_timing=True), torch.cuda.Stream(place.device)
                 event.record(stream)
                 event.synchronize()
             self._zero.append((event, time.perf_counter()))
-        self._host.clear()
-        self._events.clear()
         self._started = time.perf_counter()
         self._is_on = True
-
-    def end(self) -> tuple[list[HostSpan], list[StageSpan]]:
-        """Any thread, with steps under way: what was seen."""
+        time.sleep(seconds)
         self._is_on = False
         events, host = list(self._events), list(self._host)
         for place in self._places:
             torch.cuda.synchronize(place.device)
-        stages = []
         for stage, step, kind, three in events:
             zero, at = self._zero[stage]
-            times = [zero.elapsed_time(event) + (at - self._started) * 1e3 for event in three]
-            stages.append(StageSpan(stage, step, kind, *times))
-        shift = self._started
-        return [HostSpan(n, s, (a - shift) * 1e3, (b - shift) * 1e3) for n, s, a, b in host], stages
+            given, began, ended = (zero.elapsed_time(event) + (at - self._started) * 1e3 for event in three)
+            self.stages.append(StageSpan(stage, step, kind, given, began, ended))
+        since = self._started
+        self.host += [HostSpan(name, step, (a - since) * 1e3, (b - since) * 1e3) for name, step, a, b in host]
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the engine as it was."""
+        gc.callbacks.remove(self._garbage)
+        for owner, name, value in reversed(self._undo):
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def summary(host: list[HostSpan], stages: list[StageSpan]) -> dict[str, Any]:
-    """Of a trace: ms a step; each stage's share of work and of waiting for the one before; the host's ms a step."""
+    """Of a trace: ms a step; what share of the time each stage works, and waits for the one before; ms of each stage's
+    graphs by kind; the host's ms a step, calls inside calls counted in both."""
     steps = len({span.step for span in stages})
     if steps < 2:
         return {"steps": steps}
@@ -186,14 +186,15 @@ def summary(host: list[HostSpan], stages: list[StageSpan]) -> dict[str, Any]:
         work[span.stage] += span.ended - span.began
         waits[span.stage] += span.began - span.given
         kinds[span.stage, span.kind].append(span.ended - span.began)
-    calls: dict[str, list[float]] = defaultdict(list)
+    calls: dict[str, float] = defaultdict(float)
     for name, _, began, ended in host:
-        calls[name].append(ended - began)
+        calls[name] += ended - began
     return {
         "steps": steps,
         "ms_per_step": round(length / steps, 3),
-        "work_share": [round(work[stage] / length, 3) for stage in sorted(work)],
-        "waits_share": [round(waits[stage] / length, 3) for stage in sorted(work)],
-        "ms_by_stage_and_kind": {f"{s}{k}": [len(ms), round(sum(ms) / len(ms), 3)] for (s, k), ms in sorted(kinds.items())},
-        "host_ms_per_step": {name: [len(ms), round(sum(ms) / steps, 3), round(max(ms), 3)] for name, ms in sorted(calls.items())},
+        "works": {str(stage): round(ms / length, 3) for stage, ms in sorted(work.items())},
+        "waits": {str(stage): round(ms / length, 3) for stage, ms in sorted(waits.items())},
+        "graph_ms": {f"{stage}{kind}": round(sum(ms) / len(ms), 3) for (stage, kind), ms in sorted(kinds.items())},
+        "graphs": {f"{stage}{kind}": len(ms) for (stage, kind), ms in sorted(kinds.items())},
+        "host_ms_per_step": {name: round(ms / steps, 3) for name, ms in sorted(calls.items())},
     }

@@ -49,12 +49,47 @@ def copy_pieces(target: Tensor, source: Tensor) -> None:
     raise_on(copy_2d(*places, size, len(source), ANY_DIRECTION, stream), "cudaMemcpy2DAsync")
 
 
+def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
+    """target <- source, contiguous [...] of one size in bytes, by this stream of a GPU alone; returns at once.
+
+    Between two GPUs `Tensor.copy_` has a stream of the other device wait as well, and work that shares a hardware queue
+    with that stream then waits for all that the copy waits for. Keep both tensors until the copy is done; two GPUs have
+    to have been introduced. Raises ValueError for two sizes.
+    """
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}")
+    copy = _copy_1d()
+    if copy is None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return
+    code = copy(target.data_ptr(), source.data_ptr(), source.nbytes, ANY_DIRECTION, stream.cuda_stream)
+    raise_on(code, "cudaMemcpyAsync")
+
+
+@functools.cache
+def introduce(one: torch.device, other: torch.device) -> None:
+    """Have torch let two GPUs reach each other's memory, which it does when it copies for the first time."""
+    for source, target in ((one, other), (other, one)):
+        torch.empty(1, device=target).copy_(torch.zeros(1, device=source))
+
+
+@functools.cache
+def _copy_1d() -> Callable[..., int] | None:
+    pointer = ctypes.c_void_p
+    return _runtime_function("cudaMemcpyAsync", pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer)
+
+
 @functools.cache
 def _copy_2d() -> Callable[..., int] | None:
-    """cudaMemcpy2DAsync of the CUDA runtime that torch has loaded; None where it has another."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    return _runtime_function("cudaMemcpy2DAsync", pointer, size, pointer, size, size, size, ctypes.c_int, pointer)
+
+
+def _runtime_function(name: str, *argument_types: type) -> Callable[..., int] | None:
+    """A function of the CUDA runtime that torch has loaded; None where it has another."""
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError:
         return None
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    return bind(runtime, "cudaMemcpy2DAsync", pointer, size, pointer, size, size, size, ctypes.c_int, pointer)
+    return bind(runtime, name, *argument_types)

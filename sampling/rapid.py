@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from native import binding, build, machine
-from native.transfer import on_device, pinned
+from native.transfer import on_device
+from native.uploads import Uploads
 from sampling.cpu import kind_of
 from sampling.logprobs import raw_logprobs
 from sampling.params import SamplingParams
@@ -117,6 +118,7 @@ class RapidSampler:
         properties = torch.cuda.get_device_properties(self.device)
         self._processors, self._early = properties.multi_processor_count, int(properties.major >= 9)
         self._seats: tuple[list[int], Tensor] | None = None
+        self._uploads = Uploads(self.device)
         self._prepare_library()
 
     def _prepare_library(self) -> None:
@@ -139,8 +141,8 @@ class RapidSampler:
         self._params[seat] = params
         entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
         if entries:
-            _write(self._entries[seat, : len(entries)], (Entry * len(entries))(*entries))
-        _write(self._table[seat], self._packed(params))
+            self._uploads.send(self._entries[seat, : len(entries)], (Entry * len(entries))(*entries))
+        self._uploads.send(self._table[seat], self._packed(params))
 
     def _packed(self, params: SamplingParams) -> Seat:
         return Seat(
@@ -219,9 +221,3 @@ class RapidSampler:
             return Sampled(tokens)
         most = max(self._params[seats[row]].top_logprobs or 0 for row in asked)
         return Sampled(tokens, before.of(tokens, min(most, self.vocab)))
-
-
-def _write(target: Tensor, source: ctypes.Structure | ctypes.Array[Entry]) -> None:
-    """Copy a C structure to bytes on the device."""
-    held = torch.frombuffer(bytearray(source), dtype=torch.uint8)
-    target.view(-1).copy_(pinned(held, target.device), non_blocking=True)

@@ -306,6 +306,11 @@ MUTANTS: list[Mutant] = [
                 "            number += 1\n",
                 "rows of n > 1 bear other rows' numbers",
             ),
+            (
+                "if sequence.shared is None and sequence.spare_slot == NO_SLOT and not sequence.cache_points:",
+                "if sequence.spare_slot == NO_SLOT and not sequence.cache_points:",
+                "a row that begins from another's state never lets go of it",
+            ),
         ],
         ci=(2, 8),
     ),
@@ -461,11 +466,6 @@ MUTANTS: list[Mutant] = [
                 "return self.phase is not Phase.RUNNING",
                 "a waiting row counts as one that has answered: a cancel forgets it",
             ),
-            (
-                "return self.shared is None and self.spare_slot == NO_SLOT and not self.cache_points",
-                "return self.spare_slot == NO_SLOT and not self.cache_points",
-                "a row that begins from another's state never lets go of it",
-            ),
         ],
         ci=(1, 2),
     ),
@@ -490,8 +490,8 @@ MUTANTS: list[Mutant] = [
             ),
             ("            del self._tail[len(self._tail) - (self._length - self._cut) :]\n", "", "a stop is shown"),
             (
-                "if len(self.tokens) >= self._request.max_tokens:",
-                "if len(self.tokens) > self._request.max_tokens:",
+                "if len(self.tokens) >= self._max_tokens:",
+                "if len(self.tokens) > self._max_tokens:",
                 "one token too many",
             ),
             (

@@ -17,7 +17,7 @@ from rwkv_batch.core.grammars import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import NO_SLOT, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.stops import StopRulesCache
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
@@ -178,7 +178,8 @@ class JobTable:
         """The step of this number over these rows is on its way; more may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
-            if sequence.owns_its_slot:
+            if sequence.shared is None and sequence.spare_slot == NO_SLOT and not sequence.cache_points:
+                # It reads and writes one slot of its own, and nobody else waits for what it leaves there.
                 sequence.num_computed_tokens += row.num_tokens
             else:
                 self._keeper.advance(sequence, row.num_tokens)
@@ -225,7 +226,7 @@ class JobTable:
         sequence.token_ids[at] = token
         if sequence.lease is not None:
             self._keeper.update_rollback_state(sequence)
-        if output.has_chunk and (delta := output.take_delta()) is not None:
+        if (delta := output.take_delta()) is not None:
             sequence.job.deltas.append(delta)
             self._changed[sequence.job] = None
 

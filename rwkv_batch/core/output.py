@@ -27,9 +27,10 @@ class RowOutput:
         self.row = row
         self.tokens: list[int] = []
         """all tokens drawn, a stop token among them"""
-        self._request = request
+        self._max_tokens = request.max_tokens
         self._chunk = _chunk_of(request)
-        self._stops = stops
+        self._stop_ids = stops.ids
+        self._automaton = stops.automaton
         self._node = stops.automaton.root
         self._table = byte_table
         self._ends: list[int] = []
@@ -50,7 +51,7 @@ class RowOutput:
         """Take a drawn token; returns why the row ends with it, if it does."""
         self.tokens.append(token)
         self._gathered += 1
-        if token in self._stops.ids:
+        if token in self._stop_ids:
             if logprob is not None and token == END_OF_TEXT:
                 self._end = logprob
             self._cut = self._length
@@ -59,8 +60,8 @@ class RowOutput:
         text = self._table[token]
         if logprob is not None:
             self._logprobs.append((self._length, logprob))
-        self._node, found = self._stops.automaton.advance(self._node, text)
-        if found is None and not self._node.depth and not self._tail and len(self.tokens) < self._request.max_tokens:
+        self._node, found = self._automaton.advance(self._node, text)
+        if found is None and not self._node.depth and not self._tail and len(self.tokens) < self._max_tokens:
             self._ready += text  # nothing here can belong to a stop: by far the most tokens
             self._length += len(text)
             self._ends.append(self._length)
@@ -74,7 +75,7 @@ class RowOutput:
             del self._tail[len(self._tail) - (self._length - self._cut) :]
             self._release(len(self._tail))
             return FinishReason.STOP
-        if len(self.tokens) >= self._request.max_tokens:
+        if len(self.tokens) >= self._max_tokens:
             self._release(len(self._tail))
             return FinishReason.LENGTH
         self._release(len(self._tail) - self._node.depth)
@@ -105,11 +106,6 @@ class RowOutput:
         start = self._ends[whole - 1] if whole else 0
         partial = b"" if start == self._cut else self._table[self.tokens[whole]][: self._cut - start]
         return self.tokens[:whole], partial
-
-    @property
-    def has_chunk(self) -> bool:
-        """Whether as many tokens are gathered as a delta has."""
-        return self._gathered >= self._chunk
 
     def take_delta(self, finish: Finish | None = None) -> Delta | None:
         """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""

@@ -86,16 +86,13 @@ class RunningJob:
     """rows that hold a place in the steps"""
     deltas: list[Delta] = field(default_factory=list)
     """gathered in this step"""
+    job_id: str = field(init=False)
+    """see `Job.job_id`"""
     is_batch: bool = field(init=False)
     """see `Job.is_batch`"""
 
     def __post_init__(self) -> None:
-        self.is_batch = self.spec.is_batch
-
-    @property
-    def job_id(self) -> str:
-        """See `Job.job_id`."""
-        return self.spec.job_id
+        self.job_id, self.is_batch = self.spec.job_id, self.spec.is_batch
 
     @property
     def client(self) -> str:
@@ -231,11 +228,6 @@ class Sequence:
     def is_ahead(self) -> bool:
         """Whether its next token is not known to the host yet."""
         return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
-
-    @property
-    def owns_its_slot(self) -> bool:
-        """Whether it reads and writes one slot of its own, and nobody else waits for what it leaves there."""
-        return self.shared is None and self.spare_slot == NO_SLOT and not self.cache_points
 
     @property
     def lacks_spare_slot(self) -> bool:

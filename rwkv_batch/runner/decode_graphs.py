@@ -21,13 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import Array, StagedArrays
+from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import GraphStage
@@ -108,10 +107,8 @@ class DecodeGraphs:
         self._sampler = sampler or Greedy()
         self._padded_rows = padded = self.sizes[-1]
         names = ("read_slots", "write_slots", "seats", "seats32")
-        self._staged = [
-            StagedArrays(dict.fromkeys(names, padded), place.device, depth, {"seats32": torch.int32})
-            for place in self.places
-        ]
+        devices = [place.device for place in self.places]
+        self._staged = StagedArrays(dict.fromkeys(names, padded), devices, depth, {"seats32": torch.int32})
         self._identity = [torch.arange(padded + 1, device=place.device) for place in self.places]
         last = self.places[-1]
         self.tokens = LastTokens(seats, self.places[0].device, last.device, depth)
@@ -180,15 +177,9 @@ class DecodeGraphs:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
         size = next(size for size in self.sizes if size >= len(seats))
         graphs = [self._graph(number, size, sampled) for number in range(len(self.places))]
+        self._fill(size, {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}, undrawn)
         before = None
-        arrays = {
-            "read_slots": np.array(read_slots, dtype=np.int64),
-            "write_slots": np.array(write_slots, dtype=np.int64),
-            "seats": np.array(seats, dtype=np.int64),
-        }
-        for number, (place, graph) in enumerate(zip(self.places, graphs, strict=True)):
-            with place.current():
-                self._fill(number, size, arrays, undrawn)
+        for place, graph in zip(self.places, graphs, strict=True):
             place.run(graph.replay, size, before)
             before = place
 
@@ -198,15 +189,15 @@ class DecodeGraphs:
         if key not in self._captured:
             started = time.perf_counter()
             with self.places[number].current():
-                self._fill(number, size, dict.fromkeys(self._padding, np.zeros(0, dtype=np.int64)))
+                self._fill(size, dict.fromkeys(self._padding, ()))
                 name = f"a decode graph of {size} rows on {self.places[number].device}"
                 self._captured[key] = self.places[number].recorder.record(lambda: self._step(*key), name)
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
 
-    def _fill(self, number: int, size: int, arrays: Mapping[str, Array], undrawn: Sequence[int] = ()) -> None:
-        """One step's rows on their way to a stage's device; rows beyond them, up to `size`, are padding."""
-        with self._staged[number].filling() as host:
+    def _fill(self, size: int, arrays: Mapping[str, Sequence[int]], undrawn: Sequence[int] = ()) -> None:
+        """One step's rows on their way to all devices; rows beyond them, up to `size`, are padding."""
+        with self._staged.filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values
                 host[name][len(values) : size] = self._padding[name]
@@ -215,7 +206,7 @@ class DecodeGraphs:
 
     def _step(self, number: int, size: int, sampled: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        place, staged, rows = self.places[number], self._staged[number].on_device, self._identity[number]
+        place, staged, rows = self.places[number], self._staged.on_device[number], self._identity[number]
         seats = staged["seats"][:size]
         fed = self.tokens.to_feed[seats] if number == 0 else None
         inputs = StepInputs(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from native.transfer import copy_on
 
 WARM_UP_RUNS = 2
 ALIGNMENT = 16
@@ -59,12 +61,12 @@ def _reason(error: BaseException) -> str:
 
 
 class StagedArrays:
-    """Named arrays in one block of device memory, where graphs find them; the host fills all by one copy per step."""
+    """Named arrays in one block of memory on each device, where graphs find them; the host fills them once a step."""
 
     def __init__(
         self,
         lengths: Mapping[str, int],
-        device: torch.device,
+        devices: Sequence[torch.device],
         depth: int,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
@@ -78,19 +80,23 @@ class StagedArrays:
         def views(block: Tensor) -> dict[str, Tensor]:
             return {name: block[at : at + count].view(dtype) for name, (at, count, dtype) in places.items()}
 
-        self._block = torch.empty(size, dtype=torch.uint8, device=device)
+        self._blocks = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
         self._staging = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(depth + 2)]
         self._hosts = [{name: view.numpy() for name, view in views(staging).items()} for staging in self._staging]
-        self._events = [torch.cuda.Event() for _ in range(depth + 2)]
+        self._events = [[torch.cuda.Event() for _ in devices] for _ in range(depth + 2)]
         self._turn = 0
-        self.on_device = views(self._block)
+        self.on_device = [views(block) for block in self._blocks]
+        """of each device, by name"""
 
     @contextmanager
     def filling(self) -> Iterator[dict[str, Array]]:
-        """The host's arrays: fill what the step reads of them. When the block ends, their copy is on its way."""
+        """The host's arrays: fill what the step reads of them. When the block ends, copies to all devices are on their
+        way, on their current streams."""
         self._turn = (self._turn + 1) % len(self._staging)
-        event = self._events[self._turn]
-        event.synchronize()
+        for event in self._events[self._turn]:
+            event.synchronize()
         yield self._hosts[self._turn]
-        self._block.copy_(self._staging[self._turn], non_blocking=True)
-        event.record(torch.cuda.current_stream(self._block.device))
+        for block, event in zip(self._blocks, self._events[self._turn], strict=True):
+            stream = torch.cuda.current_stream(block.device)
+            copy_on(stream, block, self._staging[self._turn])
+            event.record(stream)

@@ -5,26 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from native.transfer import copy_on, introduce
+
 
 class Link:
     """A ring of places at the target. What is sent lies there until it is received or a newer one makes it needless.
 
     Values go straight from GPU to GPU where the machine lets them (`how` is "peer"), else through pinned memory of the
-    host. The source's stream waits only for a place that was sent to `depth` sends ago and is still being read. One
-    thread uses a link. It sends and receives on the streams that are the two devices' current ones when it is made.
+    host. The source's stream waits only for a place that was sent to `depth` sends ago and is still being read. No
+    stream of the target has a part in a send: one that waits holds up what shares its hardware queue, such as branches
+    of a graph. One thread uses a link. It sends and receives on the streams that are the devices' current ones when it
+    is made.
     """
 
     def __init__(self, source: torch.device, target: torch.device, size: int, dtype: torch.dtype, depth: int) -> None:
         """Places for `size` numbers each."""
         is_direct = source == target or torch.cuda.can_device_access_peer(target, source)
         self.how = "peer" if is_direct else "pinned memory"
+        if is_direct and source != target:
+            introduce(source, target)
         self._from, self._to = torch.cuda.current_stream(source), torch.cuda.current_stream(target)
         here = {"device": target} if self.how == "peer" else {"pin_memory": True}
         self._places = [torch.empty(size, dtype=dtype, **here) for _ in range(depth)]
         self._arrived = [torch.cuda.Event() for _ in range(depth)]
         self._taken = [torch.cuda.Event() for _ in range(depth)]
-        self._idle = torch.cuda.Stream(target)
-        """Stands for the target's stream in a copy, which would else wait for all that the target has to do."""
         self.sent = 0
         """Sends so far; the last one has this number."""
         self.received = 0
@@ -33,12 +37,7 @@ class Link:
         """Start to carry values [n], n at most the size, as soon as the source's stream has made them: their number."""
         at = self.sent % len(self._places)
         self._from.wait_event(self._taken[at])
-        place = self._places[at][: len(values)]
-        if self.how == "peer" and self._from.device != self._to.device:
-            with torch.cuda.stream(self._idle):
-                place.copy_(values, non_blocking=True)
-        else:
-            place.copy_(values, non_blocking=True)
+        copy_on(self._from, self._places[at][: len(values)], values)
         self._arrived[at].record(self._from)
         self.sent += 1
         return self.sent
@@ -48,6 +47,24 @@ class Link:
         assert self.received < number <= self.sent, "each is received once, in order"
         at = (number - 1) % len(self._places)
         self._to.wait_event(self._arrived[at])
-        into.copy_(self._places[at][: len(into)], non_blocking=True)
+        copy_on(self._to, into, self._places[at][: len(into)])
         self._taken[at].record(self._to)
         self.received = number
+
+
+def hand_over(values: Tensor, device: torch.device) -> Tensor:
+    """values [...] on another device, for its current stream's next work; neither waits for more than it has to.
+
+    `Tensor.to` between two GPUs would have the source wait until the target has done all that it was given before.
+    """
+    source = values.device
+    both_gpus = source.type == device.type == "cuda"
+    if not both_gpus or source == device or not torch.cuda.can_device_access_peer(device, source):
+        return values.to(device)
+    introduce(source, device)
+    made, stream = values.contiguous(), torch.cuda.current_stream(device)
+    stream.wait_event(torch.cuda.current_stream(source).record_event())
+    result = torch.empty_like(made, device=device)
+    copy_on(stream, result, made)
+    made.record_stream(stream)
+    return result

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
-from rwkv_batch.runner.graph_capture import Array, StagedArrays
+from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.prefill_graphs import PrefillSize, padded
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DECODING = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """With more rows a step is long, and a prompt has its first token sooner when it goes before."""
-PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 96), PrefillSize(16, 256))
+PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 96), PrefillSize(8, 160), PrefillSize(16, 256))
 
 
 class MixedSize(NamedTuple):
@@ -73,7 +73,9 @@ class MixedGraphs:
             "seats": rows,
             "seats32": rows,
         }
-        self._staged = [StagedArrays(lengths, place.device, depth, {"seats32": torch.int32}) for place in decode.places]
+        devices = [place.device for place in decode.places]
+        self._staged = StagedArrays(lengths, devices, depth, {"seats32": torch.int32})
+        self._single = np.arange(DECODING[-1])
         self._drawn = torch.zeros(rows, dtype=torch.int64, device=decode.logits.device)
 
     def size_for(self, decoding: int, rows: int, tokens: int) -> MixedSize | None:
@@ -106,42 +108,12 @@ class MixedGraphs:
         places of rows that draw later, as in `DecodeGraphs.run`.
         """
         graphs = [self._graph(number, size) for number in range(len(self._decode.places))]
-        arrays = self._arrays(size, decoding, prompts, prompt_seats)
+        self._fill(size, decoding, prompts, prompt_seats, undrawn)
         before = None
-        for number, (place, graph) in enumerate(zip(self._decode.places, graphs, strict=True)):
-            with place.current():
-                self._fill(number, arrays, undrawn)
+        for place, graph in zip(self._decode.places, graphs, strict=True):
             place.run(graph.replay, size.tokens, before)
             before = place
         return self._drawn[: size.decoding + len(prompt_seats)]
-
-    def _arrays(
-        self,
-        size: MixedSize,
-        decoding: Mapping[str, Sequence[int]],
-        prompts: StepInputs,
-        prompt_seats: Sequence[int],
-    ) -> dict[str, Array]:
-        first, dummy = size.decoding, self._decode.dummy_seat
-
-        def filled(values: Sequence[int], length: int, padding: int) -> Array:
-            array = np.full(length, padding, dtype=np.int64)
-            array[: len(values)] = values
-            return array
-
-        single = np.arange(first)
-        behind = padded(prompts, size.prompts)
-        return {
-            "tokens": behind["tokens"],
-            "token_rows": np.concatenate([single, behind["token_rows"] + first]),
-            "cu_seqlens": np.concatenate([single, behind["cu_seqlens"] + first]),
-            "read_slots": np.concatenate([filled(decoding["read_slots"], first, ZERO_SLOT), behind["read_slots"]]),
-            "write_slots": np.concatenate([filled(decoding["write_slots"], first, DUMMY_SLOT), behind["write_slots"]]),
-            "logit_tokens": np.concatenate([single, behind["logit_tokens"] + first]),
-            "seats": np.concatenate(
-                [filled(decoding["seats"], first, dummy), filled(prompt_seats, size.prompts.rows, dummy)]
-            ),
-        }
 
     def _graph(self, number: int, size: MixedSize) -> torch.cuda.CUDAGraph:
         key = (number, size)
@@ -151,21 +123,43 @@ class MixedGraphs:
             with place.current():
                 empty = StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
                 nobody: dict[str, Sequence[int]] = {"seats": (), "read_slots": (), "write_slots": ()}
-                self._fill(number, self._arrays(size, nobody, empty, ()))
+                self._fill(size, nobody, empty, ())
                 name = f"a graph of {size.decoding} rows and {size.prompts.tokens} prompt tokens on {place.device}"
                 self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
         return self._captured[key]
 
-    def _fill(self, number: int, arrays: Mapping[str, Array], undrawn: Sequence[int] = ()) -> None:
-        with self._staged[number].filling() as host:
-            for name, values in arrays.items():
-                host[name][: len(values)] = values
-            host["seats32"][: len(arrays["seats"])] = arrays["seats"]
+    def _fill(
+        self,
+        size: MixedSize,
+        decoding: Mapping[str, Sequence[int]],
+        prompts: StepInputs,
+        prompt_seats: Sequence[int],
+        undrawn: Sequence[int] = (),
+    ) -> None:
+        """A step and its padding on their way to all devices."""
+        first, count, drawn = size.decoding, len(decoding["seats"]), size.drawn
+        behind = padded(prompts, size.prompts)
+        padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "seats": self._decode.dummy_seat}
+        with self._staged.filling() as host:
+            host["tokens"][: size.prompts.tokens] = behind["tokens"]
+            for name in ("token_rows", "cu_seqlens", "logit_tokens"):
+                values = behind[name]
+                host[name][:first] = self._single[:first]
+                np.add(values, first, out=host[name][first : first + len(values)])
+            for name in ("read_slots", "write_slots"):
+                values = behind[name]
+                host[name][first : first + len(values)] = values
+            for name, number in padding.items():
+                host[name][:count] = decoding[name]
+                host[name][count:first] = number
+            host["seats"][first : first + len(prompt_seats)] = prompt_seats
+            host["seats"][first + len(prompt_seats) : drawn] = self._decode.dummy_seat
+            host["seats32"][:drawn] = host["seats"][:drawn]
             host["seats32"][list(undrawn)] = self._decode.dummy_seat
 
     def _step(self, number: int, size: MixedSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        decode, staged, rows = self._decode, self._staged[number].on_device, size.drawn + 1
+        decode, staged, rows = self._decode, self._staged.on_device[number], size.drawn + 1
         place, token_rows = decode.places[number], staged["token_rows"][: size.tokens]
         fed = None
         if number == 0:

@@ -9,6 +9,7 @@ from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_split import split_layers
+from rwkv_batch.runner.links import hand_over
 from rwkv_batch.runner.stage import Stage, precision_for
 
 
@@ -88,8 +89,8 @@ class Pipeline:
         for stage, device in zip(self.stages, self.devices, strict=True):
             if x.device != device:
                 here = inputs.to(device)
-                x = x.to(device)
-                v_first = None if v_first is None else v_first.to(device)
+                x = hand_over(x, device)
+                v_first = None if v_first is None else hand_over(v_first, device)
             x, v_first = stage.forward(x, v_first, here)
         return x, here
 

@@ -64,7 +64,7 @@ class PrefillGraphs:
             "write_slots": rows,
             "logit_tokens": rows,
         }
-        self._staged = [StagedArrays(lengths, place.device, depth) for place in places]
+        self._staged = StagedArrays(lengths, [place.device for place in places], depth)
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """The smallest graph for a step; None: it has none, or its tokens are not known to the host."""
@@ -85,11 +85,9 @@ class PrefillGraphs:
     def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
         """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run."""
         graphs = [self._graph(number, size) for number in range(len(self._places))]
-        arrays = padded(inputs, size)
+        self._fill(padded(inputs, size))
         before = None
-        for number, (place, graph) in enumerate(zip(self._places, graphs, strict=True)):
-            with place.current():
-                self._fill(number, arrays)
+        for place, graph in zip(self._places, graphs, strict=True):
             place.run(graph.replay, size.tokens, before)
             before = place
         return self._logits[: len(inputs.logit_tokens)]
@@ -101,20 +99,20 @@ class PrefillGraphs:
             place = self._places[number]
             with place.current():
                 empty = StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
-                self._fill(number, padded(empty, size))
+                self._fill(padded(empty, size))
                 name = f"a graph of {size.tokens} tokens in {size.rows} rows on {place.device}"
                 self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
         return self._captured[key]
 
-    def _fill(self, number: int, arrays: Mapping[str, np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
-        """A step and its padding on their way to a stage's device."""
-        with self._staged[number].filling() as host:
+    def _fill(self, arrays: Mapping[str, np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
+        """A step and its padding on their way to all devices."""
+        with self._staged.filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values
 
     def _step(self, number: int, size: PrefillSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        place, staged, rows = self._places[number], self._staged[number].on_device, size.rows + 1
+        place, staged, rows = self._places[number], self._staged.on_device[number], size.rows + 1
         inputs = StepInputs(
             tokens=staged["tokens"][: size.tokens],
             cu_seqlens=staged["cu_seqlens"][: rows + 1],

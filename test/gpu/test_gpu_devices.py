@@ -149,6 +149,32 @@ def test_what_is_handed_over_arrives_whole(
         assert torch.equal(values, torch.full_like(values, i))
 
 
+def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple[str, ...]) -> None:
+    """A send behind a second of work, and streams of the target that share its few hardware queues."""
+    from rwkv_batch.runner.links import Link, hand_over
+
+    source, target = torch.device(devices[0]), torch.device(devices[-1])
+    if source == target:
+        pytest.skip("one device has one queue")
+    link = Link(source, target, 1 << 20, torch.float16, 5)
+    streams = [torch.cuda.Stream(target) for _ in range(32)]
+    values = torch.ones(1 << 20, dtype=torch.float16, device=source)
+    hand_over(values, target)
+    torch.cuda.synchronize(source)
+    with torch.cuda.device(source):
+        torch.cuda._sleep(3_000_000_000)
+        busy = torch.cuda.current_stream(source).record_event()
+    number = link.send(values)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.zeros(16, device=target).add_(1)
+        stream.synchronize()
+    assert not busy.query(), "they have waited for the source"
+    into = torch.zeros_like(values, device=target)
+    link.receive(number, into)
+    assert torch.equal(hand_over(values, target), into)
+
+
 def test_one_row_alone_and_many_give_the_same_state(model: Path, devices: tuple[str, ...]) -> None:
     """Micro-batches: a greedy row's text alone and beside rows that come and go on all stages."""
     with started_engine(model, devices=devices, **ON_GPU) as engine:

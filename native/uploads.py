@@ -1,0 +1,43 @@
+"""Small pieces of host memory on their way to one GPU. One thread uses it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native.transfer import copy_on, pinned
+
+HALF_BYTES = 1 << 17
+ALIGNMENT = 16
+
+
+class Uploads:
+    """A ring of pinned memory, in two halves: a piece costs a copy of a few microseconds, pinning it fifty."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._staging = torch.empty(2 * HALF_BYTES, dtype=torch.uint8).pin_memory()
+        self._device = device
+        self._sent = [torch.cuda.Event(), torch.cuda.Event()]
+        """of each half: its pieces have arrived"""
+        self._at = 0
+
+    def send(self, target: Tensor, piece: ctypes.Structure | ctypes.Array[Any]) -> None:
+        """Copy a C structure, or an array of some, to contiguous bytes [n] uint8 on the device's current stream."""
+        size = ctypes.sizeof(piece)
+        if size > HALF_BYTES:
+            held = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            target.view(-1).copy_(pinned(held, self._device), non_blocking=True)
+            return
+        stream = torch.cuda.current_stream(self._device)
+        half = self._at // HALF_BYTES
+        if self._at + size > (half + 1) * HALF_BYTES:
+            self._sent[half].record(stream)
+            half = 1 - half
+            self._sent[half].synchronize()  # long ago: a whole half lies between
+            self._at = half * HALF_BYTES
+        ctypes.memmove(self._staging.data_ptr() + self._at, ctypes.addressof(piece), size)
+        copy_on(stream, target, self._staging[self._at : self._at + size])
+        self._at += -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,90 @@
+"""A stage of several fails: too little memory on it is a 429, a lost device ends the engine, and another one serves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind
+from state_pool.config import PoolConfig
+from test.harness import ask, call, run, started_engine, submit, tiny_model, turn
+
+STAGES: dict[str, Any] = {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True, "max_running": 12}
+PARTS = pytest.mark.parametrize("stage", [0, 1, 2], ids=["first stage", "middle stage", "last stage"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Iterator[Engine]:
+    with started_engine(model, PoolConfig(state_db=str(tmp_path / "s.db")), **STAGES) as engine:
+        yield engine
+
+
+class Faulty:
+    """The forward of a stage that raises `error` while that is set."""
+
+    def __init__(self, engine: Engine, stage: int, patch: pytest.MonkeyPatch) -> None:
+        self.error: Exception | None = None
+        self._forward = engine.machine.pipeline.stages[stage].forward
+        self.raised = threading.Event()
+        patch.setattr(engine.machine.pipeline.stages[stage], "forward", self)
+
+    def __call__(self, *args: Any) -> Any:
+        if self.error is not None:
+            self.raised.set()
+            raise self.error
+        return self._forward(*args)
+
+
+@PARTS
+def test_too_little_memory_on_any_stage_is_a_429(engine: Engine, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs ends with it, in every group; sessions are as before; what comes later is served."""
+    wanted = run(engine, turn("s", "hello", max_tokens=8)).texts[0]
+    free = call(engine, "status")["free_slots"]
+    faulty = Faulty(engine, stage, monkeypatch)
+    jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
+    for job in jobs:
+        assert job.started.wait(30)
+    faulty.error = torch.OutOfMemoryError("CUDA out of memory (for a test)")
+    for job in [*jobs, submit(engine, turn("s", "more", max_tokens=8))]:
+        error = job.wait().events[-1].error
+        assert error is not None and error.kind is ErrorKind.OVERLOADED and error.retry_after_s
+    faulty.error = None
+    assert call(engine, "status")["free_slots"] == free and engine.is_alive
+    assert run(engine, turn("t", "hello", max_tokens=8)).texts[0] == wanted
+
+
+@PARTS
+def test_a_lost_device_ends_the_engine_and_the_next_one_serves(
+    model: Path, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everyone is told; sessions go on in a new engine as if the turn had never been."""
+    config = PoolConfig(state_db=str(tmp_path / "s.db"))
+    with started_engine(model, config, **STAGES) as engine:
+        wanted = [run(engine, turn("a", text, max_tokens=8)).texts[0] for text in ("hello", "more")]
+        assert run(engine, turn("s", "hello", max_tokens=8)).texts[0] == wanted[0]
+        faulty = Faulty(engine, stage, monkeypatch)
+        monkeypatch.setattr(engine.machine, "is_lost", lambda: faulty.raised.is_set())
+        jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
+        for job in jobs:
+            assert job.started.wait(30)
+        faulty.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+        for job in [*jobs, submit(engine, turn("s", "more", max_tokens=8))]:
+            running = job.wait()
+            error = running.refusal.info if running.refusal is not None else running.events[-1].error
+            assert error is not None and error.kind is ErrorKind.ENGINE_LOST
+        engine._thread.join(30)
+        assert not engine.is_alive
+        engine.machine.pool.close()  # the process that holds it is replaced
+    with started_engine(model, config, **STAGES) as engine:
+        assert run(engine, turn("s", "more", max_tokens=8)).texts[0] == wanted[1]
