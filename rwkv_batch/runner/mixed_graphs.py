@@ -24,9 +24,9 @@ from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 
-DECODING = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+DECODING = (8, *range(16, 257, 16))
 """With more rows a step is long, and a prompt has its first token sooner when it goes before."""
-PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 96), PrefillSize(8, 160), PrefillSize(16, 256))
+PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 
 class MixedSize(NamedTuple):
