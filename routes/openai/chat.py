@@ -19,7 +19,6 @@ from routes.openai.response import (
     token_text,
 )
 from routes.request import prompts
-from routes.request.generate_requests import given_stops
 from routes.request.session_turn import as_turn
 from routes.request.toolbox import FENCE
 from routes.response.answer_parts import AnswerParting
@@ -126,12 +125,11 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     With `session_id` only what follows the last answer is read, once the session exists; its state holds the rest.
     Thoughts come as `reasoning_content`. A conversation that ends with the assistant's message is gone on with there.
     """
-    own, toolbox = given_stops(body), body.toolbox
-    stops = [*(prompts.answer_stops(body.think, toolbox is not None) if own is None else own), *body.stop_texts]
+    toolbox = body.toolbox
     opening = FENCE if body.form.is_call else None
     listing = "" if toolbox is None else toolbox.listing
     whole = prompts.chat(body.messages, body.think, continues=body.continues, listing=listing, opening=opening)
-    rows = await openai_rows(context, body, [whole], stops, "messages")
+    rows = await openai_rows(context, body, [whole], body.stops, "messages")
     if body.session_id is not None:
         new = prompts.chat(prompts.new_messages(body.messages), body.think, opening=opening)
         rows = await as_turn(context, rows, whole, body.session_id, new, "messages", wait=body.wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -13,7 +14,9 @@ from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
 from routes.request.bodies import Fields, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
+from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
+from routes.request.generate_requests import given_stops
 from routes.request.toolbox import Toolbox
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -112,7 +115,9 @@ class ChatBody(OpenAIBody):
         description="Go on with the last message, the assistant's, and answer with what follows it. "
         "Without it that is done where the last message is the assistant's and there is no session.",
     )
-    tools: ChatTools = Field([], description="Functions that the answer may call.")
+    tools: ChatTools = Field(
+        [], description="Functions that the answer may call; with them, penalties are 0 unless given."
+    )
     tool_choice: ChatToolChoice | None = Field(
         None, description="Whether it does: none, auto (the default), required, one by name, or `allowed_tools`."
     )
@@ -154,13 +159,22 @@ class ChatBody(OpenAIBody):
     def form(self) -> AnswerForm:
         """How the prompt ends, and what the answer may have."""
         toolbox = self.toolbox
-        thinks = self.think is not prompts.Think.OFF
         return AnswerForm(
-            thinks=thinks,
+            thinks=self.thinks,
             continues=self.continues,
             names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
-            is_call=toolbox is not None and toolbox.must_call and not thinks and not self.continues,
+            is_call=toolbox is not None and toolbox.must_call and not self.thinks and not self.continues,
         )
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """See OpenAIBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
+        plain = super().sampling(seed)
+        if self.toolbox is None:
+            return plain
+        given = self.model_fields_set
+        presence = plain.presence_penalty if given & {"alpha_presence", "presence_penalty"} else 0.0
+        frequency = plain.frequency_penalty if given & {"alpha_frequency", "frequency_penalty"} else 0.0
+        return msgspec.structs.replace(plain, presence_penalty=presence, frequency_penalty=frequency)
 
     @property
     def thinks(self) -> bool:
@@ -170,9 +184,25 @@ class ChatBody(OpenAIBody):
     @property
     def constraint(self) -> Constraint | None:
         """See ConstraintFields."""
+        toolbox = self.toolbox
+        if toolbox is None:
+            return self._formed or super().constraint
+        return call_constraint(toolbox, is_open=self.form.is_call, thinks=self.thinks, answer=self._formed)
+
+    @property
+    def _formed(self) -> Constraint | None:
         if self.response_format is None or self.response_format.type == "text":
-            return super().constraint
+            return None
         return self.response_format.constraint(CLOSED_THOUGHT if self.thinks else "")
+
+    @property
+    def stops(self) -> list[int | str]:
+        """What ends the answer; where it may call, text and calls may have blank lines between them."""
+        if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
+            own: Sequence[int | str] = prompts.answer_stops(self.think, may_call=True)
+        else:
+            own = prompts.answer_stops(self.think, may_call=False) if (given := given_stops(self)) is None else given
+        return [*own, *self.stop_texts]
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -181,11 +211,12 @@ class ChatBody(OpenAIBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (own := super().constraint) is not None and own != self.constraint:
-            at_most_one((own.form, "response_format"))
+        toolbox = self.toolbox
+        if (own := super().constraint) is not None:
+            others = {"response_format": self._formed, "tools": toolbox}
+            at_most_one([own.form, *(name for name, other in others.items() if other is not None)])
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
-        chat_toolbox(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.continue_final_message and not self._ends_with_text_of_assistant:
             raise PydanticCustomError(
                 "continue",

@@ -118,7 +118,7 @@ class GrammarDesk:
 
 
 def _refused(constraint: Constraint, error: GrammarError) -> ServiceError:
-    field = constraint.field or constraint.form
+    field = error.field or constraint.field or constraint.form
     message = f"{field}{error.place}: cannot be served: {error}"
     return ServiceError(ErrorKind.INVALID_FIELD, message, field=f"{field}{error.place}")
 

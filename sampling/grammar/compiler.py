@@ -45,22 +45,23 @@ class GrammarCompiler:
         """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits."""
         self._vocabulary = make_vocabulary(byte_table, encode, vocab)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[object, Grammar] = OrderedDict()
+        self._kept: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
+        """and the size of each"""
         self._characters = 0
 
     def kept(self, constraint: Constraint) -> Grammar | None:
         """The grammar if it is compiled already."""
         with self._lock:
             found = self._kept.get(constraint.key)
-            if found is not None:
-                self._kept.move_to_end(constraint.key)
-            return found
+            if found is None:
+                return None
+            self._kept.move_to_end(constraint.key)
+            return found[0]
 
     def compile(self, constraint: Constraint) -> Grammar:
         """The grammar of a constraint. Raises GrammarError if it cannot be served, naming the place."""
-        if len(constraint.source) > MAX_SOURCE_CHARACTERS:
-            size = len(constraint.source)
-            raise GrammarError(f"has {size} characters, the limit is {MAX_SOURCE_CHARACTERS}")
+        if constraint.size > MAX_SOURCE_CHARACTERS:
+            raise GrammarError(f"has {constraint.size} characters, the limit is {MAX_SOURCE_CHARACTERS}")
         found = self.kept(constraint)
         if found is None:
             found = Grammar(self._matcher(constraint), constraint.field)
@@ -71,12 +72,17 @@ class GrammarCompiler:
 
     def _matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         matcher = self._made(_as_llguidance(constraint))
-        if matcher.is_error():
-            place = ""
-            if constraint.form is Form.JSON_SCHEMA:
-                place = place_of_fault(json.loads(constraint.source), lambda part: self._fault(part, constraint.strict))
-            raise GrammarError(first_line(matcher.get_error()), place)
-        return matcher
+        if not matcher.is_error():
+            return matcher
+        for rule in constraint.rules:
+            if why := self._fault(json.loads(rule.source), rule.strict):
+                raise GrammarError(why, self._place(rule.source, rule.strict), rule.field)
+        is_schema = constraint.form is Form.JSON_SCHEMA
+        place = self._place(constraint.source, constraint.strict) if is_schema else ""
+        raise GrammarError(first_line(matcher.get_error()), place)
+
+    def _place(self, schema: str, strict: bool) -> str:
+        return place_of_fault(json.loads(schema), lambda part: self._fault(part, strict))
 
     def _fault(self, schema: Any, strict: bool) -> str:
         """Why a part of a schema cannot be served; "": it can."""
@@ -89,11 +95,11 @@ class GrammarCompiler:
     def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
         with self._lock:
             if constraint.key not in self._kept:
-                self._characters += len(constraint.source)
-            self._kept[constraint.key] = grammar
+                self._characters += constraint.size
+            self._kept[constraint.key] = grammar, constraint.size
             while len(self._kept) > KEPT or self._characters > KEPT_CHARACTERS:
-                key, _ = self._kept.popitem(last=False)
-                self._characters -= len(key[1])  # type: ignore[index]  # a Constraint's key
+                _, (_, size) = self._kept.popitem(last=False)
+                self._characters -= size
 
 
 def _as_llguidance(constraint: Constraint) -> str:
@@ -102,21 +108,27 @@ def _as_llguidance(constraint: Constraint) -> str:
     try:
         match constraint.form:
             case Form.LARK:
-                grammar = matcher.grammar_from_lark(constraint.source)
+                rules = (f"{rule.name}: %json {_json_rule(rule.source, rule.strict)}\n" for rule in constraint.rules)
+                grammar = matcher.grammar_from_lark("\n".join([constraint.source, *rules]))
             case Form.REGEX:
                 grammar = matcher.grammar_from_regex(constraint.source)
             case Form.CHOICE:
                 grammar = matcher.grammar_from_regex("|".join(map(_escaped, json.loads(constraint.source))))
             case Form.JSON_SCHEMA:
-                loose: JsonCompileOptions = {
-                    "lenient": not constraint.strict,
-                    "coerce_one_of": not constraint.strict,
-                }
-                schema = _schema_of(constraint.source)
-                grammar = matcher.grammar_from_json_schema(schema, defaults=WRITTEN, overrides=loose)
+                grammar = _json_grammar(constraint.source, constraint.strict)
     except ValueError as error:
         raise GrammarError(first_line(str(error))) from error
     return grammar if not constraint.after else _behind(constraint, grammar)
+
+
+def _json_grammar(source: str, strict: bool) -> str:
+    loose: JsonCompileOptions = {"lenient": not strict, "coerce_one_of": not strict}
+    return llguidance.LLMatcher.grammar_from_json_schema(_schema_of(source), defaults=WRITTEN, overrides=loose)
+
+
+def _json_rule(source: str, strict: bool) -> str:
+    """A schema with its options, as Lark has it behind `%json`."""
+    return json.dumps(json.loads(_json_grammar(source, strict))["grammars"][0]["json_schema"])
 
 
 def _schema_of(source: str) -> dict[str, Any]:
@@ -138,8 +150,7 @@ def _behind(constraint: Constraint, grammar: str) -> str:
         case Form.LARK:
             raise GrammarError("cannot follow a thought; write the thought into the grammar, or do not ask for one")
         case Form.JSON_SCHEMA:
-            schema = json.loads(grammar)["grammars"][0]["json_schema"]
-            rest = f"rest: %json {json.dumps(schema)}"
+            rest = f"rest: %json {_json_rule(constraint.source, constraint.strict)}"
         case _:
             rest = json.loads(grammar)["grammars"][0]["lark_grammar"].replace("start:", "rest:", 1)
     start = f"start: before rest\nbefore[suffix={json.dumps(constraint.after)}]: /(?s:.*)/"

@@ -24,6 +24,19 @@ class Form(enum.StrEnum):
     """A JSON value that is valid under a schema."""
 
 
+class SchemaRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule of a Lark grammar: a JSON value that is valid under a schema."""
+
+    name: str
+    """by which the grammar calls it"""
+    source: str
+    """the schema as JSON text"""
+    field: str = ""
+    """what the client calls the schema, for refusals"""
+    strict: bool = True
+    """see Constraint"""
+
+
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """The whole text of a row matches this; an engine holds rows to it by masks over the vocabulary."""
 
@@ -34,10 +47,17 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """what the client calls it, for refusals: `response_format.json_schema.schema`"""
     strict: bool = True
     """False: what a schema asks for and cannot be held to is left out, rather than refused"""
+    rules: tuple[SchemaRule, ...] = ()
+    """of a Lark grammar, beside those in its source"""
     after: str = ""
     """Text that stands before what is constrained, once, with anything before it: the end of a thought"""
 
     @property
-    def key(self) -> tuple[str, str, bool, str]:
-        """Equal for constraints that compile to the same grammar."""
-        return self.form, self.source, self.strict, self.after
+    def key(self) -> tuple[object, ...]:
+        """Equal for constraints that compile to the same grammar, and name the same fields."""
+        return self.form, self.source, self.strict, self.after, self.rules
+
+    @property
+    def size(self) -> int:
+        """Characters of everything that it is made of."""
+        return len(self.source) + sum(len(rule.source) for rule in self.rules)

@@ -6,8 +6,10 @@ from __future__ import annotations
 class GrammarError(Exception):
     """A grammar that cannot be served or followed any further; the message says why."""
 
-    def __init__(self, message: str, place: str = "") -> None:
+    def __init__(self, message: str, place: str = "", field: str = "") -> None:
         super().__init__(message)
+        self.field = field
+        """which of several schemas, as the client calls it; "": there is one"""
         self.place = place
         """where in a schema, as in `.properties.age`; "": the whole"""
 

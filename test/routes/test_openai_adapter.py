@@ -84,6 +84,15 @@ def test_the_familys_names_win_and_its_defaults_hold() -> None:
     assert chat_body(logprobs=True).sampling(0).top_logprobs == 0
 
 
+def test_where_there_are_tools_penalties_are_those_given() -> None:
+    with_tools = {"tools": [tool("f")]}
+    params = chat_body(**with_tools).sampling(0)
+    assert (params.presence_penalty, params.frequency_penalty, params.penalty_decay) == (0.0, 0.0, 0.996)
+    params = chat_body(**with_tools, alpha_presence=1, frequency_penalty=0.5).sampling(0)
+    assert (params.presence_penalty, params.frequency_penalty) == (1.0, 0.5)
+    assert chat_body(**with_tools, tool_choice="none").sampling(0).presence_penalty == 2.0
+
+
 def test_names_of_limits_and_of_thinking() -> None:
     from routes.request.prompts import Think
 

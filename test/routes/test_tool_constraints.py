@@ -1,0 +1,234 @@
+"""Calls of functions held to their schemas: the grammar letter by letter, and a random model that has to call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from openai import OpenAI
+
+from routes.request.call_grammar import call_constraint
+from routes.request.toolbox import Function, Toolbox
+from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
+from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.errors import GrammarError
+from test.serving import Service
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+    },
+    "required": ["city", "days"],
+}
+SCHEMAS = {"get_weather": WEATHER, "now": {}}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "Tells the weather.", "parameters": WEATHER},
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+CALL = '\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n```'
+NOW = '\n{"name": "now", "arguments": {}}\n'
+TOKENIZER = Tokenizer()
+
+
+def box(
+    schema: dict[str, Any] = WEATHER, *, must_call: bool = False, several: bool = True, strict: bool = False
+) -> Toolbox:
+    functions = (
+        Function("get_weather", "", schema, strict, "tools[0].function.parameters"),
+        Function("now", "", {}, False, "tools[1].function.parameters"),
+    )
+    return Toolbox(functions, functions, must_call, several)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE)
+
+
+def followed(compiler: GrammarCompiler, text: str, toolbox: Toolbox, **fields: Any) -> str:
+    """What of a text the grammar takes, and "|" behind what may end there."""
+    constraint = call_constraint(toolbox, **{"is_open": False, "thinks": False, **fields})
+    state = compiler.compile(constraint).start.deep_copy()
+    ids = [token for letter in text.encode() for token in TOKENIZER.encode_bytes(bytes([letter]))]
+    taken = TOKENIZER.decode_bytes(ids[: state.try_consume_tokens(ids)]).decode()
+    return taken + ("|" if state.is_accepting() else "")
+
+
+SEVEN = Constraint(form=Form.JSON_SCHEMA, source='{"enum": [7]}')
+AUTO, MUST, ONE = box(), box(must_call=True), box(must_call=True, several=False)
+
+
+@pytest.mark.parametrize(
+    ("toolbox", "fields", "text", "taken"),
+    [
+        (AUTO, {}, "Hello ``` there\n\n", "Hello ``` there\n\n|"),
+        (AUTO, {}, f"Let me see.\n\n```json{CALL}", f"Let me see.\n\n```json{CALL}|"),
+        (AUTO, {}, '```json\n{"x": 1}', '```json\n{"'),
+        (AUTO, {}, f"<tool_call>{NOW}</tool_call>", f"<tool_call>{NOW}</tool_call>|"),
+        (AUTO, {}, f"<tool_call>{NOW}```", f"<tool_call>{NOW}"),
+        (AUTO, {}, f"```json{CALL}\n```json{NOW}```\n\nUser", f"```json{CALL}\n```json{NOW}```\n\n|"),
+        (AUTO, {}, f"```json{CALL} and", f"```json{CALL}|"),
+        (AUTO, {"thinks": True}, ">hm ```json</think>\nHi", ">hm ```json</think>\nHi|"),
+        (MUST, {"is_open": True}, f"{CALL}\n```json{NOW}```", f"{CALL}\n```json{NOW}```|"),
+        (MUST, {"is_open": True}, "\nHello", "\n"),
+        (MUST, {"thinks": True}, f">hm ```json</think>\n```json{CALL}", f">hm ```json</think>\n```json{CALL}|"),
+        (MUST, {"thinks": True}, ">hm</think>Hello", ">hm</think>"),
+        (MUST, {}, f"\n```json{CALL}", f"\n```json{CALL}|"),
+        (ONE, {"is_open": True}, f"{CALL}\n```json", f"{CALL}|"),
+        (AUTO, {"answer": SEVEN}, "\n7 ", "\n7|"),
+        (AUTO, {"answer": SEVEN}, f"```json{CALL}", f"```json{CALL}|"),
+        (AUTO, {"answer": SEVEN}, "Hello", ""),
+    ],
+)
+def test_what_an_answer_may_be(
+    compiler: GrammarCompiler, toolbox: Toolbox, fields: dict[str, Any], text: str, taken: str
+) -> None:
+    assert followed(compiler, text, toolbox, **fields) == taken
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "is_taken"),
+    [
+        ({}, '{"a": 1}', False),
+        ({"properties": {"a": {}}}, '{"a": 1}', True),
+        ({"properties": {"a": {}}}, '{"b": 1}', False),
+        ({"additionalProperties": True}, '{"b": 1}', True),
+        ({"patternProperties": {"^b": {}}}, '{"b": 1}', True),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"type": "object", "required": ["b"]}}}, '{"b": 1}', True),
+        (WEATHER, '{"city": "A", "days": 15}', False),
+        (WEATHER, '{"days": 1}', False),
+    ],
+)
+def test_arguments_are_those_of_the_schema(
+    compiler: GrammarCompiler, schema: dict[str, Any], arguments: str, is_taken: bool
+) -> None:
+    text = f'\n{{"name": "get_weather", "arguments": {arguments}}}\n```'
+    assert (followed(compiler, text, box(schema, must_call=True), is_open=True) == f"{text}|") is is_taken
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused_by_its_place_if_it_is_strict(compiler: GrammarCompiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"contains": {}}}}}}
+    with pytest.raises(GrammarError) as refusal:
+        compiler.compile(call_constraint(box(schema, strict=True), is_open=True, thinks=False))
+    assert (refusal.value.field, refusal.value.place) == ("tools[0].function.parameters", ".properties.a.properties.b")
+    compiler.compile(call_constraint(box(schema), is_open=True, thinks=False))
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def asked(client: OpenAI, **fields: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    fields = {"model": "rwkv7", "messages": messages, "tools": TOOLS, "tool_choice": "required", **fields}
+    return client.chat.completions.create(**{"max_tokens": 1500, "temperature": 1.0, "top_p": 0.95, **fields})
+
+
+def checked(calls: Any) -> list[str]:
+    """The names of calls whose arguments are as they should be."""
+    for call in calls:
+        arguments = json.loads(call.function.arguments)
+        jsonschema_rs.validate(SCHEMAS[call.function.name], arguments)
+        assert arguments == {} or call.function.name == "get_weather"
+    return [call.function.name for call in calls]
+
+
+def test_a_random_model_that_has_to_call_makes_valid_calls(client: OpenAI) -> None:
+    choices = asked(client, n=8, seed=1).choices
+    for choice in choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        checked(choice.message.tool_calls)
+    chunks = asked(client, n=8, seed=1, stream=True)
+    streamed: dict[tuple[int, int], str] = {}
+    ends = {}
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+        for call in choice.delta.tool_calls or ():
+            place = choice.index, call.index
+            streamed[place] = streamed.get(place, "") + call.function.arguments
+    assert ends == dict.fromkeys(range(8), "tool_calls")
+    assert streamed == {
+        (choice.index, at): call.function.arguments
+        for choice in choices
+        for at, call in enumerate(choice.message.tool_calls)
+    }
+
+
+def test_the_choice_of_a_tool_and_one_call_at_most(client: OpenAI) -> None:
+    for name in SCHEMAS:
+        for choice in (
+            {"type": "function", "function": {"name": name}},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]},
+            },
+        ):
+            made = asked(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=2).choices
+            assert [checked(one.message.tool_calls) for one in made] == [[name]] * 4
+
+
+def test_a_call_that_max_tokens_cuts(client: OpenAI) -> None:
+    choice = asked(
+        client, max_tokens=14, tool_choice={"type": "function", "function": {"name": "get_weather"}}
+    ).choices[0]
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+
+
+def test_auto_leaves_text_as_it_is(client: OpenAI) -> None:
+    plain = {
+        "seed": 3,
+        "max_tokens": 40,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "extra_body": {"stop_tokens": []},
+    }
+    choice = asked(client, tool_choice="auto", **plain).choices[0]
+    assert choice.finish_reason in ("stop", "length") and choice.message.content and not choice.message.tool_calls
+
+
+def test_an_answer_in_a_form_or_a_call(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for choice in asked(client, tool_choice="auto", response_format=form, n=8, seed=5).choices:
+        if choice.message.tool_calls:
+            checked(choice.message.tool_calls)
+        else:
+            jsonschema_rs.validate(schema, json.loads(choice.message.content))
+    with pytest.raises(openai.BadRequestError, match="regex and tools exclude each other"):
+        asked(client, extra_body={"regex": "a"})
+
+
+def test_a_strict_schema_that_cannot_be_served_is_a_bad_request(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"contains": {}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        asked(client, tools=[*TOOLS, tool], tool_choice="auto")
+    assert refusal.value.param == "tools[2].function.parameters.properties.a"
+
+
+def test_a_session_goes_on_after_its_call(client: OpenAI) -> None:
+    extra = {"session_id": "tools"}
+    message = asked(client, extra_body=extra, seed=4).choices[0].message
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}, message]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+    second = asked(client, messages=messages, extra_body=extra, tool_choice="none", max_tokens=4)
+    assert second.usage.prompt_tokens_details.cached_tokens > 60
+    assert second.usage.prompt_tokens - second.usage.prompt_tokens_details.cached_tokens < 25 * len(message.tool_calls)
