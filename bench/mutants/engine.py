@@ -81,6 +81,27 @@ MUTANTS: list[Mutant] = [
         ci=(6,),
     ),
     *of(
+        "rwkv_batch/core/limits.py",
+        SCHEDULER,
+        [
+            (
+                "return 2 * self.reading_for_several if self.max_running >= 8 else 1",
+                "return 2 * self.reading_for_several",
+                "with few places shared prompts and waiting turns hold all slots: nobody goes on",
+            ),
+            (
+                "return min(max(1, self.max_running // 16), self.max_running - 1)",
+                "return 0",
+                "no place is kept for an interactive request",
+            ),
+            (
+                "return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)",
+                "return self.max_waiting_rows",
+                "by default one client may fill the queue",
+            ),
+        ],
+    ),
+    *of(
         "rwkv_batch/core/admission.py",
         SCHEDULER,
         [
@@ -103,7 +124,7 @@ MUTANTS: list[Mutant] = [
                 "one job's rows take the last places",
             ),
             (
-                "return reading < most and reading + queue.num_held_for_several < 2 * most",
+                "return reading < limits.reading_for_several and held < limits.prompts_for_several",
                 "return True",
                 "shared prompts hold all slots: nobody goes on",
             ),

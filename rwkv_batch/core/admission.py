@@ -167,8 +167,9 @@ class Admission:
         """
         if queue.of(client).num_forked:
             return False
-        most, reading = max(1, self._limits.max_running // 8), queue.num_reading_for_several
-        return reading < most and reading + queue.num_held_for_several < 2 * most
+        limits, reading = self._limits, queue.num_reading_for_several
+        held = reading + queue.num_held_for_several
+        return reading < limits.reading_for_several and held < limits.prompts_for_several
 
     def _seat(self, sequence: Sequence, slot: int) -> None:
         sequence.take_seat(slot, self.free_seats.pop())

@@ -45,6 +45,19 @@ class Limits:
         return min(max(1, self.max_running // BATCH_PART), self.max_running - 1)
 
     @property
+    def prompts_for_several(self) -> int:
+        """Prompts of one class that several rows wait to go on from: each holds a slot until all of them run.
+
+        With the other class's, and half the slots for turns that wait, they must leave one to go on with.
+        """
+        return 2 * self.reading_for_several if self.max_running >= 8 else 1
+
+    @property
+    def reading_for_several(self) -> int:
+        """Prompts of one class that are read for several rows at a time."""
+        return max(1, self.max_running // 8)
+
+    @property
     def max_paused(self) -> int:
         """Rows that may have given way at a time; each keeps its slot and its seat."""
         return max(1, self.max_running // 2)

@@ -388,3 +388,29 @@ def test_prompts_held_for_waiting_continuations_are_bounded_over_all_clients() -
     for number in range(30):
         jobs_that_read_for_several(plan, 1, f"late{number}", 2)
     assert all(row.sequence.draws for row in plan.schedule())
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3, 4, 6, 8, 16, 64, 320])
+def test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with(seats: int) -> None:
+    """Turns that wait hold half the slots. All else that waits, of both classes, must not hold the other half."""
+    plan, slots = scheduler(seats=seats, slots=10_000)
+    usable = seats + max(4, seats // 8)  # the fewest that a runner has
+    first = len(slots.free)
+    for number in range(4 * seats):
+        jobs_that_read_for_several(plan, 1, f"talk{number}", 2)
+        jobs_that_read_for_several(plan, 1, f"bulk{number}", 9)
+    for _ in range(4 * seats):
+        rows = [row.sequence for row in plan.schedule()]
+        reading = [sequence for sequence in rows if not sequence.draws]
+        if not reading:
+            break
+        for sequence in reading:
+            _, children = job(len(sequence.job.spec.rows), client=sequence.job.client)
+            shared = SharedSlot(sequence.slot, lambda: None, len(children))
+            for child in children:
+                child.shared = shared
+            plan.remove(sequence)
+            slots.blocked.update(children)  # as if nobody went on
+            plan.add_forked(children)
+    held = first - len(slots.free)
+    assert 0 < held <= usable - usable // 2 - 1
