@@ -4,7 +4,8 @@
 
 The same random model and the same load (bench/traffic.py) on the first 1, 2, 4 ... GPUs of the machine, in one run:
 tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy), and
-each figure against that of one GPU with as many clients. What bounds it: the slowest stage (layers are dealt whole, and
+each figure against that of one GPU with as many clients. `--trace` adds what each stage and the host did in half a
+second of each case (bench/pipeline_trace.py). What bounds it: the slowest stage (layers are dealt whole, and
 the head counts), the hand-over between devices, and the host, which schedules and reads every row's every token.
 """
 
@@ -72,7 +73,7 @@ def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, fl
             with busy_shares(devices) as shares:
                 figures = measure(engine, clients, args)
             results.append({"devices": devices, **figures, "busy": shares})
-            if args.trace:
+            if args.trace and clients in (args.trace_clients or args.clients):
                 results[-1]["trace"] = traced(engine, clients, args, f"{devices} GPUs, {clients} clients")
             print(json.dumps(results[-1]), flush=True)
         results[0]["layers"] = [len(stage.layers) for stage in engine.machine.pipeline.stages]
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the random model is written (and kept)")
     parser.add_argument("--out", type=Path, help="file for the last line")
     parser.add_argument("--trace", type=Path, help="file for a timeline of each case, taken in a run of its own")
+    parser.add_argument("--trace-clients", type=numbers, default=(), help="of these cases only")
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:
