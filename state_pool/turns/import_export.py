@@ -55,7 +55,7 @@ class ImportExport:
         """See `StatePool.export`."""
         session = self._index.get(SessionKey(session_id, LINEAR if dialogue is None else dialogue))
         if session is None or not session.exists:
-            raise SessionNotFound(f"there is no session {session_id!r}" + ("" if dialogue is None else f":{dialogue}"))
+            raise _gone(SessionKey(session_id, LINEAR if dialogue is None else dialogue))
         if session.unusable is not None:
             raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
         if session.slot is None and session.host is None and session.unlogged:
@@ -86,7 +86,7 @@ class ImportExport:
             self._exported(on_exported, num_tokens, result.replay, {} if result.host is None else result.host.parts())
         else:
             self._under_way -= 1
-            on_exported(result)
+            on_exported(_gone(session.key) if session.deleted else result)  # the reader came after the delete
 
     def _exported(
         self, on_exported: OnExported, num_tokens: int, replay: list[int], parts: Mapping[str, memoryview]
@@ -176,3 +176,8 @@ class ImportExport:
         except BaseException:
             self._under_way -= 1
             raise
+
+
+def _gone(key: SessionKey) -> SessionNotFound:
+    dialogue = "" if key.dialogue == LINEAR else f":{key.dialogue}"
+    return SessionNotFound(f"there is no session {key.session_id!r}{dialogue}")

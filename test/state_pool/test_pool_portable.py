@@ -218,6 +218,31 @@ def test_a_poisoned_session_on_disk_is_quarantined(tmp_path: Path) -> None:
     driver.pool.close()
 
 
+def test_an_export_whose_session_is_deleted_meanwhile_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader comes to the database after the delete (simulated world 3116: it was told as damage)."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1, 2])
+    driver.settle()
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    store = driver.pool._store
+    assert store is not None
+    load, late = store.load, []
+    monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
+    found: list[object] = []
+    driver.pool.export("s", found.append)
+    outcome = Outcome()
+    driver.pool.delete("s", on_durable=outcome)
+    driver.until(lambda: outcome.known)
+    load(*late[0])
+    driver.until(lambda: bool(found))
+    assert isinstance(found[0], SessionNotFound), found
+    assert driver.pool._import_export._under_way == 0
+    driver.pool.close()
+
+
 def test_an_import_that_cannot_begin_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
