@@ -103,6 +103,6 @@ class Context:
     """What fails, or is whole, within this time has a true status. An answer that takes longer has begun by then, with
     status 200: only what is written shows whether its client is still there. None: it is waited for."""
     session_files: int = 0
-    """Exports and imports under way; the event loop's."""
+    """Exports and imports under way: see `routes.session_files.Place`."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents made once at start, by name."""

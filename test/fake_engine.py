@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rwkv_batch.calls import CountJobs, EngineCall, ListSessions, ListStates, Reply
+from rwkv_batch.calls import CountJobs, EngineCall, ExportSession, ListSessions, ListStates, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
@@ -25,6 +25,8 @@ from state_pool.session_page import SessionPage
 STEP_S = 0.01
 SAID_BYTES = 7
 FLOOD = b"0123456789abcdef" * 4096
+LARGE_FILE = 32 << 20
+"""Bytes of every session's file: more than sockets between two programs hold."""
 BROKEN = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken on demand")
 
 
@@ -98,6 +100,8 @@ class FakeEngine:
             reply(SessionPage(total=0, in_slots=0, in_host_memory=0, on_disk=0, sessions=[]))
         elif isinstance(call, ListStates):
             reply([])
+        elif isinstance(call, ExportSession):
+            reply(bytes(LARGE_FILE))
         elif isinstance(call, CountJobs):
             reply(jobs[call.label])
         else:

@@ -47,6 +47,7 @@ class Stream:
 
     chunks: Chunks
     content_type: str = SSE
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 Reply = Answer | Stream

@@ -105,7 +105,7 @@ def _whole(context: Context, exchange: Exchange, answer: Answer) -> Response:
 
 
 def _streamed(context: Context, stream: Stream, visit: Visit) -> StreamingResponse:
-    headers = _headers(context, visit.exchange) | {"Content-Type": stream.content_type}
+    headers = _headers(context, visit.exchange) | {"Content-Type": stream.content_type, **stream.headers}
     chunks: Any = OutgoingChunks(stream.chunks, visit)  # Robyn iterates any iterator
     return StreamingResponse(chunks, headers=Headers(headers), media_type=stream.content_type)
 

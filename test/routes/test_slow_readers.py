@@ -1,0 +1,51 @@
+"""Clients that fetch files slowly: what they hold is bounded, and comes back when they go."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from routes.session_files import AT_ONCE
+from test.fake_engine import LARGE_FILE
+from test.serving import Service, wait_for
+
+PATH = "/state/export?session_id=s"
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One HTTP worker before an engine whose sessions are all large."""
+    folder: Path = tmp_path_factory.mktemp("fake")
+    running = Service(folder, "--http-workers", "1", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def begun(service: Service) -> socket.socket:
+    """A client that has read the beginning of its answer, and reads no more."""
+    connection = service.connect()
+    connection.sendall(f"GET {PATH} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
+    assert connection.recv(12) == b"HTTP/1.1 200"
+    return connection
+
+
+def test_a_file_is_whole(fake: Service) -> None:
+    file = fake.get(PATH)
+    assert (file.status_code, len(file.content)) == (200, LARGE_FILE)
+    assert file.headers["Content-Disposition"] == 'attachment; filename="session.safetensors"'
+
+
+def test_slow_readers_hold_no_more_files_than_there_are_places(fake: Service) -> None:
+    wait_for(lambda: fake.get(PATH).status_code == 200, 20, "the places are free")
+    readers = [begun(fake) for _ in range(AT_ONCE)]
+    refused = fake.get(PATH)
+    assert refused.status_code == 429 and "files under way" in refused.text
+    assert fake.get("/healthz").status_code == 200
+    for reader in readers:
+        reader.close()
+    wait_for(lambda: fake.get(PATH).status_code == 200, 20, "their places come back")
