@@ -72,7 +72,7 @@ def _error(matcher: Matcher) -> GrammarError | None:
     if matcher.grammar.is_too_slow:
         return GrammarError("its masks take too long; write it with less ambiguity")
     if matcher.state.is_error():
-        return GrammarError(f"is too expensive to follow: {first_line(matcher.state.get_error())}")
+        return GrammarError(f"cannot be followed any further: {first_line(matcher.state.get_error())}")
     return None
 
 

@@ -1,0 +1,20 @@
+"""Random schemas: every text that a grammar lets finish is valid. `python -m bench.grammar_schemas` asks for more."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from bench.grammar_schemas import answer, numbered, walk
+
+
+def test_texts_that_masks_allow_are_valid() -> None:
+    counted, wrong = walk(numbered(60), walks=1)
+    assert not wrong, "\n".join(wrong)
+    assert counted["served"] >= 40 and counted["finished"] >= 35, counted
+    assert any(name.startswith("refused") for name in counted), "some keywords cannot be held to"
+
+
+def test_answers_of_a_random_model_are_valid() -> None:
+    counted, wrong = answer(islice(numbered(200), 150, 174), rows=24)
+    assert not wrong, "\n".join(wrong)
+    assert counted["ended: stop"] >= 10, counted
