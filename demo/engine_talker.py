@@ -100,7 +100,7 @@ def engine_talker(model: Path, *, device: str, dtype: str, wkv_state: str) -> It
     """A started engine, stopped at the end; its sessions live in memory."""
     config = EngineConfig(
         model_path=str(model),
-        devices=(device,),
+        devices=tuple(device.split(",")),
         dtype=dtype,
         wkv_state=wkv_state,
         pool=PoolConfig(state_db="", l2_sessions=1024),
