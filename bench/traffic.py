@@ -26,6 +26,7 @@ import torch
 
 from app import with_model
 from bench.gpu import commit
+from rwkv_batch.calls import CancelJobs
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import settle_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
@@ -33,6 +34,7 @@ from sampling.params import SamplingParams
 from settings import parse_settings
 
 SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
+LABEL = "bench"
 SETTLE_S = 1.0
 """Not counted after every client has had its first token."""
 BEGIN_S = 15.0
@@ -61,7 +63,7 @@ class Clients:
         self.ttft: list[float] = []
 
     def run(self, seconds: float, during: Callable[[], None] | None = None) -> None:
-        """Ask until all have begun, count for that long (`during` is called meanwhile), then let every row end."""
+        """Ask until all have begun, count for that long (`during` is called meanwhile), then cancel what runs."""
         for client in range(self._clients):
             self._ask(client, 0)
         deadline = time.monotonic() + BEGIN_S
@@ -75,6 +77,7 @@ class Clients:
         time.sleep(max(0.0, started + seconds - time.perf_counter()))
         self.counts, self.stops = False, True
         self.seconds = time.perf_counter() - started
+        self._engine.call(CancelJobs(LABEL), lambda _: None)
         for _ in range(self._clients):
             self._ended.acquire()
 
@@ -91,7 +94,7 @@ class Clients:
         )
         name = f"{client}.{turn}"
         self._asked[name] = time.perf_counter()
-        self._engine.submit(Job(job_id=name, rows=[row], sampler="", label="bench"), self._sink, self._refused)
+        self._engine.submit(Job(job_id=name, rows=[row], sampler="", label=LABEL), self._sink, self._refused)
 
     def _refused(self, refusal: Any) -> None:
         if refusal is not None:
