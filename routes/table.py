@@ -18,7 +18,7 @@ from routes import (
     web_page,
 )
 from routes.docs import pages
-from routes.openai import chat, completions, embeddings
+from routes.openai import chat, completions, embeddings, responses
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -36,6 +36,7 @@ ROUTES: tuple[Route, ...] = (
     *score.ROUTES,
     *tokenizer.ROUTES,
     *embeddings.ROUTES,
+    *responses.ROUTES,
     *system.ROUTES,
     *pages.ROUTES,
     *web_page.ROUTES,

@@ -7,20 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes.context import Context
+from routes.openai.conversation import conversation_rows
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import ChatBody
 from routes.openai.response import (
     OpenAIDialect,
-    as_logprob,
     fingerprint,
     finish_reason,
     openai_job,
-    openai_rows,
-    token_text,
+    told_logprobs,
 )
-from routes.request import prompts
-from routes.request.session_turn import as_turn
-from routes.request.toolbox import FENCE
 from routes.response.answer_parts import AnswerParting
 from routes.response.generate import RowResult, run
 from routes.response.reply import Reply
@@ -108,15 +104,7 @@ def _call_delta(piece: CallPiece) -> dict[str, Any]:
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of a chat's choice."""
-    content = [
-        {**_logprob(token.token, token.logprob), "top_logprobs": [_logprob(*rival) for rival in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": as_logprob(logprob), "bytes": list(token)}
+    return {"content": told_logprobs(tokens), "refusal": None}
 
 
 async def chat_completions(context: Context, body: ChatBody) -> Reply:
@@ -125,14 +113,7 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     With `session_id` only what follows the last answer is read, once the session exists; its state holds the rest.
     Thoughts come as `reasoning_content`. A conversation that ends with the assistant's message is gone on with there.
     """
-    toolbox = body.toolbox
-    opening = FENCE if body.form.is_call else None
-    listing = "" if toolbox is None else toolbox.listing
-    whole = prompts.chat(body.messages, body.think, continues=body.continues, listing=listing, opening=opening)
-    rows = await openai_rows(context, body, [whole], body.stops, "messages")
-    if body.session_id is not None:
-        new = prompts.chat(prompts.new_messages(body.messages), body.think, opening=opening)
-        rows = await as_turn(context, rows, whole, body.session_id, new, "messages", wait=body.wait)
+    rows = await conversation_rows(context, body, "messages")
     dialect = ChatDialect(body, await fingerprint(context), body.n)
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(body.n), body.stream)
 

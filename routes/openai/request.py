@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
-from routes.request.bodies import Fields, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
+from routes.request.bodies import Fields, Message, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
 from routes.request.generate_requests import given_stops
@@ -99,7 +99,92 @@ class OpenAIBody(SessionFields, SamplingBody):
         return msgspec.structs.replace(plain, **given, logit_bias=bias, top_logprobs=self.asked_logprobs)
 
 
-class ChatBody(OpenAIBody):
+class ConversationBody(OpenAIBody):
+    """A conversation to answer, however it is written."""
+
+    @property
+    def conversation(self) -> list[Message]:
+        """Its turns."""
+        raise NotImplementedError
+
+    @property
+    def effort(self) -> prompts.Think:
+        """How long the model is to think."""
+        raise NotImplementedError
+
+    @property
+    def toolbox(self) -> Toolbox | None:
+        """What the answer may call."""
+        raise NotImplementedError
+
+    @property
+    def formed(self) -> Constraint | None:
+        """What an answer without calls is held to, behind its thought."""
+        raise NotImplementedError
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        return False
+
+    @property
+    def think(self) -> prompts.Think:
+        """How long the model thinks."""
+        return prompts.Think.OFF if self.continues else self.effort
+
+    @property
+    def thinks(self) -> bool:
+        """See ConstraintFields."""
+        return self.think is not prompts.Think.OFF
+
+    @property
+    def form(self) -> AnswerForm:
+        """How the prompt ends, and what the answer may have."""
+        toolbox = self.toolbox
+        return AnswerForm(
+            thinks=self.thinks,
+            continues=self.continues,
+            names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
+            is_call=toolbox is not None and toolbox.must_call and not self.thinks and not self.continues,
+        )
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """See ConstraintFields."""
+        toolbox = self.toolbox
+        if toolbox is None:
+            return self.formed or super().constraint
+        return call_constraint(toolbox, is_open=self.form.is_call, thinks=self.thinks, answer=self.formed)
+
+    @property
+    def stops(self) -> list[int | str]:
+        """What ends the answer; where it may call, text and calls may have blank lines between them."""
+        if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
+            own: Sequence[int | str] = prompts.answer_stops(self.think, may_call=True)
+        else:
+            own = prompts.answer_stops(self.think, may_call=False) if (given := given_stops(self)) is None else given
+        return [*own, *self.stop_texts]
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """See OpenAIBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
+        plain = super().sampling(seed)
+        if self.toolbox is None:
+            return plain
+        given = self.model_fields_set
+        presence = plain.presence_penalty if given & {"alpha_presence", "presence_penalty"} else 0.0
+        frequency = plain.frequency_penalty if given & {"alpha_frequency", "frequency_penalty"} else 0.0
+        return msgspec.structs.replace(plain, presence_penalty=presence, frequency_penalty=frequency)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        toolbox = self.toolbox
+        if (own := super().constraint) is not None:
+            others = {"response_format": self.formed, "tools": toolbox}
+            at_most_one([own.form, *(name for name, other in others.items() if other is not None)])
+        return self
+
+
+class ChatBody(ConversationBody):
     """`/chat/completions`."""
 
     messages: Messages = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
@@ -142,10 +227,13 @@ class ChatBody(OpenAIBody):
         return self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls
 
     @property
-    def think(self) -> prompts.Think:
-        """How long the model thinks."""
-        if self.continues:
-            return prompts.Think.OFF
+    def conversation(self) -> list[Message]:
+        """See ConversationBody."""
+        return self.messages
+
+    @property
+    def effort(self) -> prompts.Think:
+        """See ConversationBody."""
         if self.reasoning_effort is not None:
             return prompts.EFFORTS[self.reasoning_effort]
         return prompts.think_mode(self.enable_think)
@@ -156,53 +244,11 @@ class ChatBody(OpenAIBody):
         return chat_toolbox(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
-    def form(self) -> AnswerForm:
-        """How the prompt ends, and what the answer may have."""
-        toolbox = self.toolbox
-        return AnswerForm(
-            thinks=self.thinks,
-            continues=self.continues,
-            names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
-            is_call=toolbox is not None and toolbox.must_call and not self.thinks and not self.continues,
-        )
-
-    def sampling(self, seed: int) -> SamplingParams:
-        """See OpenAIBody. JSON repeats its marks: where there are tools, penalties are as OpenAI's unless given."""
-        plain = super().sampling(seed)
-        if self.toolbox is None:
-            return plain
-        given = self.model_fields_set
-        presence = plain.presence_penalty if given & {"alpha_presence", "presence_penalty"} else 0.0
-        frequency = plain.frequency_penalty if given & {"alpha_frequency", "frequency_penalty"} else 0.0
-        return msgspec.structs.replace(plain, presence_penalty=presence, frequency_penalty=frequency)
-
-    @property
-    def thinks(self) -> bool:
-        """See ConstraintFields."""
-        return self.think is not prompts.Think.OFF and not self.continues
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """See ConstraintFields."""
-        toolbox = self.toolbox
-        if toolbox is None:
-            return self._formed or super().constraint
-        return call_constraint(toolbox, is_open=self.form.is_call, thinks=self.thinks, answer=self._formed)
-
-    @property
-    def _formed(self) -> Constraint | None:
+    def formed(self) -> Constraint | None:
+        """See ConversationBody."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         return self.response_format.constraint(CLOSED_THOUGHT if self.thinks else "")
-
-    @property
-    def stops(self) -> list[int | str]:
-        """What ends the answer; where it may call, text and calls may have blank lines between them."""
-        if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
-            own: Sequence[int | str] = prompts.answer_stops(self.think, may_call=True)
-        else:
-            own = prompts.answer_stops(self.think, may_call=False) if (given := given_stops(self)) is None else given
-        return [*own, *self.stop_texts]
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -211,10 +257,6 @@ class ChatBody(OpenAIBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        toolbox = self.toolbox
-        if (own := super().constraint) is not None:
-            others = {"response_format": self._formed, "tools": toolbox}
-            at_most_one([own.form, *(name for name, other in others.items() if other is not None)])
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
         if self.continue_final_message and not self._ends_with_text_of_assistant:

@@ -18,7 +18,7 @@ from routes.response.native_format import usage
 from routes.response.reply import sse
 from routes.response.transcript import RowUpdate
 from rwkv_batch.calls import GetStatus
-from rwkv_batch.request import Finish, GenerateRequest, Job
+from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"
 """Key of the model's fingerprint in `Context.shared`."""
@@ -88,6 +88,18 @@ def token_text(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def told_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities of shown tokens, each with its rivals'."""
+    return [
+        {**_logprob(token.token, token.logprob), "top_logprobs": [_logprob(*rival) for rival in token.top]}
+        for token in tokens
+    ]
+
+
+def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": as_logprob(logprob), "bytes": list(token)}
 
 
 class OpenAIDialect(PlainDialect):

@@ -16,6 +16,7 @@ from test.state_files import random_state, write_state
 
 V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
 CHAT, COMPLETE = "/openai/v1/chat/completions", "/openai/v1/completions"
+RESPOND = "/openai/v1/responses"
 SHORT: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "stop_tokens": []}
 TWO: dict[str, Any] = {**SHORT, "contents": ["Hello", "你好"]}
 TALK: dict[str, Any] = {**SHORT, "messages": [{"role": "user", "content": "Hi"}]}
@@ -51,6 +52,19 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/openai/detokenize", {"tokens": [-1]}),
     ("/tokenizer_info", None),
     ("/openai/tokenizer_info", None),
+    (RESPOND, {**SHORT, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
+    (RESPOND, {**SHORT, "input": "Hi", "reasoning": {"effort": "low"}, "instructions": "Be brief."}),
+    (RESPOND, {"input": "Hi", "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}),
+    (RESPOND, {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"enum": [1]}}}}),
+    (
+        CHAT,
+        {
+            **TALK,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": "required",
+            "max_tokens": 99,
+        },
+    ),
     ("/openai/v1/embeddings", {"input": "a"}),
     ("/openai/v1/models", None),
     ("/openai/v1/models/{model}", {"model": "rwkv7"}),

@@ -86,7 +86,7 @@ def test_every_route_is_described() -> None:
         "/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions", "/big_batch/completions-status",
         "/big_batch/clean", "/FIM/v1/batch-FIM", "/translate/v1/batch-translate", "/state/chat/completions",
         "/multi_state/chat/completions", "/state/status", "/state/delete", "/state/export", "/state/import",
-        "/openai/v1/chat/completions", "/openai/v1/embeddings",
+        "/openai/v1/chat/completions", "/openai/v1/embeddings", "/openai/v1/responses",
         "/openai/v1/completions", "/openai/v1/models", "/openai/v1/models/{model}", "/v1/models", "/v1/models/{model}",
         "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz",
         "/status", "/metrics", "/docs", "/openapi.json",

@@ -237,7 +237,7 @@ def test_calls_of_a_stream(saying: OpenAI) -> None:
         for choice in chunk.choices
         for call in choice.delta.tool_calls or ()
     ]
-    assert [piece.index for piece in pieces if piece.id] == [0, 1] and len(pieces) > 4
+    assert [piece.index for piece in pieces if piece.id] == [0, 1]
     assert all(piece.function.name is None for piece in pieces if not piece.id)
 
 

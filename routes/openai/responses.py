@@ -1,0 +1,171 @@
+"""`POST /openai/v1/responses`: the newer face of OpenAI's SDKs; nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from routes.context import Context
+from routes.openai.conversation import conversation_rows
+from routes.openai.errors import OPENAI_ERRORS
+from routes.openai.response import openai_job, told_logprobs
+from routes.openai.response_items import Event, OutputItems
+from routes.openai.responses_body import ResponsesBody
+from routes.openai.responses_models import ResponseEvent, ResponseObject
+from routes.response.answer_parts import AnswerParting
+from routes.response.generate import PlainDialect, RowResult, run
+from routes.response.reply import ErrorForm, Reply, sse
+from routes.response.transcript import RowUpdate, Transcript
+from routes.route import SESSION_ERRORS, Route
+from rwkv_batch.errors import ErrorInfo
+from rwkv_batch.request import Finish, FinishReason
+
+PATH = "/openai/v1/responses"
+_STATUS = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.TIMEOUT: "incomplete",
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.ERROR: "failed",
+}
+_WHY_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.TIMEOUT: "timeout"}
+
+
+def _error_event(info: ErrorInfo) -> dict[str, Any]:
+    """A failure both as an event of this route and as the error object of all others."""
+    body = OPENAI_ERRORS.body(info)
+    error = body["error"]
+    return {"type": "error", "message": error["message"], "code": error["code"], "param": error["param"], **body}
+
+
+class ResponsesDialect(PlainDialect):
+    """One response: its items whole, or the events of their growing."""
+
+    error_form = ErrorForm(_error_event, OPENAI_ERRORS.statuses)
+
+    def __init__(self, body: ResponsesBody, count_tokens: Callable[[str], int]) -> None:
+        """`count_tokens`: of a text."""
+        self._head = _head(body)
+        self._count_tokens = count_tokens
+        self._parting = AnswerParting(body.form)
+        self._items = OutputItems()
+        self._number = 0
+
+    def opening(self) -> bytes:
+        """See Dialect."""
+        begun = {"response": self._response("in_progress", None)}
+        return self._told([("response.created", begun), ("response.in_progress", begun)])
+
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        """See Dialect."""
+        return b"".join(self._told(self._events(update)) for update in updates)
+
+    def whole(self, rows: list[RowResult]) -> Any:
+        """See Dialect."""
+        (row,) = rows
+        for _ in self._grown(RowUpdate(0, row.text, finish=row.finish, logprobs=row.logprobs), final=True):
+            pass
+        return self._response(_status(row.finish), row.finish)
+
+    def _events(self, update: RowUpdate) -> Iterable[Event]:
+        finish = update.finish
+        yield from self._grown(update, final=finish is not None)
+        if finish is not None:
+            status = _status(finish)
+            yield f"response.{status}", {"response": self._response(status, finish)}
+
+    def _grown(self, update: RowUpdate, final: bool) -> Iterable[Event]:
+        parts = self._parting.feed(update.text, final)
+        yield from self._items.feed(parts, told_logprobs(update.logprobs))
+        if final:
+            yield from self._items.end("completed" if _status(update.finish) == "completed" else "incomplete")
+
+    def _told(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for kind, fields in events:
+            told = {"type": kind, "sequence_number": self._number, **fields}
+            frames.append(b"event: " + kind.encode() + b"\n" + sse(told))
+            self._number += 1
+        return b"".join(frames)
+
+    def _response(self, status: str, finish: Finish | None) -> dict[str, Any]:
+        error = None if finish is None else finish.error
+        why = None if finish is None else _WHY_INCOMPLETE.get(finish.reason)
+        return {
+            **self._head,
+            "status": status,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": None if why is None else {"reason": why},
+            "output": [dict(item) for item in self._items.items],
+            "usage": None if finish is None else self._usage(finish),
+        }
+
+    def _usage(self, finish: Finish) -> dict[str, Any]:
+        return {
+            "input_tokens": finish.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": finish.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": finish.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._count_tokens(self._items.text("reasoning"))},
+            "total_tokens": finish.prompt_tokens + finish.completion_tokens,
+        }
+
+
+def _status(finish: Finish | None) -> str:
+    return "failed" if finish is None else _STATUS[finish.reason]
+
+
+def _head(body: ResponsesBody) -> dict[str, Any]:
+    """What every state of a response repeats of its request."""
+    form, choice = body.text.format, body.tool_choice
+    told_form = {"type": form.type}
+    if form.type == "json_schema":
+        told_form |= form.model_dump(by_alias=True)
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.model,
+        "instructions": body.instructions or None,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": body.temperature,
+        "text": {"format": told_form},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+    }
+
+
+async def responses(context: Context, body: ResponsesBody) -> Reply:
+    """Answer a conversation. Nothing is kept: `previous_response_id` is refused, `store` is answered with false.
+
+    Send the conversation's items again, or name a `session_id`: then only what follows the last answer is read, once
+    the session exists.
+    """
+    rows = await conversation_rows(context, body, "input")
+    dialect = ResponsesDialect(body, lambda text: len(context.tokenizer.encode(text)))
+    return await run(context, openai_job(body, rows, PATH), dialect, Transcript(1), body.stream)
+
+
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        responses,
+        ResponsesBody,
+        "Answer a conversation, as OpenAI's SDKs speak it on their newer route.",
+        is_work=True,
+        answer=ResponseObject,
+        events=(ResponseEvent,),
+        error_form=OPENAI_ERRORS,
+        errors=SESSION_ERRORS,
+        example={"model": "rwkv7", "input": "Hello!", "max_output_tokens": 64},
+    ),
+)
