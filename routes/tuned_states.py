@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import Body, Fields
+from routes.request.bodies import Body, Fields, MixedState
 from routes.request.model_names import state_names
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
@@ -28,6 +28,9 @@ class StateBody(Body):
     )
     file: str = Field("", max_length=4096, description="Path of a .pth or .safetensors file within --models-dir.")
     content: bytes = Field(b"", description="The file itself instead, where the body is a form (multipart/form-data).")
+    states: Annotated[list[MixedState], Field(max_length=16)] = Field(
+        [], description="Instead of a file: the states that this name mixes, with their weights."
+    )
     orientation: Literal["auto", "value_key", "key_value"] = Field(
         "auto",
         description="How the file has its matrices: as RWKV-PEFT trains them (value_key), or transposed, as converted "
@@ -42,7 +45,8 @@ class StateQuery(Fields):
 
 
 def _shown(context: Context, info: StateInfo) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
+    shown = {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
+    return shown | {"mixture": [{"name": name, "weight": weight} for name, weight in info.mixture]}
 
 
 async def list_states(context: Context, query: dict[str, str]) -> Reply:
@@ -53,7 +57,8 @@ async def list_states(context: Context, query: dict[str, str]) -> Reply:
 
 async def add_state(context: Context, body: StateBody) -> Reply:
     """Load a tuned state; requests may name it once this is answered."""
-    call = AddState(body.name, body.file, body.content, body.orientation)
+    mixture = tuple((member.name, member.weight) for member in body.states)
+    call = AddState(body.name, body.file, body.content, mixture, body.orientation)
     return json_answer(_shown(context, await ask(context, call)))
 
 

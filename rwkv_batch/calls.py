@@ -85,6 +85,8 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_kept: bool = False
     """Whether it is there again after a restart of the service without being named."""
     in_slot: bool = False
+    mixture: list[tuple[str, float]] = []
+    """Where it is a mixture under a name: its members and their weights."""
     error: str = ""
     """Why a kept state cannot be used."""
 
@@ -100,6 +102,8 @@ class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=T
     file: str = ""
     """Path within `--models-dir`; "": `content` is the file."""
     content: bytes = b""
+    mixture: tuple[tuple[str, float], ...] = ()
+    """Names of states with weights: this is the name of a mixture of them, and there is no file."""
     orientation: str = "auto"
     """"auto" | "value_key" | "key_value"."""
 

@@ -157,7 +157,7 @@ class Engine:
     def _admit(self, job: Job, sink: Sink, arrived: float, grammars: Grammars) -> None:
         if self._draining or self._dead is not None:
             raise self._refusal()
-        self.jobs.admit(job, sink, arrived, grammars)
+        self.jobs.admit(self._states.resolved(job), sink, arrived, grammars)
 
     def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
         pool = self.machine.pool

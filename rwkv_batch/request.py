@@ -61,6 +61,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     use_prefix_cache: bool = True
     constraint: Constraint | None = None
     """What the whole text matches. A text that can go no further ends, with reason STOP, without an end token."""
+    mixture: list[tuple[str, float]] = []
+    """Names of tuned states ("": the zero state) with weights of any sign and a sum above 0: the prompt is read from
+    each, and every token drawn from their logits, mixed. Beside it `state` is "", and there is no session."""
     state: str = ""
     """Name of the tuned state that the prompt is read from; "": the zero state. A session's turn may repeat the one
     that the session began from."""

@@ -65,6 +65,11 @@ class StatePool:
     # -- slots -----------------------------------------------------------------------------------------
 
     @property
+    def num_slots(self) -> int:
+        """Slots that rows, sessions, prefixes and tuned states share."""
+        return self._tiers.slots.num_usable
+
+    @property
     def num_free(self) -> int:
         """Slots nobody holds; `allocate` may make more."""
         return self._tiers.slots.num_free

@@ -31,7 +31,8 @@ MUTANTS: list[Mutant] = [
                 "a token is drawn in the middle of a prompt",
             ),
             (
-                "limit = min(sequence.num_uncomputed_tokens, self.limits.prefill_chunk)",
+                "limit = min(sequence.num_uncomputed_tokens, "
+                "max(1, self.limits.prefill_chunk // (1 + len(sequence.members))))",
                 "limit = sequence.num_uncomputed_tokens",
                 "one long prompt fills a step",
             ),
@@ -328,8 +329,8 @@ MUTANTS: list[Mutant] = [
                 "rows of n > 1 bear other rows' numbers",
             ),
             (
-                "if sequence.shared is None and sequence.spare_slot == NO_SLOT and not sequence.cache_points:",
-                "if sequence.spare_slot == NO_SLOT and not sequence.cache_points:",
+                "if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:",
+                "if sequence.spare_slot == NO_SLOT and not several:",
                 "a row that begins from another's state never lets go of it",
             ),
         ],
@@ -340,8 +341,8 @@ MUTANTS: list[Mutant] = [
         JOBS,
         [
             (
-                "fresh and sequence.request.session is None and sequence.request.use_prefix_cache",
-                "fresh and sequence.request.session is None",
+                "return fresh and alone and sequence.request.use_prefix_cache",
+                "return fresh and alone",
                 "use_prefix_cache: false is ignored",
             ),
             (

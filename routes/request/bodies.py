@@ -140,7 +140,31 @@ class ModelFields(StateFields):
     )
 
 
-class GenerationBody(ConstraintFields, UrgencyFields, ModelFields):
+class MixedState(Fields):
+    """A member of a mixture."""
+
+    name: str = Field("", max_length=64, description="A tuned state's name; left out: the empty state.")
+    weight: float = Field(1.0, ge=-1000, le=1000, description="Its part; below 0 what it says is avoided.")
+
+
+class MixtureFields(ModelFields):
+    """What prompts that are drawn for are read from, where that may be several states."""
+
+    states: Annotated[list[MixedState], Field(max_length=16)] = Field(
+        [],
+        description='Several states instead of `state`, [{"name": "poet", "weight": 2}, …]: prompts are read from each '
+        "and every token is drawn from their logits, added up by weight and divided by the weights' sum, which must "
+        "be above 0. Costs as much as so many rows.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.states and self.state:
+            raise PydanticCustomError("states", "state and states cannot be given together", {"field": "states"})
+        return self
+
+
+class GenerationBody(ConstraintFields, UrgencyFields, MixtureFields):
     """Fields of every route that generates, however it draws."""
 
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")

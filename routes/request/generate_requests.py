@@ -139,8 +139,9 @@ def build_rows(
             "max_tokens", f"must be at most {limit} (--max-tokens-limit), got {body.max_tokens}", body.max_tokens
         )
     seed = secrets.randbits(64) if body.seed is None else body.seed
-    state = asked_state(body, config)
-    pad_zero = body.pad_zero and (not state or "pad_zero" in body.model_fields_set)
+    mixture = [(member.name, member.weight) for member in body.states]
+    state = "" if mixture else asked_state(body, config)
+    pad_zero = body.pad_zero and (not (state or mixture) or "pad_zero" in body.model_fields_set)
     constraint = body.constraint
     stop_ids, stop_strings = split_stops(stops)
     named = ((f"{field}[{index}]", prompt) for index, prompt in enumerate(prompts))
@@ -156,6 +157,7 @@ def build_rows(
             n=n,
             use_prefix_cache=body.use_prefix_cache,
             state=state,
+            mixture=mixture,
             constraint=constraint,
         )
         for index, ids in enumerate(encode_all(tokenizer, named, config, pad_zero))

@@ -400,6 +400,13 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class MixtureMember(BaseModel):
+    """A state in a mixture."""
+
+    name: str
+    weight: float
+
+
 class TunedStateEntry(BaseModel):
     """A tuned state."""
 
@@ -410,6 +417,7 @@ class TunedStateEntry(BaseModel):
     orientation: Literal["value_key", "key_value", ""] = Field(description="How the file had its matrices.")
     orientation_reason: str
     created: int = Field(description="Unix time in seconds at which it was loaded.")
+    mixture: list[MixtureMember] = Field(description="What it mixes, if it is a mixture under a name.")
     bytes: int
     is_kept: bool = Field(description="It is there after a restart too.")
     in_slot: bool = Field(description="A slot holds it, so that a row begins from it at once.")

@@ -130,7 +130,7 @@ class JobTable:
         rows: list[Sequence] = []
         number = 0
         for request in job.spec.rows:
-            if request.num_rows > 1 and len(request.prompt) > 1:
+            if request.num_rows > 1 and len(request.prompt) > 1 and not request.mixture:
                 shared = self._sequence(job, number, request, request.prompt[:-1], draws=False)
                 shared.stands_for, shared.scored = request.num_rows, scored_positions(request)
                 rows.append(shared)
@@ -178,7 +178,8 @@ class JobTable:
         """The step of this number over these rows is on its way; more may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
-            if sequence.shared is None and sequence.spare_slot == NO_SLOT and not sequence.cache_points:
+            several = sequence.cache_points or sequence.members
+            if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:
                 # It reads and writes one slot of its own, and nobody else waits for what it leaves there.
                 sequence.num_computed_tokens += row.num_tokens
             else:

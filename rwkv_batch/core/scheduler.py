@@ -176,8 +176,11 @@ class Scheduler:
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _chunk(self, sequence: Sequence) -> int:
-        """Tokens to read next: up to the chunk size, stopping at a border worth caching."""
-        limit = min(sequence.num_uncomputed_tokens, self.limits.prefill_chunk)
+        """Tokens to read next: up to the chunk size, stopping at a border worth caching.
+
+        Members of a mixture read them too, in the same step, and share what a row may read.
+        """
+        limit = min(sequence.num_uncomputed_tokens, max(1, self.limits.prefill_chunk // (1 + len(sequence.members))))
         if sequence.cache_points:
             limit = min(limit, sequence.cache_points[0] - sequence.num_computed_tokens)
         return limit

@@ -67,6 +67,25 @@ class RollbackState:
 
 
 @dataclass(slots=True, eq=False)
+class Member:
+    """A member of a mixture beside the row itself: it reads the same tokens from another state."""
+
+    weight: float
+    """part of its logits in what the row draws from"""
+    tuned: TunedState | None = None
+    """as `Sequence.tuned`"""
+    slot: int = NO_SLOT
+    shared: SharedSlot | None = None
+    """where it begins, until it has read something; None: the zero state"""
+
+    def read_slot(self, num_computed_tokens: int) -> int:
+        """Where the state after so many tokens of the row lies."""
+        if self.shared is not None:
+            return self.shared.slot
+        return self.slot if num_computed_tokens else ZERO_SLOT
+
+
+@dataclass(slots=True, eq=False)
 class RunningJob:
     """A job that was admitted. Owned by the engine thread."""
 
@@ -138,6 +157,10 @@ class Sequence:
     """what it begins from, until it has a slot to read that is held for it; None: the zero state, or its session's"""
     tuned_slot: SharedSlot | None = None
     """the slot that holds that, from when it may start until it does"""
+    members: list[Member] = field(default_factory=list)
+    """of a mixture, beside the row itself"""
+    weight: float = 1.0
+    """the row's own, in a mixture"""
     base: int = NO_BASE
     """number of what it begins from: only rows with the same may share a prefix"""
     lease: Lease | None = None

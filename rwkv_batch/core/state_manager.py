@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rwkv_batch.core.mixtures import check_mixture, gather, hold_members, move_on, pin, release_members
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
@@ -56,7 +57,8 @@ def as_service_error(error: Exception, field: str | None = "session_id") -> Serv
 def _may_share_prefix(sequence: Sequence) -> bool:
     """Whether the row begins with its prompt's first token and may begin from a cached state instead."""
     fresh = sequence.shared is None and sequence.num_computed_tokens == 0
-    return fresh and sequence.request.session is None and sequence.request.use_prefix_cache
+    alone = sequence.request.session is None and not sequence.request.mixture
+    return fresh and alone and sequence.request.use_prefix_cache
 
 
 class StateManager:
@@ -68,8 +70,9 @@ class StateManager:
         self._overlap = overlap
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises ServiceError for a tuned state that is not loaded."""
+        """Raises ServiceError for a tuned state that is not loaded, and for a mixture that cannot be run."""
         try:
+            check_mixture(request, self.pool)
             if request.state:
                 self.pool.tuned.get(request.state)
         except PoolError as error:
@@ -81,6 +84,8 @@ class StateManager:
         try:
             if turn is not None:
                 sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state)
+            elif sequence.request.mixture:
+                hold_members(sequence, self.pool)
             elif state:
                 sequence.tuned = self.pool.tuned.hold(state)
                 sequence.base = sequence.tuned.number
@@ -103,14 +108,15 @@ class StateManager:
             return sequence.lease.state is LeaseState.READY
         if _may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids, sequence.base):
             return False
+        if sequence.members:
+            return gather(sequence, self.pool)
         return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
         """Hold the slot of the tuned state that the row begins from; False: it is not in one yet."""
-        slot = self.pool.tuned.pin(tuned)
-        if slot is None:
+        sequence.tuned_slot = pin(tuned, self.pool)
+        if sequence.tuned_slot is None:
             return False
-        sequence.tuned_slot = SharedSlot(slot, lambda: self.pool.unpin_slot(slot))
         self._let_go(sequence)
         return True
 
@@ -182,6 +188,7 @@ class StateManager:
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
+        move_on(sequence)
         if sequence.cache_points and sequence.cache_points[0] == sequence.num_computed_tokens:
             del sequence.cache_points[0]
             self._offer_prefix(sequence)
@@ -307,6 +314,7 @@ class StateManager:
             sequence.shared.drop()
             sequence.shared = None
         self._let_go(sequence)
+        release_members(sequence, self.pool)
         if sequence.tuned_slot is not None:
             sequence.tuned_slot.drop()
             sequence.tuned_slot = None

@@ -25,6 +25,7 @@ from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
+from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
@@ -198,6 +199,11 @@ class ModelRunner:
 
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
         """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
+        mixtures = [row for row in rows if row.sequence.members]
+        if mixtures and (self._graphs is not None or any(row.scored for row in rows)):
+            rows = [row for row in rows if not row.sequence.members]
+        else:
+            mixtures = []
         parts = [rows]
         if self._graphs is not None:
             reading, decoding = [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
@@ -207,7 +213,7 @@ class ModelRunner:
             if reading and decoding and self._mixed_size(decoding, reading) is not None:
                 parts = [decoding + reading]
             parts.append(scored)
-        return [part for part in parts if part]
+        return [part for part in (*parts, mixtures) if part]
 
     @torch.inference_mode()
     def launch(self, rows: list[ScheduledRow], after: Collection[Launched] = ()) -> Launched:
@@ -217,7 +223,7 @@ class ModelRunner:
         """
         step = Launched(rows, [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
-        if self._graphs is not None and rows[0].feeds_back:
+        if self._graphs is not None and rows[0].feeds_back and not rows[0].sequence.members:
             try:
                 if rows[-1].feeds_back:
                     self._launch_graph(self._graphs, step)
@@ -229,7 +235,8 @@ class ModelRunner:
         if any(row.scored for row in rows):
             self._launch_scored(step)
         else:
-            self._drawing.draw(step, self._forward(self._inputs(rows)), self._tokens)
+            logits = mixed(self._forward(self._inputs(rows)), step.drawing)
+            self._drawing.draw(step, logits, self._tokens)
         return step
 
     def _launch_scored(self, step: Launched) -> None:
@@ -294,6 +301,10 @@ class ModelRunner:
 
     def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
         """The rows' tokens, those not known to the host filled in on the device."""
+        reads = [slot for row in rows for slot in read_slots(row.sequence)]
+        writes = [slot for row in rows for slot in write_slots(row.sequence)]
+        if len(reads) > len(rows):  # each member of a mixture is a row of the step
+            rows = [row for row in rows for _ in range(1 + len(row.sequence.members))]
         sequences = [row.sequence for row in rows]
         inputs = step_inputs(
             [
@@ -302,8 +313,8 @@ class ModelRunner:
                 ]
                 for row in rows
             ],
-            [sequence.read_slot for sequence in sequences],
-            [sequence.write_slot for sequence in sequences],
+            reads,
+            writes,
             [i for i, row in enumerate(rows) if row.draws],
         )
         ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]

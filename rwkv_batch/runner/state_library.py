@@ -20,19 +20,22 @@ import msgspec
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.file_thread import FileThread
+from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
 from rwkv_batch.model.weights import ModelShape
+from rwkv_batch.request import Job
 from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
-from state_pool.errors import PoolError
+from state_pool.errors import NameTaken, PoolError
 from state_pool.pool import StatePool
 from state_pool.tuned_state import Origin
 
 logger = logging.getLogger(__name__)
 
 _KEPT = ".safetensors"
+_MIXTURE = ".mixture.json"
 
 
 class StateLibrary:
@@ -59,6 +62,7 @@ class StateLibrary:
             except (FileError, PoolError) as error:
                 raise StartupError(f"--state {entry}: {error}") from error
         kept = sorted(self._folder.glob(f"*{_KEPT}")) if self._folder is not None else []
+        self._open_mixtures()
         for path in kept:
             if not STATE_NAME.fullmatch(path.stem):  # half written when the process before ended
                 path.unlink()
@@ -71,6 +75,17 @@ class StateLibrary:
             except (FileError, PoolError) as error:
                 logger.error("the tuned state %s that was kept cannot be used: %s", path.stem, error)
                 self._infos[path.stem] = StateInfo(name=path.stem, file=str(path), is_kept=True, error=str(error))
+
+    def _open_mixtures(self) -> None:
+        """Those that were kept; members that are not there are named when somebody asks for them."""
+        for path in sorted(self._folder.glob(f"*{_MIXTURE}")) if self._folder is not None else []:
+            name = path.name.removesuffix(_MIXTURE)
+            try:
+                members = msgspec.json.decode(path.read_bytes(), type=list[tuple[str, float]])
+                self._infos[name] = StateInfo(name=name, mixture=members, is_kept=True)
+            except (OSError, msgspec.MsgspecError) as error:
+                logger.error("the mixture %s that was kept cannot be used: %s", name, error)
+                self._infos[name] = StateInfo(name=name, file=str(path), is_kept=True, error=str(error))
 
     def _load_at_start(self, name: str, path: Path, is_kept: bool) -> None:
         state, host = self._read(path, AUTO)
@@ -107,11 +122,25 @@ class StateLibrary:
         in_slots = {name for name in self._pool.tuned.names if self._pool.tuned.get(name).slot is not None}
         return [msgspec.structs.replace(info, in_slot=name in in_slots) for name, info in self._infos.items()]
 
+    def resolved(self, job: Job) -> Job:
+        """The job with the mixtures that its rows name in place of their names."""
+        mixtures = {name: info.mixture for name, info in self._infos.items() if info.mixture}
+        if not any(row.state in mixtures for row in job.rows):
+            return job
+        rows = [
+            msgspec.structs.replace(row, state="", mixture=mixtures[row.state]) if row.state in mixtures else row
+            for row in job.rows
+        ]
+        return msgspec.structs.replace(job, rows=rows)
+
     def add(self, call: AddState, reply: Reply[StateInfo]) -> None:
         """Read, keep and enter a state; replies when requests may name it."""
         try:
             _check(call)
-            self._pool.tuned.check_new(call.name)
+            self._check_new(call.name)
+            if call.mixture:
+                reply(self._add_mixture(call))
+                return
             path = self._within_models(call.file) if call.file else None
         except (PoolError, ServiceError) as error:
             reply(_as_service_error(error))
@@ -124,6 +153,23 @@ class StateLibrary:
                 reply(self._refusal())
 
         self._thread.run(reply, lambda: self._read_sent(call, path, half), was_read)
+
+    def _check_new(self, name: str) -> None:
+        """Raises PoolError if no state of that name could be added."""
+        self._pool.tuned.check_new(name)
+        if name in self._infos and self._infos[name].mixture:
+            raise NameTaken(f"there is a mixture {name!r} already; delete it first, or choose another name")
+
+    def _add_mixture(self, call: AddState) -> StateInfo:
+        """Enter a mixture of states that there are. Raises ServiceError, PoolError."""
+        members = [(name, float(weight)) for name, weight in call.mixture]
+        check_members(members, self._pool)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"{call.name}{_MIXTURE}").write_bytes(msgspec.json.encode(members))
+        info = StateInfo(name=call.name, mixture=members, created=int(time.time()), is_kept=self._folder is not None)
+        self._infos[call.name] = info
+        return info
 
     def _read_sent(self, call: AddState, path: Path | None, half: Path | None) -> tuple[TunedTensor, HostTensors]:
         """Read what a request brings, and keep it in `half`. Raises FileError; OSError if it cannot be kept."""
@@ -155,12 +201,13 @@ class StateLibrary:
         """Forget a state, here and on disk. Raises ServiceError."""
         info = self._infos.get(name)
         try:
-            if info is None or not info.error:
+            if info is None or not (info.error or info.mixture):
                 self._pool.tuned.remove(name)
         except PoolError as error:
             raise as_service_error(error) from error
         if self._folder is not None:
             _unlink(self._folder / f"{name}{_KEPT}")
+            _unlink(self._folder / f"{name}{_MIXTURE}")
         del self._infos[name]
         assert info is not None, "what the pool has is listed"
         return info
@@ -218,8 +265,10 @@ def _check(call: AddState) -> None:
         )
     if call.orientation not in (AUTO, VALUE_KEY, KEY_VALUE):
         raise _invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)
-    if bool(call.file) == bool(call.content):
-        raise _invalid("file", "must be given, as a path within --models-dir or as a file that is sent", call.file)
+    if [bool(call.file), bool(call.content), bool(call.mixture)].count(True) != 1:
+        raise _invalid(
+            "file", "must be given, as a path within --models-dir or sent; or else `states`, to mix", call.file
+        )
 
 
 def _invalid(field: str, message: str, given: object) -> ServiceError:

@@ -175,3 +175,33 @@ def test_a_form_without_one_good_file(tuned: Service, files: dict[str, Any]) -> 
 def test_a_path_that_is_not_within_the_folder(tuned: Service, file: str) -> None:
     answer = tuned.post("/v1/states", {"name": "bad", "file": file}, headers=ADMIN)
     assert answer.status_code == 422 and answer.json()["field"] == "file"
+
+
+def test_mixtures(tuned: Service) -> None:
+    duo = [{"name": "poet", "weight": 2}, {"weight": 1}]
+    expected = said(tuned, states=duo)
+    assert expected == said(tuned, states=[{"name": "poet", "weight": 4}, {"name": "", "weight": 2}])
+    assert said(tuned, states=[{"name": "poet"}]) == said(tuned, state="poet")
+    assert said(tuned, "/v2/chat/completions", states=duo) == expected
+    body = {**PLAIN, "contents": [PROMPT] * 2, "states": duo, "stream": True}
+    assert row_texts(sse_data(tuned.post("/v1/chat/completions", body).text)) == {0: expected, 1: expected}
+    named = tuned.post("/v1/states", {"name": "duo", "states": duo}, headers=ADMIN)
+    assert named.status_code == 200 and named.json()["mixture"] == [duo[0], {"name": "", "weight": 1}]
+    assert said(tuned, state="duo") == said(tuned, model="rwkv7:duo") == expected
+    httpx.delete(f"{tuned.url}/v1/states/duo", headers=ADMIN).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"states": [{"name": "poet", "weight": 1}, {"weight": -1}]}, "more than 0"),
+        ({"states": [{"name": "poet"}] * 17}, "16"),
+        ({"states": [{"name": "poet"}], "state": "poet"}, "together"),
+        ({"states": [{"name": "poet"}, {}], "session_id": "s"}, "leave the session out"),
+        ({"states": [{"name": "poet", "weight": "x"}]}, "number"),
+    ],
+)
+def test_mixtures_that_cannot_be(tuned: Service, fields: dict[str, Any], why: str) -> None:
+    answer = tuned.post("/v1/chat/completions", {**PLAIN, "contents": [PROMPT], **fields})
+    assert answer.status_code == 422 and why in answer.json()["error"]
+    assert answer.json()["field"].startswith("states")

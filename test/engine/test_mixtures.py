@@ -1,0 +1,215 @@
+"""Mixtures of tuned states: one text drawn from the mixed logits of several, beside all other rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import write_random_model
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import GenerateRequest, PromptLogprobs
+from sampling.naive import NaiveSampler
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
+from test.model.test_model import oracle
+from test.state_files import random_state, write_state
+
+NAMES = ("pirate", "poet", "clerk")
+MIXES: list[list[tuple[str, float]]] = [
+    [("pirate", 1.0), ("poet", 1.0)],
+    [("poet", 3.0), ("", 1.0)],
+    [("", 0.5), ("clerk", 0.25), ("pirate", 2.0), ("poet", 1.0)],
+    [("poet", 2.0), ("", -1.0)],
+    [("poet", 1.0)],
+]
+GREEDY = {"ignore_eos": True, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtures")
+    for seed, name in enumerate(NAMES):
+        write_state(folder / f"{name}.pth", random_state(seed))
+    write_random_model(folder / "oracle.pth", layers=3, width=128)
+    return tiny_model(folder)
+
+
+@contextlib.contextmanager
+def engine_with_states(model: Path, **fields: Any) -> Iterator[Engine]:
+    states = tuple(f"{name}={model.parent / name}.pth" for name in NAMES)
+    pool = PoolConfig(**{"state_db": "", **fields.pop("pool", {})})
+    with started_engine(model, pool, states=states, **fields) as engine:
+        yield engine
+        assert engine.machine.pool.check_integrity() == []
+
+
+@pytest.fixture(scope="module", params=["plain", "overlapped"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine_with_states(model, overlap_on_cpu=request.param == "overlapped") as engine:
+        yield engine
+
+
+def reference_text(model: Path, ids: list[int], mix: list[tuple[str, float]], params: SamplingParams, n: int) -> bytes:
+    """What the reference package says of each state, mixed here, drawn by the plain sampler."""
+    reference = oracle(model.parent / "oracle.pth")
+    _, zero = reference.forward([0], None)
+    states: list[list[Tensor]] = []
+    for name, _ in mix:
+        state = [torch.zeros_like(one) for one in zero]
+        for layer, wkv in enumerate(random_state(NAMES.index(name)) if name else ()):
+            state[3 * layer + 1] = wkv.clone()
+        states.append(state)
+    sampler = NaiveSampler(1, 65536, torch.device("cpu"), [])
+    sampler.admit(0, params)
+    total, drawn = sum(weight for _, weight in mix), []
+    tokens = list(ids)
+    for _ in range(n):
+        logits = torch.zeros(65536)
+        for k, (_, weight) in enumerate(mix):
+            told, states[k] = reference.forward(list(tokens), states[k])
+            logits += weight / total * torch.as_tensor(told).float()
+        tokens = [int(sampler.sample(logits[None], [0]).token_ids)]
+        drawn += tokens
+    return b"".join(TOKENIZER.byte_table[token] for token in drawn)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_the_text_is_drawn_from_the_mixed_logits(model: Path, engine: Engine, mix: list[tuple[str, float]]) -> None:
+    ids = TOKENIZER.encode("Once upon a time")
+    bans = {0: float("-inf")}
+    for params in (
+        SamplingParams(temperature=0.0, logit_bias=bans),
+        SamplingParams(temperature=0.0, presence_penalty=2, frequency_penalty=0.5, penalty_decay=0.9, logit_bias=bans),
+        SamplingParams(temperature=1.0, top_p=0.8, top_k=40, seed=5, logit_bias=bans),
+    ):
+        text = run(engine, ask(ids, mixture=mix, sampling=params, max_tokens=6)).texts[0]
+        assert text == reference_text(model, ids, mix, params, 6)
+
+
+def test_one_member_alone_is_that_state(engine: Engine) -> None:
+    alone = run(engine, ask("hello", state="poet", **GREEDY)).texts
+    assert run(engine, ask("hello", mixture=[("poet", 7.0)], **GREEDY)).texts == alone
+    assert run(engine, ask("hello", mixture=[("poet", 1.0), ("poet", 1.0)], **GREEDY)).texts == alone
+    assert run(engine, ask("hello", mixture=[("poet", 1.0), ("pirate", 0.0)], **GREEDY)).texts == alone
+
+
+def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
+    """Mixtures, tuned states, plain rows and sessions in the same steps, prompts of all lengths."""
+    rows: list[GenerateRequest] = []
+    for i in range(56):
+        prompt = f"row {i} " + "and more of it " * (i % 7) * 3
+        kind: dict[str, Any] = {"mixture": MIXES[i % 5]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 4]}
+        rows.append(ask(prompt, max_tokens=4 + i % 9, ignore_eos=True, **kind))
+    turns = [turn(f"mix-{engine.rounds}-{i}", f"turn {i}", state=NAMES[i % 3], **GREEDY) for i in range(8)]
+    jobs = [submit(engine, *rows[at : at + 7]) for at in range(0, 56, 7)] + [submit(engine, one) for one in turns]
+    texts = [text for job in jobs for text in job.wait().all_texts]
+    alone = [run(engine, row).texts[0] for row in rows]
+    assert texts[:56] == alone
+    assert all(job.finishes[0].error is None for job in jobs)
+
+
+def test_continuations_and_a_limit_that_is_reached(engine: Engine) -> None:
+    mix = [("poet", 1.0), ("", 1.0)]
+    three = run(engine, ask("Tell me", mixture=mix, n=3, **GREEDY))
+    assert set(three.all_texts) == {run(engine, ask("Tell me", mixture=mix, **GREEDY)).texts[0]}
+    assert three.finishes[0].completion_tokens == 8
+
+
+def test_slots_come_back_from_mixtures_that_are_cancelled(model: Path) -> None:
+    with engine_with_states(model, max_running=4) as engine:
+        free = engine.machine.pool.num_free
+        jobs = [submit(engine, ask("go on", mixture=MIXES[2], max_tokens=10_000, ignore_eos=True)) for _ in range(6)]
+        jobs[0].started.wait(60)
+        for job in jobs:
+            engine.cancel(job.job.job_id)
+            job.wait()
+        run(engine, ask("hello"))
+        assert engine.machine.pool.num_free + len(engine.machine.pool.tuned.slots) == free
+
+
+def test_many_mixtures_share_few_slots(model: Path) -> None:
+    """More members wait than there are slots: all are served, none waits for ever for what another holds."""
+    pool = {"l1_sessions": 0, "prefix_cache_slots": 0, "state_slots": 1}
+    with engine_with_states(model, max_running=3, pool=pool) as engine:
+        mixes = [[(NAMES[i % 3], 1.0), (NAMES[(i + 1) % 3], 1.0), ("", 0.5)] for i in range(12)]
+        rows = [ask(f"few {i}", mixture=mix, **GREEDY) for i, mix in enumerate(mixes)]
+        jobs = [submit(engine, row) for row in [*rows, *(ask(f"plain {i}", **GREEDY) for i in range(8))]]
+        texts = [job.wait().texts[0] for job in jobs]
+        assert texts == [run(engine, job.job.rows[0]).texts[0] for job in jobs]
+
+
+def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
+    mix = [("poet", 2.0), ("", -1.0)]
+    sampling = SamplingParams(temperature=0.0, top_logprobs=2)
+    told = run(engine, ask("hello", mixture=mix, sampling=sampling, max_tokens=4))
+    entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
+    assert all(entry.top[0][1] <= 0 and entry.logprob == entry.top[0][1] for entry in entries) and entries
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "why"),
+    [
+        (ask("a", mixture=[("poet", 1.0), ("", -1.0)]), ErrorKind.INVALID_FIELD, "must add up to more than 0"),
+        (ask("a", mixture=[("poet", 1.0), ("nobody", 1.0)]), ErrorKind.STATE_NOT_FOUND, "'nobody'"),
+        (ask("a", mixture=[("", 1.0)] * 17), ErrorKind.INVALID_FIELD, "has 17 states, the limit is 16"),
+        (
+            turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]),
+            ErrorKind.INVALID_FIELD,
+            "a session begins from one state",
+        ),
+        (
+            ask("a b", mixture=[("", 1.0)] * 2, prompt_logprobs=PromptLogprobs(start=1, top=1)),
+            ErrorKind.INVALID_FIELD,
+            "what is scored is read from one state",
+        ),
+    ],
+    ids=["sum 0", "unknown", "too many", "session", "scored"],
+)
+def test_refused(engine: Engine, row: GenerateRequest, kind: ErrorKind, why: str) -> None:
+    with pytest.raises(ServiceError) as refused:
+        run(engine, ask("good"), row) if row.session is None else run(engine, row)
+    assert refused.value.info.kind is kind and why in refused.value.info.message
+    assert refused.value.info.field in ("states", "state")
+    assert call(engine, "status")["running_rows"] == 0
+
+
+def test_more_members_than_half_the_slots_are_refused(model: Path) -> None:
+    pool = {"l1_sessions": 0, "prefix_cache_slots": 0}
+    with engine_with_states(model, max_running=1, pool=pool) as engine:
+        slots = engine.machine.pool.num_slots
+        with pytest.raises(ServiceError, match="by its slots"):
+            run(engine, ask("a", mixture=[("", 1.0)] * (slots // 2 + 1)))
+        run(engine, ask("a", mixture=[("", 1.0)] * (slots // 2), **GREEDY))
+
+
+def test_a_mixture_under_a_name(model: Path, tmp_path: Path) -> None:
+    pool = {"state_db": str(tmp_path / "s.db")}
+    mix = [("poet", 3.0), ("", 1.0)]
+    with engine_with_states(model, pool=pool) as engine:
+        info = call(engine, "state_add", name="duo", mixture=mix)
+        assert info.mixture == mix and info.is_kept
+        text = run(engine, ask("hello", state="duo", **GREEDY)).texts[0]
+        assert text == run(engine, ask("hello", mixture=mix, **GREEDY)).texts[0]
+        with pytest.raises(ServiceError, match="a session begins from one state"):
+            run(engine, turn("s", "hello", state="duo"))
+        for name, members, why in (("duo", mix, "already"), ("poet", mix, "already"), ("x", [("no", 1.0)], "'no'")):
+            with pytest.raises(ServiceError, match=why):
+                call(engine, "state_add", name=name, mixture=members)
+        with pytest.raises(ServiceError, match="there is a mixture 'duo'"):
+            call(engine, "state_add", name="duo", content=b"x")
+    with engine_with_states(model, pool=pool) as engine:
+        assert run(engine, ask("hello", state="duo", **GREEDY)).texts[0] == text
+        call(engine, "state_remove", name="poet")
+        with pytest.raises(ServiceError, match="no tuned state 'poet'"):
+            run(engine, ask("hello", state="duo"))
+        call(engine, "state_remove", name="duo")
+        assert "duo" not in [info.name for info in call(engine, "state_list")]
+    assert not list((tmp_path / "s.db.states").iterdir())
