@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import OpenAIBody
@@ -15,7 +17,7 @@ from routes.request.jobs import make_job
 from routes.response.event_stream import ask
 from routes.response.generate import PlainDialect, RowResult
 from routes.response.native_format import usage
-from routes.response.reply import sse
+from routes.response.reply import sse, to_json
 from routes.response.transcript import RowUpdate
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
@@ -90,10 +92,12 @@ def token_text(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def told_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Log-probabilities of shown tokens, each with its rivals'."""
+def told_logprobs(tokens: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
+    """Log-probabilities of shown tokens, each with its rivals'; JSON at once: objects would take six times as much."""
     return [
-        {**_logprob(token.token, token.logprob), "top_logprobs": [_logprob(*rival) for rival in token.top]}
+        msgspec.Raw(
+            to_json({**_logprob(token.token, token.logprob), "top_logprobs": [_logprob(*rival) for rival in token.top]})
+        )
         for token in tokens
     ]
 

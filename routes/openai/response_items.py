@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from routes.response.answer_parts import Parts
 from routes.response.tool_calls import CallPiece
 
@@ -25,10 +27,10 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         """the open item's text or arguments"""
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
         self._is_open = False
 
-    def feed(self, parts: Parts, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def feed(self, parts: Parts, logprobs: list[msgspec.Raw]) -> Iterator[Event]:
         """Take what is new, with the log-probabilities of the text's tokens."""
         if parts.reasoning:
             yield from self._say("reasoning", parts.reasoning, [])
@@ -47,7 +49,7 @@ class OutputItems:
         """All texts of one kind of item."""
         return "".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
 
-    def _say(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def _say(self, kind: str, text: str, logprobs: list[msgspec.Raw]) -> Iterator[Event]:
         prefix, event, part = _TEXT[kind]
         if not self._is_open or self.items[-1]["type"] != kind:
             yield from self._close("completed")
@@ -97,6 +99,6 @@ class OutputItems:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: list[msgspec.Raw]) -> dict[str, Any]:
     part: dict[str, Any] = {"type": kind, "text": text}
     return part | {"annotations": [], "logprobs": logprobs} if kind == "output_text" else part

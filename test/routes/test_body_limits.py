@@ -145,6 +145,21 @@ def test_tokens_are_counted_before_they_are_kept() -> None:
     assert cost.peak_mib - vocabulary.peak_mib < MOST_MIB
 
 
+def told_logprobs(tokens: int) -> int:
+    """Bytes of a chat's log-probabilities as JSON."""
+    from routes.openai.chat import chat_logprobs
+    from routes.response.reply import to_json
+    from rwkv_batch.request import TokenLogprob
+
+    top = [(b"rival", -2.5)] * 20
+    return len(to_json(chat_logprobs([TokenLogprob(b"token", -1.0, top)] * tokens)))
+
+
+def test_log_probabilities_of_a_whole_answer_take_little_more_than_their_text() -> None:
+    cost = run_bounded(told_logprobs, 10_000, cpu_s=60)
+    assert cost.result > 10 * MIB and cost.peak_mib < 5 * cost.result / MIB
+
+
 class CountingTokenizer:
     """A token for each letter; counts the texts that it was given."""
 

@@ -117,6 +117,13 @@ def test_half_a_body_is_400(service: Service) -> None:
     assert service.post(CHAT, OK).status_code == 200
 
 
+def test_a_form_is_told_that_json_is_wanted(service: Service) -> None:
+    """Robyn takes it apart before we see it, so its length is not the body's."""
+    answer = httpx.post(service.url + CHAT, files={"file": ("name", b"content")}, data=OK, timeout=30)
+    assert answer.status_code == 400
+    assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]
+
+
 def test_unknown_paths_and_wrong_methods(service: Service) -> None:
     assert service.get("/nowhere").status_code == 404
     assert service.get("/").status_code in (200, 404)
