@@ -330,10 +330,11 @@ class Engine:
     def _draw_constrained_of(self, part: Launched) -> None:
         if not part.awaits_masks:
             return
+        held = part.undrawn_rows
         try:
             failures = self.machine.draw_constrained(part)
-        except Exception as error:  # noqa: BLE001 - likewise
-            self._fail_step(part.rows, error)
+        except Exception as error:  # noqa: BLE001 - likewise; rows without a constraint have drawn and go on
+            self._fail_step(held, error)
             return
         for sequence, failure in failures:
             self.jobs.fail_grammar(sequence, failure)

@@ -77,6 +77,11 @@ class Launched:
         """Whether rows of it have not drawn yet, because a constraint holds them."""
         return self.undrawn is not None
 
+    @property
+    def undrawn_rows(self) -> list[ScheduledRow]:
+        """Those rows."""
+        return [] if self.undrawn is None else [self.drawing[i] for i in self.undrawn.members]
+
 
 class Drawing:
     """Samplers of the last device, and what they draw."""

@@ -239,3 +239,19 @@ def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monke
         cancelled.wait()
         assert cancelled.refusal is not None and cancelled.refusal.info.kind is ErrorKind.CANCELLED
         assert call(engine, "status")["running_rows"] == 0
+
+
+def test_a_draw_that_fails_ends_constrained_rows_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started_engine(model, overlap_on_cpu=True) as engine:
+        run(engine, ask("warm", constraint=choice("a")))
+
+        def failing(*arguments: Any) -> Any:
+            raise RuntimeError("the masks are broken")
+
+        free = submit(engine, ask("free", max_tokens=30, ignore_eos=True))
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.machine._drawing._masks, "fill", failing)
+            held = submit(engine, ask("held", constraint=choice("yes"))).wait()
+        assert held.events[-1].error is not None and "masks are broken" in held.events[-1].error.message
+        assert free.wait().finishes[0].completion_tokens == 30
+        assert run(engine, ask("held", constraint=choice("yes"))).all_texts == [b"yes"]

@@ -20,6 +20,7 @@ from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.model_runner import ModelRunner
+from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
@@ -92,6 +93,19 @@ def test_two_parts_draw_what_one_draws(model: Path, engine: Engine) -> None:
         wanted = run(whole, *mixture()).all_texts
     assert run(engine, *mixture()).all_texts == wanted
     assert graphs(engine).steps
+
+
+def test_constrained_rows_draw_apart_from_the_graph(model: Path, engine: Engine) -> None:
+    """Beside rows that the graph draws for, and alone."""
+    words = Constraint(form=Form.CHOICE, source='["yes, certainly", "no, never at all", "perhaps tomorrow"]')
+    digits = Constraint(form=Form.REGEX, source="[0-9]{8}")
+    held = [
+        ask(f"x{i}", constraint=words if i % 2 else digits, sampling=SamplingParams(seed=i, top_k=20)) for i in range(9)
+    ]
+    with started_engine(model) as whole:
+        wanted, alone = run(whole, *mixture(), *held).all_texts, run(whole, *held).all_texts
+    assert run(engine, *mixture(), *held).all_texts == wanted
+    assert run(engine, *held).all_texts == alone == wanted[-9:]
 
 
 def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
