@@ -29,6 +29,8 @@ from test.simulation.faults import KINDS
 from test.simulation.world import STEPS, Found, run
 
 Result = tuple[int, dict[str, int], str]
+SAVED_AFTER = 50
+"""Worlds from one writing of `--out` to the next: a run that is cut keeps what it has."""
 
 
 def one(seed: int, steps: int, without: frozenset[str]) -> Result:
@@ -51,34 +53,12 @@ def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
     return {"seed": seed, "steps": steps, "faults": sorted(set(KINDS) - without), "found": one(seed, steps, without)[2]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="faults that do not happen")
-    parser.add_argument("--minimise", action="store_true")
-    parser.add_argument("--out", type=Path, help="a file for the last line")
-    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
-    arguments = parser.parse_args()
-    without = frozenset(arguments.without)
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    counts: Counter[str] = Counter()
-    failed: list[tuple[int, str]] = []
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        for seed, counted, found in pool.map(one, seeds, repeat(arguments.steps), repeat(without), chunksize=10):
-            counts.update({name: count for name, count in counted.items() if name != "digest"})
-            if found:
-                failed.append((seed, found))
-                print(found, flush=True)
-    if arguments.minimise:
-        for seed, _ in failed[:5]:
-            print(json.dumps(minimise(seed, arguments.steps, without)), flush=True)
+def summary(arguments: argparse.Namespace, done: int, counts: Counter[str], failed: list[tuple[int, str]]) -> str:
+    """The last line, or what it would be if nothing more came."""
     last = {
         "measure": "simulation",
         **origin(arguments.commit),
-        "seeds": arguments.seeds,
+        "seeds": done,
         "first": arguments.first,
         **counts,
         "failed": len(failed),
@@ -86,8 +66,45 @@ def main() -> None:
         "first_failures": [found.partition("\n")[0] for _, found in failed[:5]],
     }
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
-    print(json.dumps(last))
+        part = arguments.out.with_suffix(".part")
+        part.write_text(json.dumps(last, indent=1) + "\n")
+        part.replace(arguments.out)
+    return json.dumps(last)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="faults that do not happen")
+    parser.add_argument("--minimise", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the last line, written as the worlds end")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    without = frozenset(arguments.without)
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    counts: Counter[str] = Counter()
+    failed: list[tuple[int, str]] = []
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        results = pool.map(one, seeds, repeat(arguments.steps), repeat(without), chunksize=10)
+        for done, (seed, counted, found) in enumerate(results, 1):
+            counts.update({name: count for name, count in counted.items() if name != "digest"})
+            if found:
+                failed.append((seed, found))
+                print(found, flush=True)
+            if found or done % SAVED_AFTER == 0:
+                summary(arguments, done, counts, failed)
+    if arguments.minimise:
+        for seed, _ in failed[:5]:
+            print(json.dumps(minimise(seed, arguments.steps, without)), flush=True)
+    print(summary(arguments, len(seeds), counts, failed))
     sys.exit(1 if failed else 0)
 
 
