@@ -317,6 +317,16 @@ MUTANTS: list[Mutant] = [
                 "if True:\n                self._end_job(job, FinishReason.TIMEOUT)",
                 "a deadline ends a later job of the same id",
             ),
+            (
+                "            if row in job.live:  # else it ended",
+                "            if True:  # else it ended",
+                "scores of an ended row",
+            ),
+            (
+                "for sequence in [row.sequence for row in rows if row.ends]:",
+                "for sequence in ():",
+                "only read, never ended",
+            ),
             ("request.num_rows > 1 and len(request.prompt) > 1", "False", "every answer of n reads the prompt again"),
             (
                 "            done = job.unfinished == 0\n",
@@ -467,6 +477,11 @@ MUTANTS: list[Mutant] = [
                 "return self.slot if self.num_computed_tokens else ZERO_SLOT",
                 "return self.slot",
                 "a fresh row begins from what an earlier one left",
+            ),
+            (
+                "self.token_ids[: self.scored.start] if self.scored else self.token_ids",
+                "self.token_ids",
+                "a scored prompt begins behind tokens that it should tell of",
             ),
             (
                 "return self.spare_slot if self.keeps_last_state else self.slot",

@@ -139,15 +139,13 @@ class JobTable:
             number += request.num_rows
         return rows
 
-    def _continuations(
-        self, job: RunningJob, first: int, request: GenerateRequest, forked: bool = False
-    ) -> list[Sequence]:
-        """The rows of a request; `forked`: another has read the prompt for them, and told what it scored of it."""
+    def _continuations(self, job: RunningJob, first: int, request: GenerateRequest) -> list[Sequence]:
+        """The rows of a request. Where another has read the prompt for them, it has told what it scored of it."""
         rows: list[Sequence] = []
         for i in range(request.num_rows):
             own = self._nth(request, i)
             rows.append(self._sequence(job, first + i, own, list(own.prompt), draws=True))
-            rows[-1].scored = scored_positions(own, 1 if not forked and i == 0 else len(request.prompt))
+            rows[-1].scored = scored_positions(own)
         return rows
 
     @staticmethod
@@ -236,7 +234,7 @@ class JobTable:
         if sequence.phase is Phase.CLOSING:
             self._check_in(sequence)
             return
-        children = self._continuations(sequence.job, sequence.row, sequence.request, forked=True)
+        children = self._continuations(sequence.job, sequence.row, sequence.request)
         self._keeper.fork(sequence, children)
         self._scheduler.remove(sequence)
         sequence.job.live.pop(sequence)

@@ -7,10 +7,10 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 
 
-def scored_positions(request: GenerateRequest, first: int = 1) -> range:
-    """Positions of the request's prompt from `first` on whose log-probabilities it wants."""
+def scored_positions(request: GenerateRequest) -> range:
+    """Positions of the request's prompt whose log-probabilities it wants."""
     wanted = request.prompt_logprobs
-    return NOTHING_SCORED if wanted is None else range(max(wanted.start, first), len(request.prompt))
+    return NOTHING_SCORED if wanted is None else range(wanted.start, len(request.prompt))
 
 
 def check_scoring(request: GenerateRequest, vocab: int) -> None:

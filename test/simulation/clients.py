@@ -9,15 +9,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rwkv_batch.calls import DeleteSessions, EngineCall, ExportSession, ImportSession
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Priority, SessionTurn
+from rwkv_batch.request import (
+    Delta,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Job,
+    JobEvents,
+    Priority,
+    PromptLogprobs,
+    SessionTurn,
+)
 from sampling.params import SamplingParams
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LINEAR, SessionKey
 from test.simulation.device import ALPHABET, fold
-from test.simulation.oracle import Answer, predict
+from test.simulation.oracle import Answer, predict, predict_scores, prompt_of
 from test.simulation.violation import Violation, demand
 
 if TYPE_CHECKING:
@@ -42,6 +54,7 @@ class Asked:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     texts: dict[int, bytes] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
+    scores: dict[int, list[float]] = field(default_factory=dict)
     finishes: dict[int, Finish] = field(default_factory=dict)
     cancelled: bool = False
     done: bool = False
@@ -50,7 +63,8 @@ class Asked:
 class Clients:
     """Asks, listens and checks. Everything is drawn from one generator."""
 
-    def __init__(self, world: World, draw: random.Random) -> None:
+    def __init__(self, world: World, draw: random.Random, scoring: random.Random | None) -> None:
+        """`scoring`: draws what is asked of prompts' own tokens; None: nothing is."""
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self.digest = 0
         """of everything that was told: two runs of a seed have the same"""
@@ -59,6 +73,7 @@ class Clients:
         self.open_calls: dict[int, str] = {}
         self._world = world
         self._draw = draw
+        self._scoring = scoring
         self._number = 0
         self._deletes: list[tuple[float, str, bool]] = []
         self._files: list[tuple[bytes, list[int]]] = []
@@ -139,7 +154,21 @@ class Clients:
 
     def _rows(self) -> None:
         number = self._draw.choice((1, 1, 1, 2, 5))
-        self._submit([self._request(self._prompt(), n=self._draw.choice((1, 1, 1, 2, 4))) for _ in range(number)])
+        requests = [self._request(self._prompt(), n=self._draw.choice((1, 1, 1, 2, 4))) for _ in range(number)]
+        self._submit(requests if self._scoring is None else [self._scored(one, self._scoring) for one in requests])
+
+    def _scored(self, request: GenerateRequest, draw: random.Random) -> GenerateRequest:
+        """Perhaps the same with questions about its prompt, with candidates, or only to be read."""
+        length, changes = len(request.prompt), {}
+        if draw.random() < 0.6:
+            start = draw.choice((1, 1, 2, max(1, length // 2), length))
+            changes["prompt_logprobs"] = PromptLogprobs(start=start)
+        if request.n == 1 and draw.random() < 0.4:
+            ends = [[draw.choice(ALPHABET) for _ in range(draw.randint(1, 5))] for _ in range(draw.randint(1, 4))]
+            changes["candidates"] = ends
+        if draw.random() < 0.4:
+            changes["max_tokens"] = 0
+        return msgspec.structs.replace(request, **changes)
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
         if len(self.open_jobs) >= MOST_JOBS:
@@ -153,12 +182,12 @@ class Clients:
             client=self._draw.choice(("", "one", "two", "two")),
             priority=self._draw.choice((Priority.AUTO, Priority.AUTO, Priority.BATCH)),
         )
-        rows = [(request, i) for request in requests for i in range(request.n)]
+        rows = [(request, i) for request in requests for i in range(request.num_rows)]
         asked = Asked(job, self._world.tasks.now, rows)
         self.open_jobs[job.job_id] = asked
         self.counts["jobs"] += 1
         told = [
-            (len(r.prompt), r.n, r.max_tokens, r.session and (r.session.session_id, r.session.branch_from))
+            (len(r.prompt), r.num_rows, r.max_tokens, r.session and (r.session.session_id, r.session.branch_from))
             for r in requests
         ]
         self.tell(f"{job.job_id} asks for {told}, timeout {timeout}")
@@ -308,6 +337,9 @@ class Clients:
     def _take(self, asked: Asked, delta: Delta) -> None:
         row = delta.row
         demand(row not in asked.finishes, f"{asked.job.job_id} row {row}: news after its finish")
+        if delta.prompt_logprobs:
+            demand(not asked.texts.get(row), f"{asked.job.job_id} row {row}: its prompt is told after its text")
+            asked.scores.setdefault(row, []).extend(entry.logprob for entry in delta.prompt_logprobs)
         asked.texts[row] = asked.texts.get(row, b"") + delta.text
         asked.tokens[row] = asked.tokens.get(row, 0) + delta.num_tokens
         if delta.finish is not None:
@@ -328,7 +360,7 @@ class Clients:
     def _answer(self, asked: Asked, row: int, request: GenerateRequest, i: int) -> Answer | None:
         """What an uninterrupted row would say; None: it never began, so nothing is known of what came before."""
         if request.session is None:
-            return predict(request.prompt, request, i)
+            return predict(prompt_of(request, i), request, i)
         sequence = asked.sequences[row]
         turn = self._world.ledger.turns.get(sequence)
         if turn is not None:
@@ -365,6 +397,8 @@ class Clients:
         text = asked.texts.get(row, b"")
         right = not text if answer is None else answer.raw.startswith(text)
         demand(right, f"{asked.job.job_id} row {row}: {text!r} is no beginning of {answer}")
+        told, scores = asked.scores.get(row, []), predict_scores(request, i)
+        demand(told == scores[: len(told)], f"{asked.job.job_id} row {row}: scores {told} are no beginning of {scores}")
 
     def _check_whole(self, asked: Asked, row: int, request: GenerateRequest, i: int, finish: Finish) -> None:
         answer, name = self._answer(asked, row, request, i), f"{asked.job.job_id} row {row}"
@@ -372,8 +406,10 @@ class Clients:
         said = (finish.reason, asked.texts[row], finish.completion_tokens)
         wanted = (answer.reason, answer.text, len(answer.drawn))
         demand(said == wanted, f"{name}: {said}, not {wanted}")
+        missing = len(predict_scores(request, i)) - len(asked.scores.get(row, []))
+        demand(not missing, f"{name}: {missing} of its scores are missing")
         if request.session is None:
-            demand(finish.prompt_tokens == len(request.prompt), f"{name}: {finish.prompt_tokens} prompt tokens")
+            demand(finish.prompt_tokens == len(prompt_of(request, i)), f"{name}: {finish.prompt_tokens} prompt tokens")
             return
         self.counts["turns"] += 1
         turn = self._world.ledger.turns[asked.sequences[row]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import PENDING
+from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
@@ -36,6 +36,11 @@ def draw_token(state: int, seed: int, step: int, ignore_eos: bool) -> int:
     if number % 31 == 0 and not ignore_eos:
         return END_OF_TEXT
     return ALPHABET[(number >> 8) % len(ALPHABET)]
+
+
+def score_of(state: int, token: int) -> float:
+    """The log-probability of a token behind a state, as far as this device knows any."""
+    return -float(hash((state, token)) & 0xFFFFF)
 
 
 def bans_end(request: GenerateRequest) -> bool:
@@ -126,6 +131,7 @@ class Step:
     started: float = 0.0
     launched: float = 0.0
     awaits_masks: bool = False
+    scores: list[tuple[Sequence, list[TokenLogprob]]] = field(default_factory=list)
 
 
 @dataclass
@@ -155,18 +161,30 @@ class Runner:
         """See `ModelRunner.parts`."""
         if not self.splits:
             return [rows] if rows else []
-        decode = [row for row in rows if row.feeds_back]
-        return [part for part in ([row for row in rows if row not in decode], decode) if part]
+        decode, scored = [row for row in rows if row.feeds_back], [row for row in rows if row.scored]
+        rest = [row for row in rows if row not in decode and row not in scored]
+        return [part for part in (rest, decode, scored) if part]
 
     def launch(self, rows: list[ScheduledRow], after: Iterable[Step] = ()) -> Step:
         """Compute a step: all rows read, then all write."""
         self.before_launch(rows)
         states = [fold(self.device.memory[row.sequence.read_slot], self._tokens_of(row)) for row in rows]
+        scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
         self._check_slots(rows)
         for row, state in zip(rows, states, strict=True):
             self.device.memory[row.sequence.write_slot] = state
         drawn = [self._draw(row, state) for row, state in zip(rows, states, strict=True) if row.draws]
-        return Step(rows, drawn)
+        return Step(rows, drawn, scores=scores)
+
+    def _score(self, row: ScheduledRow) -> list[TokenLogprob]:
+        """What the row's tokens tell of those after them."""
+        sequence, prompt = row.sequence, row.sequence.request.prompt
+        state, told = self.device.memory[sequence.read_slot], []
+        for at, token in enumerate(self._tokens_of(row), sequence.num_computed_tokens + 1):
+            state = fold(state, [token])
+            if at in row.scored:
+                told.append(TokenLogprob(TOKENIZER.byte_table[prompt[at]], score_of(state, prompt[at]), []))
+        return told
 
     def _tokens_of(self, row: ScheduledRow) -> list[int]:
         sequence = row.sequence
@@ -200,9 +218,9 @@ class Runner:
         self.before_read(step)
         return [(token, None) for token in step.tokens]
 
-    def read_scores(self, step: Step) -> list[Any]:
-        """Nothing is scored."""
-        return []
+    def read_scores(self, step: Step) -> list[tuple[Sequence, list[TokenLogprob]]]:
+        """What a step tells of prompts."""
+        return step.scores
 
     def is_lost(self) -> bool:
         """Never."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rwkv_batch.request import FinishReason, GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT
-from test.simulation.device import TOKENIZER, draw_token, fold
+from test.simulation.device import TOKENIZER, draw_token, fold, score_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Answer:
 
 def predict(before: list[int], request: GenerateRequest, continuation: int = 0) -> Answer:
     """The answer after the tokens `before` (history and prompt)."""
+    if request.max_tokens == 0:
+        return Answer(FinishReason.LENGTH, [], b"", b"", [])
     stop_ids = set(request.stop_ids) - {END_OF_TEXT} | (set() if request.ignore_eos else {END_OF_TEXT})
     stops = list(request.stop_strings)
     for token in stop_ids:
@@ -57,3 +59,17 @@ def _tokens_until(drawn: list[int], end: int) -> list[int]:
         kept.append(token)
         end -= len(text)
     return kept
+
+
+def prompt_of(request: GenerateRequest, i: int) -> list[int]:
+    """What row `i` of a request reads before it draws."""
+    return request.prompt + request.candidates[i] if request.candidates else request.prompt
+
+
+def predict_scores(request: GenerateRequest, i: int) -> list[float]:
+    """The log-probabilities that row `i` of a request tells; of what rows share the first tells all."""
+    if request.prompt_logprobs is None:
+        return []
+    prompt, first = prompt_of(request, i), request.prompt_logprobs.start
+    first = max(first, len(request.prompt)) if i else first
+    return [score_of(fold(0, prompt[:at]), prompt[at]) for at in range(first, len(prompt))]

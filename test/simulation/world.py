@@ -45,6 +45,8 @@ from test.simulation.violation import Violation, demand
 STEPS = 140
 DRAIN_STEPS = 4000
 CHUNK_BYTES = 8
+SCORING_WORLDS = 5
+"""In one world of so many prompts are scored, have candidates, or are only read."""
 """States are written in pieces of so many bytes, so that there are several."""
 
 
@@ -157,7 +159,8 @@ class World:
         self.recording: Sequence | None = None
         self.connections: list[sqlite3.Connection] = []
         self.database = folder / "sessions.db"
-        self.clients = Clients(self, random.Random(f"{seed} clients"))
+        scoring = random.Random(f"{seed} scoring") if seed % SCORING_WORLDS == 1 else None
+        self.clients = Clients(self, random.Random(f"{seed} clients"), scoring)
         self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "restarts": 0}
         self.steps = 0
 
