@@ -223,6 +223,23 @@ def test_long_prompts_take_turns() -> None:
     assert quick_rows[0].num_uncomputed_tokens <= 1, "a short prompt waits at most one turn of every other job"
 
 
+def test_prompts_left_over_do_not_wait_for_their_groups_turn() -> None:
+    """Rows that decode take turns in two groups; prompts are read beside the first, unless some were left over."""
+    plan = Scheduler(Limits(64, 10_000, 16, 16, 16, groups=2), Slots(200))
+    decoding = [job(1)[1][0] for _ in range(2)]
+    for sequence in decoding:
+        plan.add(sequence.job, [sequence])
+    for _ in range(2):
+        read(plan.schedule())
+    for number in range(40):
+        plan.add(*job(1, prompt_tokens=40, client=f"c{number}"))
+    for _ in range(4):
+        rows = plan.schedule()
+        assert sum(row.sequence in decoding for row in rows) == 1, "one group decodes"
+        assert sum(row.num_tokens for row in rows) == 1 + 16, "and prompts are read in each step"
+        read(rows)
+
+
 def test_forgetting_a_job_empties_the_queue() -> None:
     plan, _ = scheduler(seats=2)
     running, rows = job(5)
