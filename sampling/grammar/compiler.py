@@ -13,6 +13,7 @@ import llguidance
 
 from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form
 from sampling.grammar.errors import GrammarError, first_line
+from sampling.grammar.formats import narrow_formats
 from sampling.grammar.matcher import Grammar
 from sampling.grammar.schema_place import place_of_fault
 from sampling.grammar.vocabulary import make_vocabulary
@@ -136,6 +137,7 @@ def _schema_of(source: str) -> dict[str, Any]:
     schema = {} if (given := json.loads(source)) is True else given
     if not isinstance(schema, dict):
         raise GrammarError("the schema is false: no answer is valid" if given is False else "a schema is an object")
+    narrow_formats(schema)
     return schema
 
 

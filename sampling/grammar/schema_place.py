@@ -21,7 +21,7 @@ def place_of_fault(schema: Any, fault: Callable[[Any], str]) -> str:
     shared = {name: schema[name] for name in _SHARED if isinstance(schema, dict) and name in schema}
     place, part, looks = "", schema, 0
     while True:
-        for step, child in _parts(part):
+        for step, child in parts_of(part):
             looks += 1
             if looks > MOST_LOOKS:
                 return place
@@ -32,7 +32,7 @@ def place_of_fault(schema: Any, fault: Callable[[Any], str]) -> str:
             return place
 
 
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
     """The schemas inside a schema, one level down, and how each is reached."""
     if not isinstance(schema, dict):
         return

@@ -16,6 +16,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
 
@@ -162,6 +163,25 @@ def test_sessions_keep_what_was_drawn(engine: Engine) -> None:
     whole = TOKENIZER.encode("User: yes or no?") + TOKENIZER.encode(first.all_texts[0].decode())
     replayed = ask([*whole, *TOKENIZER.encode("\n\nAnd a number?")], constraint=regex("[0-9]{4}"))
     assert run(engine, replayed).all_texts == second.all_texts, prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "fits"),
+    [
+        ({"format": "date-time"}, "2024-02-29T23:59:59Z", True),
+        ({"format": "date-time"}, "2024-02-29T13:20:60Z", False),
+        ({"format": "time", "pattern": "Z$"}, "13:20:60Z", False),
+        ({"format": "time", "pattern": "Z$"}, "13:20:59Z", True),
+        ({"format": "email"}, "a" * 65 + "@example.com", False),
+        ({"format": "email"}, "joe@example.com", True),
+    ],
+)
+def test_formats_are_as_narrow_as_validators_have_them(given: dict[str, str], text: str, fits: bool) -> None:
+    compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
+    nested = {"type": "array", "items": {"anyOf": [{"type": "string", **given}]}}
+    state = Matcher(compiler.compile(schema(nested))).state
+    tokens = TOKENIZER.encode(json.dumps([text]))
+    assert (state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting()) is fits
 
 
 @pytest.mark.parametrize(
