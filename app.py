@@ -31,8 +31,9 @@ def with_model(settings: Settings) -> Settings:
     if not path:
         path = str(_demo_model())
     try:
-        with open(path, "rb"):
-            pass
+        if not Path(path).is_dir():  # of folders the engine says what is in them
+            with open(path, "rb"):
+                pass
     except OSError as error:
         raise StartupError(f"model file {path} cannot be read ({error.strerror}); check --model-path") from None
     return msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, model_path=path))

@@ -278,7 +278,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),
     EngineConfig: (
-        Flag("model_path", str, "weights, .pth or .safetensors; without it the demo model is served"),
+        Flag(
+            "model_path",
+            str,
+            "weights: .pth, .safetensors, a folder of Hugging Face's; without it the demo model is served",
+        ),
         Flag("model_name", str, "name under which the model is listed"),
         Flag("dtype", _one_of(*DTYPES), "weights; auto: fp16 on CUDA, fp32 on a CPU; fp8, int8, int4: small ones"),
         Flag(

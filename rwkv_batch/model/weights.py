@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.hugging_face import is_folder, native_names, read_folder
 from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.tensor_files import FileError, read_tensors
@@ -27,7 +28,7 @@ FOREIGN = (
     (re.compile(r"att\.time_maa_"), "RWKV-6 (keys 'att.time_maa_*')"),
     (re.compile(r"att\.time_faaaa"), "RWKV-5 (keys 'att.time_faaaa')"),
     (re.compile(r"att\.time_(first|decay|mix_k)"), "RWKV-4 or 5 (keys 'att.time_*')"),
-    (re.compile(r"^model\.layers\."), "a transformers model (keys 'model.layers.*')"),
+    (re.compile(r"^model\.layers\."), "a transformers model that is no RWKV-7 (keys 'model.layers.*')"),
     (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
@@ -101,13 +102,14 @@ class Weights:
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open and check a weight file. Raises WeightsError, naming the file and the remedy.
+    """Open and check a weight file, or a folder of Hugging Face's. Raises WeightsError, naming it and the remedy.
 
     Nothing but names, shapes, types and samples are read now; the tensors map the file and are not to be written to.
     """
     path = Path(path)
     try:
-        return weights_from(read_tensors(path), path)
+        tensors = read_folder(path) if is_folder(path) else read_tensors(path)
+        return weights_from(native_names(tensors), path)
     except FileError as error:
         raise WeightsError(str(error)) from error
 

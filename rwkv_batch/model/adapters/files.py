@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from rwkv_batch.model.hugging_face import native_module
 from rwkv_batch.model.tensor_files import FileError, Kind, read_tensors
 from rwkv_batch.model.weights import FLOATS
 
@@ -84,7 +85,7 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         _check(path, name, tensor)
-        found_name = _NAME.search(name)
+        found_name = _NAME.search(native_module(name))
         if found_name is None:
             raise FileError(f"adapter file {path}: tensor {name!r} belongs to no weight of an RWKV-7 model")
         target = found_name["target"].removesuffix(".weight") if found_name["part"] else found_name["target"]

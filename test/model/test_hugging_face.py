@@ -1,0 +1,127 @@
+"""Hugging Face's layouts: the same model as the .pth file, in one file or in shards, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.model.adapters.files import read_adapter
+from rwkv_batch.model.weights import WeightsError, open_weights, weights_from
+from test.model.test_model import feed, pipeline
+
+NATIVE = random_weights(layers=3, width=128, vocab=256, seed=4, first_v=False, ranks=(16, 24, 8, 40))
+PROMPT = [3, 77, 200, 5, 9]
+
+
+def fla_name(name: str) -> str:
+    """As flash-linear-attention's own converter has it."""
+    outside = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
+    first, *rest = name.split(".")
+    if first in outside:
+        return ".".join([outside[first], *rest])
+    number, part, inner, *end = rest
+    if part.startswith("ln"):
+        return f"model.layers.{number}.{('pre_norm', 'attn_norm', 'ffn_norm')[int(part[2])]}.{inner}"
+    if re.fullmatch("[wavg][012]", inner):
+        tail = ("2.bias", "0.weight", "2.weight")[int(inner[1])]
+        return f"model.layers.{number}.attn.{inner[0]}_lora.lora.{tail}"
+    if part == "att":
+        proj = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
+        return ".".join(["model.layers", number, "attn", proj.get(inner, inner), *end])
+    return ".".join(["model.layers", number, "ffn", inner, *end])
+
+
+def fla(older: bool = False) -> dict[str, Tensor]:
+    """The model in flash-linear-attention's layout; `older`: with the token-shift weights together."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in NATIVE.items():
+        low_rank = re.search(r"\.att\.[wavg][12]$", name) is not None
+        flat = (
+            tensor if ".x_" in name and not older else tensor.reshape(tensor.shape[2:]) if tensor.dim() == 3 else tensor
+        )
+        found[fla_name(name)] = (flat.t() if low_rank else flat).contiguous()
+    if older:
+        for i in range(3):
+            mixes = [found.pop(f"model.layers.{i}.attn.x_{letter}") for letter in "rwkvag"]
+            found[f"model.layers.{i}.attn.x_x"] = torch.stack(mixes)
+    return found
+
+
+def own() -> dict[str, Tensor]:
+    """The model as RWKV's own folders have it."""
+    return {name if name.startswith("head") else f"rwkv7.{name}": tensor for name, tensor in NATIVE.items()}
+
+
+def sharded(folder: Path, tensors: dict[str, Tensor], count: int = 3) -> Path:
+    """A folder with so many shards."""
+    folder.mkdir(exist_ok=True)
+    names = sorted(tensors)
+    places = {name: f"model-{1 + i % count:05}-of-{count:05}.safetensors" for i, name in enumerate(names)}
+    for shard in set(places.values()):
+        save_file({name: tensors[name].contiguous() for name in names if places[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "tensors", [fla(), fla(older=True), own()], ids=["flash-linear-attention", "its older form", "RWKV's own"]
+)
+@pytest.mark.parametrize("form", ["one file", "a folder", "shards"])
+def test_it_is_the_model_of_the_pth_file(tmp_path: Path, tensors: dict[str, Tensor], form: str) -> None:
+    path = tmp_path / "model.safetensors"
+    if form == "shards":
+        path = sharded(tmp_path, tensors)
+    else:
+        save_file(tensors, path)
+        path = path if form == "one file" else tmp_path
+    found, native = open_weights(path), weights_from(NATIVE)
+    assert found.shape == native.shape and found.tensors.keys() == native.tensors.keys()
+    for name, tensor in native.tensors.items():
+        assert torch.equal(found.tensors[name].reshape(tensor.shape), tensor), name
+    logits = [feed(pipeline(weights, "naive"), PROMPT, (len(PROMPT),)) for weights in (found, native)]
+    assert torch.equal(*logits)
+
+
+def test_shards_that_are_not_all_there(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "a", fla())
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"model-00002-of-00003\.safetensors does not exist"):
+        open_weights(folder)
+    folder = sharded(tmp_path / "b", fla())
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    for name, shard, why in (
+        ("model.layers.9.x", "model-00001-of-00003.safetensors", "1 tensors that its shards lack"),
+        ("x", "../../etc/passwd", "not a file of its folder"),
+    ):
+        index.write_text(json.dumps({"weight_map": {**told["weight_map"], name: shard}}))
+        with pytest.raises(WeightsError, match=why):
+            open_weights(folder)
+    index.write_text("{")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        open_weights(folder)
+
+
+def test_other_models_of_transformers_are_named(tmp_path: Path) -> None:
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="a transformers model that is no RWKV-7"):
+        open_weights(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="is a folder"):
+        open_weights(tmp_path)
+
+
+def test_an_adapter_trained_on_a_layout_of_transformers(tmp_path: Path) -> None:
+    pair = {"lora_A.weight": torch.ones(4, 128), "lora_B.weight": torch.ones(128, 4)}
+    names = ["model.layers.1.attn.r_proj", "model.layers.0.ffn.key", "lm_head"]
+    tensors = {f"base_model.model.{n}.{p}": t.clone() for n in names for p, t in pair.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = read_adapter(tmp_path / "a.safetensors", 1.0)
+    assert set(found.parts) == {"blocks.1.att.receptance", "blocks.0.ffn.key", "head"}
