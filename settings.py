@@ -37,6 +37,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """"nginx" | "none" | "auto": nginx where it is installed and the host is not loopback."""
     max_connections_per_client: int = 0
     """0: as many as the HTTP workers write answers to one client."""
+    max_models: int = 4
+    """Loaded while serving, beside the service's own."""
+    model_idle_s: float = 0.0
+    """0: a model that is not used stays."""
     log_format: str = "text"
     log_level: str = "info"
 
@@ -230,6 +234,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             _COUNT,
             "requests of one address that nginx passes on at a time; 0: as many as HTTP workers answer",
         ),
+        Flag("max_models", _whole(0, 64), "models that may be loaded while serving, beside the service's own"),
+        Flag("model_idle_s", _SECONDS, "seconds after which such a model leaves if nobody uses it; 0: never"),
         Flag("log_format", _one_of("text", "json"), "text, or one JSON object per line"),
         Flag("log_level", _one_of("debug", "info", "warning", "error"), "least severity that is logged"),
     ),
@@ -245,7 +251,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "admin_password",
             str,
-            "wanted from who changes what is served (/v1/states); without it the password does, and API keys never do",
+            "wanted from who changes what is served (models, states); without it the password does; API keys never do",
         ),
         Flag("keys_file", _keys_file, "API keys with a name and limits each, in TOML; read again at SIGHUP"),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
@@ -300,7 +306,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             name="adapter",
             repeats=True,
         ),
-        Flag("models_dir", _folder, "folder within which requests may name files to load (/v1/states)"),
+        Flag("models_dir", _folder, "folder of the files that requests may load: models, tuned states"),
         Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
         Flag(
             "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
@@ -423,7 +429,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         values[HttpConfig]["password"] = _first_line(path)
     _apply_strategy(values[EngineConfig])
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
-    shared: dict[str, Any] = {"drain_timeout_s": engine.drain_timeout_s, "model_name": engine.model_name}
+    shared: dict[str, Any] = {name: getattr(engine, name) for name in ("drain_timeout_s", "model_name", "models_dir")}
     service = ServiceConfig(**values[ServiceConfig])
     if service.http_workers == 0:
         service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))

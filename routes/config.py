@@ -51,6 +51,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Translations each HTTP worker remembers; 0: none."""
     drain_timeout_s: float = 30.0
     model_name: str = "rwkv7"
+    models_dir: str = ""
+    """Folder that requests may name files in; "": none."""
 
     @property
     def max_body_bytes(self) -> int:

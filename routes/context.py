@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from routes.config import HttpConfig
 from routes.readiness import Readiness
 from routes.wakeups import WakeUps
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import ModelWish, ServedModel
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
@@ -27,6 +29,23 @@ class ServingEngine(EngineProtocol, Protocol):
 
     def observe(self, observation: Observe) -> None:
         """Report an ended HTTP request."""
+
+
+class Models(Protocol):
+    """The models loaded while serving; see routes/model_directory.py."""
+
+    @property
+    def table(self) -> Sequence[ServedModel]:
+        """All that were asked for and have not left."""
+
+    def chosen(self, context: Context, asked: str) -> Context:
+        """The context of the model that a request names. Raises ServiceError."""
+
+    async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
+        """Have a model loaded, and wait so long for it. Raises ServiceError if that cannot be begun."""
+
+    async def unload(self, name: str, timeout_s: float | None) -> None:
+        """Have a model unloaded, and wait so long for it. Raises ServiceError if there is none."""
 
 
 class Gate:
@@ -106,3 +125,9 @@ class Context:
     """Exports and imports under way: see `routes.session_files.Place`."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents made once at start, by name."""
+    models: Models | None = None
+    """None: there is one model, which any name means."""
+
+    def of_model(self, asked: object) -> Context:
+        """The context of the model that a request names, if it names one. Raises ServiceError."""
+        return self.models.chosen(self, asked) if self.models is not None and isinstance(asked, str) else self

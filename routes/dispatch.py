@@ -37,6 +37,11 @@ async def settled(route: Route, reply: Awaitable[Reply]) -> Reply:
         return error_answer(_INTERNAL, route.error_form)
 
 
+def model_context(context: Context, route: Route, data: object) -> Context:
+    """The context of the model that a request names. Raises ServiceError."""
+    return context.of_model(data.get("model")) if isinstance(data, dict) and not route.is_about_models else context
+
+
 async def whole_answer(context: Context, route: Route, data: object, characters: int = 0) -> Answer:
     """The route's answer to a body of about so many characters that came without HTTP; never a stream.
 
@@ -53,5 +58,6 @@ async def _handled(context: Context, route: Route, data: object, characters: int
     assert route.body is not None
     if isinstance(data, dict) and data.get("stream") is True:
         raise ServiceError.from_info(_STREAM)
+    context = model_context(context, route, data)
     body = await off_loop(characters, validate, route.body, data)
     return await route.handle(context, body)

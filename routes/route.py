@@ -44,6 +44,8 @@ class Route:
     the field's text and not in the OpenAPI document: what is no form after all is a 500 of Robyn's own."""
     is_admin: bool = False
     """Wants --admin-password where there is one, else the password; API keys do not do."""
+    is_about_models: bool = False
+    """A `model` in the request is what is asked about, and not whom."""
     is_work: bool = False
     """Refused while draining and above the limit of answers under way."""
     waits_for_engine: bool = False

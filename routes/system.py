@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
 from routes import big_batch
 from routes.context import Context
-from routes.openai.errors import OPENAI_ERRORS
+from routes.models import about
 from routes.request import prompts
-from routes.request.bodies import CountBody, Fields
+from routes.request.bodies import CountBody
 from routes.request.generate_requests import off_loop
-from routes.request.model_names import state_names
-from routes.request.shown import shown
 from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, json_answer
-from routes.response.response_models import Health, Model, ModelList, Status, TokenCount
-from routes.route import Route, Upload
-from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus, ListStates
+from routes.response.response_models import Health, Status, TokenCount
+from routes.route import Route
+from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 
@@ -51,9 +47,11 @@ async def readyz(context: Context, query: dict[str, str]) -> Reply:
 
 
 async def status(context: Context, query: dict[str, str]) -> Reply:
-    """Model, devices, samplers, rows, pool and processes."""
+    """Model, devices, samplers, rows, pool and processes; the models loaded beside it."""
     found = await ask(context, GetStatus())
-    return json_answer(found | {"big_batch_jobs": found["jobs"].get(big_batch.LABEL, 0)})
+    jobs = found["jobs"].get(big_batch.LABEL, 0)
+    others = [] if context.models is None else list(map(about, context.models.table))
+    return json_answer(found | {"big_batch_jobs": jobs, "models": others})
 
 
 async def metrics(context: Context, query: dict[str, str]) -> Reply:
@@ -61,38 +59,6 @@ async def metrics(context: Context, query: dict[str, str]) -> Reply:
     text = await ask(context, GetMetrics())
     jobs = await ask(context, CountJobs(big_batch.LABEL))
     return Answer((text + OLD_METRIC.format(jobs)).encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _served(context: Context) -> dict[str, dict[str, object]]:
-    """The model, and with each tuned state that can be used, by name; without these while the engine is away."""
-    name = context.config.model_name
-    created = {name: context.started}
-    if context.engine.is_connected:
-        for info in await ask(context, ListStates()):
-            if not info.error:
-                created |= dict.fromkeys(state_names(name, info.name), info.created)
-    return {name: {"id": name, "object": "model", "created": at, "owned_by": "rwkv"} for name, at in created.items()}
-
-
-async def models(context: Context, query: dict[str, str]) -> Reply:
-    """The one model that is served, alone and with each tuned state."""
-    return json_answer({"object": "list", "data": list((await _served(context)).values())})
-
-
-class ModelQuery(Fields):
-    """Which model is asked for."""
-
-    model: str = Field(min_length=1, description="The model's id, as the list of models has it.")
-
-
-async def model(context: Context, upload: Upload) -> Reply:
-    """The model of that id, if it is one that is served."""
-    asked, served = upload.query.model, await _served(context)
-    if asked not in served:
-        given = shown(asked)
-        message = f"model: no model {given!r} is served here, only {', '.join(map(repr, served))}"
-        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
-    return json_answer(served[asked])
 
 
 async def count_tokens(context: Context, body: CountBody) -> Reply:
@@ -121,22 +87,6 @@ async def openapi(context: Context, query: dict[str, str]) -> Reply:
     return json_answer(document)
 
 
-def model_route(path: str) -> Route:
-    """Where OpenAI's SDKs ask for one model."""
-    return Route(
-        "GET",
-        path,
-        model,
-        None,
-        "One model.",
-        answer=Model,
-        query=ModelQuery,
-        error_form=OPENAI_ERRORS,
-        errors=(ErrorKind.MODEL_NOT_FOUND,),
-        example={"model": "rwkv7"},
-    )
-
-
 AWAY = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Alive.", answer=Health, is_public=True),
@@ -147,8 +97,6 @@ ROUTES = (
         "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=AWAY
     ),
     Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=AWAY),
-    Route("GET", "/v1/models", models, None, "The models served.", answer=ModelList),
-    model_route("/v1/models/{model}"),
     Route(
         "POST",
         "/v1/tokens/count",

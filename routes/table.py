@@ -5,6 +5,7 @@ from __future__ import annotations
 from routes import (
     big_batch,
     fim,
+    models,
     multi_state,
     score,
     session_files,
@@ -37,6 +38,7 @@ ROUTES: tuple[Route, ...] = (
     *tokenizer.ROUTES,
     *embeddings.ROUTES,
     *responses.ROUTES,
+    *models.ROUTES,
     *system.ROUTES,
     *pages.ROUTES,
     *web_page.ROUTES,

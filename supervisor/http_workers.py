@@ -17,7 +17,9 @@ from typing import Any
 
 from routes.api_keys import KeysFile
 from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.served_model import ServedModel
 from supervisor.child import Child, back_off_s
+from supervisor.model_engines import ModelEngines
 
 logger = logging.getLogger("supervisor")
 
@@ -63,11 +65,13 @@ class HttpWorkers:
     arguments: tuple[Any, ...]
     num_sockets: int
     keys: KeysFile
+    models: ModelEngines
     target: Any = http_process
     workers: list[Worker] = field(default_factory=list)
     failures: int = 0
     next_start: float = 0.0
     is_ready: bool = False
+    told_models: tuple[ServedModel, ...] = ()
 
     def look_after(self) -> None:
         """Listen to the workers, replace those that have ended. Raises StartupError when none can start."""
@@ -80,6 +84,7 @@ class HttpWorkers:
         while len(self.workers) < self.num_sockets + SPARES and time.monotonic() >= self.next_start:
             self._start()
         self._tell_readiness()
+        self._tell_models()
 
     def wait_s(self) -> float | None:
         """Seconds to the next start that is planned; None if none is."""
@@ -140,6 +145,10 @@ class HttpWorkers:
                     self.failures = 0
                 case "engine":
                     worker.has_engine = value
+                case "model":
+                    worker.child.tell(("model", value.number, self.models.obey(value)))
+                case "used":
+                    self.models.used(value)
                 case "failed":
                     worker.complaint = value
 
@@ -152,6 +161,7 @@ class HttpWorkers:
             worker.socket = number
             worker.child.name = f"http-{number}"
             worker.child.tell(("serve", number, self.keys.keys))
+            worker.child.tell(("models", self.told_models))
 
     def _reap(self, worker: Worker) -> None:
         self.workers.remove(worker)
@@ -180,3 +190,12 @@ class HttpWorkers:
             for worker in self.workers:
                 if worker.socket is not None:
                     worker.child.tell(("all", is_ready))
+
+    def _tell_models(self) -> None:
+        """Tell every worker when a model has come, gone or changed."""
+        table = self.models.table
+        if table != self.told_models:
+            self.told_models = table
+            for worker in self.workers:
+                if worker.socket is not None:
+                    worker.child.tell(("models", table))

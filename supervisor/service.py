@@ -30,6 +30,7 @@ from supervisor.child import Child
 from supervisor.front import front_process
 from supervisor.http_workers import HttpWorkers, fork_context, http_process
 from supervisor.listeners import Listeners, open_listeners
+from supervisor.model_engines import ModelEngines, ModelLimits
 from supervisor.nginx_config import NginxConfig, chosen_front
 
 logger = logging.getLogger("supervisor")
@@ -79,11 +80,13 @@ class Supervisor:
         spawn = multiprocessing.get_context("spawn")
         engine = (settings.engine, self._address, engine_factory, style)
         self._engine = Child("engine", spawn, engine_process, engine)
+        limits = ModelLimits(settings.service.max_models, settings.service.model_idle_s, _LAST_WORDS_S)
+        self._models = ModelEngines(settings.engine, self._folder, style, spawn, engine_process, engine_factory, limits)
         sockets = self._listeners.workers
         http = (settings.http, self._address, style, sockets)
         keys = KeysFile(settings.http.keys_file)
         keys.read()
-        self._workers = HttpWorkers(fork_context(), http, len(sockets), keys, http_target)
+        self._workers = HttpWorkers(fork_context(), http, len(sockets), keys, self._models, http_target)
         self._front: Child | None = None
         if self._listeners.front is not None:
             config = NginxConfig.of(settings, sockets)
@@ -125,8 +128,9 @@ class Supervisor:
             if child.process is None and time.monotonic() >= child.restart_at:
                 self._clear_address(child)
                 child.start()
+        self._models.look_after()
         self._workers.look_after()
-        waitables = [self._wake_read, *self._workers.waitables]
+        waitables = [self._wake_read, *self._workers.waitables, *self._models.waitables]
         waitables += [one for child in self._singles() for one in child.waitables]
         if self._wake_read in wait(waitables, timeout=self._next_start_s()) and _RELOAD in os.read(self._wake_read, 64):
             self._workers.reload()
@@ -134,8 +138,8 @@ class Supervisor:
     def _next_start_s(self) -> float | None:
         now = time.monotonic()
         waits = [max(0.0, child.restart_at - now) for child in self._singles() if child.process is None]
-        workers = self._workers.wait_s()
-        return min([*waits, *([] if workers is None else [workers])], default=None)
+        waits += [wait for wait in (self._workers.wait_s(), self._models.wait_s()) if wait is not None]
+        return min(waits, default=None)
 
     def _listen_to(self, child: Child) -> None:
         for subject, value in child.heard():
@@ -173,6 +177,7 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s + _LAST_WORDS_S
         self._workers.drain()
         self._engine.tell("drain")
+        self._models.drain()
         self._await(self._engine_is_drained, deadline)
         if self._front is not None:
             self._front.tell("quit")  # it listens no more, and ends when the workers' last answers are out
@@ -180,7 +185,7 @@ class Supervisor:
         self._await(lambda: not self._workers.are_alive, deadline)
         self._await(lambda: self._front is None or not self._front.is_alive, deadline)
         self._engine.tell("end")
-        self._await(lambda: not self._engine.is_alive, deadline)
+        self._await(lambda: not self._engine.is_alive and not self._models.are_alive, deadline)
         if self._signals > 1:
             self._cut_off()
         logger.info("stopped")
@@ -188,6 +193,7 @@ class Supervisor:
     def _cut_off(self) -> None:
         """End at once, but let the HTTP workers tell their clients so."""
         self._engine.kill()
+        self._models.kill()
         self._workers.finish()
         deadline = time.monotonic() + _CUT_OFF_S
         while self._workers.are_alive and time.monotonic() < deadline:
@@ -195,7 +201,8 @@ class Supervisor:
 
     def _engine_is_drained(self) -> bool:
         self._listen_to(self._engine)
-        return self._is_drained or not self._engine.is_alive
+        self._models.look_after()
+        return (self._is_drained or not self._engine.is_alive) and not self._models.are_alive
 
     def _await(self, condition: Callable[[], bool], deadline: float) -> None:
         while self._signals < 2 and time.monotonic() < deadline and not condition():
@@ -205,6 +212,7 @@ class Supervisor:
         self._workers.kill()
         for child in reversed(self._singles()):
             child.kill()
+        self._models.kill()
         self._listeners.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -2,21 +2,23 @@
 
 A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
 a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "fail@n" in its nth
-without a word before, "die" kills the engine's thread, "hang" stops it for ever, "say" gives what follows once, in
-pieces that cut it anywhere, and stops.
+without a word before, "who" says the model's name, "die" kills the engine's thread, "hang" stops it for ever, "say"
+gives what follows once, in pieces that cut it anywhere, and stops.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rwkv_batch.calls import CountJobs, EngineCall, ExportSession, ListSessions, ListStates, Reply
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
 from rwkv_batch.tokenizer import Tokenizer
@@ -36,9 +38,10 @@ def _said(prompt: bytes) -> bytes:
 
 
 class _Running:
-    def __init__(self, job: Job, sink: Sink, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, sink: Sink, tokenizer: Tokenizer, model: str) -> None:
         self.job, self.sink = job, sink
-        self.texts = [_said(tokenizer.decode_bytes(row.prompt)) for row in job.rows]
+        texts = [_said(tokenizer.decode_bytes(row.prompt)) for row in job.rows]
+        self.texts = [b"%s " % model.encode() if text == b"who" else text for text in texts]
         self.steps = 0
         self.cancelled = False
 
@@ -66,6 +69,14 @@ class FakeEngine:
         return self._rounds
 
     def start(self) -> None:
+        """Of a model file's name: "broken" cannot be loaded, "dying" ends the process, "slow" takes its time."""
+        name = Path(self._config.model_path).stem
+        if name == "broken":
+            raise StartupError(f"{self._config.model_path} is not a model")
+        if name == "dying":
+            os._exit(3)
+        if name == "slow":
+            time.sleep(1.5)
         self._thread.start()
 
     def drain(self, timeout_s: float) -> None:
@@ -86,7 +97,7 @@ class FakeEngine:
             return
         admitted(None)
         with self._lock:
-            self._jobs[job.job_id] = _Running(job, sink, self._tokenizer)
+            self._jobs[job.job_id] = _Running(job, sink, self._tokenizer, self._config.model_name)
 
     def cancel(self, job_id: str) -> None:
         running = self._jobs.get(job_id)

@@ -22,7 +22,7 @@ from settings import (
 )
 from state_pool.config import PoolConfig
 
-DERIVED = {"front_key", "pool", "drain_timeout_s", "model_name"}
+DERIVED = {"front_key", "pool", "drain_timeout_s", "model_name", "models_dir"}
 """Fields that another section's flag sets, or that are sections themselves."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from routes import system
+from routes import models
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import CompletionBody
@@ -157,11 +157,11 @@ ROUTES = (
     Route(
         "GET",
         "/openai/v1/models",
-        system.models,
+        models.models,
         None,
         "The models served.",
         answer=ModelList,
         error_form=OPENAI_ERRORS,
     ),
-    system.model_route("/openai/v1/models/{model}"),
+    models.model_route("/openai/v1/models/{model}"),
 )

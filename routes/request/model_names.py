@@ -23,6 +23,10 @@ def asked_state(body: ModelFields, config: HttpConfig) -> str:
     return body.state or in_model
 
 
+def base_name(asked: str, served: str) -> str | None:
+    """`served` if a request names that model, alone or with a tuned state; else None."""
+    return served if asked == served or asked.startswith(tuple(served + one for one in SEPARATORS)) else None
+
+
 def _in_model(asked: str, served: str) -> str:
-    rest = asked.removeprefix(served)
-    return rest[1:] if len(rest) < len(asked) and rest.startswith(SEPARATORS) else ""
+    return asked[len(served) + 1 :] if asked != served and base_name(asked, served) is not None else ""

@@ -391,6 +391,18 @@ class Model(BaseModel):
     object: Literal["model"]
     created: int = Field(description="Unix time in seconds.")
     owned_by: str
+    status: str = Field("ready", description="Of one loaded while serving: loading, ready, failed or unloading.")
+    error: str = Field("", description="Why it could not be loaded.")
+    file: str = Field("", description="Its file within --models-dir.")
+
+
+class LoadedModel(BaseModel):
+    """A model that is loaded or unloaded while serving."""
+
+    id: str
+    object: Literal["model"]
+    status: str = Field(description="loading, ready, failed, unloading or unloaded.")
+    error: str = Field("", description="Why it could not be loaded.")
 
 
 class ModelList(BaseModel):
@@ -460,4 +472,5 @@ class Status(BaseModel):
     computed_tokens_per_s: float = Field(description="Tokens that went through the model, prompts' among them.")
     drawn_tokens_per_s: float = Field(description="The older name of generated_tokens_per_s.")
     read_tokens_per_s: float = Field(description="The older name of computed_tokens_per_s.")
+    models: list[dict[str, Any]] = Field(description="Models loaded while serving, and how they stand.")
     processes: dict[str, Any]

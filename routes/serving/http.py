@@ -15,7 +15,7 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.dispatch import settled
+from routes.dispatch import model_context, settled
 from routes.exchange import REQUEST_ID, Exchange, current, request_id, work_on
 from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
@@ -204,9 +204,8 @@ def _unless_known(request: Request, answer: Answer) -> Answer:
     return Answer(b"", 304, answer.content_type, answer.headers)
 
 
-async def _asked(context: Context, route: Route, request: Request) -> object:
+async def _asked(context: Context, route: Route, request: Request, data: object) -> object:
     """What the handler gets: the validated body, the query and file, or the query as it is. Raises ServiceError."""
-    data = await _data(context, route, request)
     if route.query is not None:
         return _upload(context, route, request, data)
     if route.body is None:
@@ -215,7 +214,9 @@ async def _asked(context: Context, route: Route, request: Request) -> object:
 
 
 async def _run(context: Context, route: Route, request: Request) -> Reply:
-    asked = await _asked(context, route, request)
+    data = await _data(context, route, request)
+    context = model_context(context, route, data)
+    asked = await _asked(context, route, request, data)
     if route.is_work or route.waits_for_engine:
         await context.readiness.wait_for_engine()
     if route.is_work:

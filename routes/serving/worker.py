@@ -7,6 +7,7 @@ one keeps house; one listens to the supervisor.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -15,16 +16,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 from robyn import Headers, Robyn
 
 from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.context import Context, Gate
+from routes.model_directory import ModelDirectory
 from routes.readiness import Readiness
 from routes.serving import preload
 from routes.serving.access_log import name_requests
@@ -34,6 +36,7 @@ from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
+from rwkv_batch.ipc.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ _HOUSEKEEPING_S = 0.1
 _WIDENINGS = 100
 _TURNS_TO_DROP = 50
 """WakeUps of housekeeping from one search for ended threads to the next."""
+_TURNS_TO_TELL = 5
+"""The same from one word of the models in use to the next."""
 _FLUSH_S = 0.3
 """Time for the last bytes to leave Robyn after the last handler has returned."""
 
@@ -100,8 +105,10 @@ def _run(
 
     client = EngineClient(address, engine_changed)
     context = _context(client, config, readiness)
+    models = ModelDirectory(lambda command: supervisor.tell("model", command), lambda model: _connected(context, model))
+    context.models = models
     cpus = os.sched_getaffinity(0)
-    app = _application(context, cpus, lambda: supervisor.tell("serving"))
+    app = _application(context, cpus, supervisor, models)
     # What was made stays: a full collection that walks all of it stops every stream for 10 ms.
     gc.collect()
     gc.freeze()
@@ -117,7 +124,9 @@ def _run(
     set_up_logging(name, style)
     name_requests()
     client.start(name)
-    follow = threading.Thread(target=_follow, args=(context, client, supervisor), name="supervisor", daemon=True)
+    follow = threading.Thread(
+        target=_follow, args=(context, client, supervisor, models), name="supervisor", daemon=True
+    )
     follow.start()
     serve(app, listeners[number])
 
@@ -131,8 +140,17 @@ def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> 
     return context
 
 
-def _application(context: Context, cpus: set[int], serving: Callable[[], None]) -> Robyn:
-    """Robyn with every route; it calls `serving` when it has begun."""
+def _connected(context: Context, model: ServedModel) -> tuple[Context, EngineClient]:
+    """The context of a model that is ready: its engine, its name, and translations of its own to remember."""
+    client = EngineClient(model.address)
+    client.start(f"http-{os.getpid()}")
+    config = msgspec.structs.replace(context.config, model_name=model.wish.name)
+    shared = {**context.shared, translate.CACHE: translate.TranslationCache(config.translate_cache)}
+    return dataclasses.replace(context, engine=client, config=config, shared=shared), client
+
+
+def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> Robyn:
+    """Robyn with every route; the supervisor is told when it has begun, and which models are used."""
 
     def housekeeping() -> None:
         for turn in range(sys.maxsize):
@@ -142,11 +160,13 @@ def _application(context: Context, cpus: set[int], serving: Callable[[], None]) 
             Headers({})
             if turn % _TURNS_TO_DROP == 0:
                 drop_ended()
+            if turn % _TURNS_TO_TELL == 0 and (used := models.take_used()):
+                supervisor.tell("used", used)
             time.sleep(_HOUSEKEEPING_S)
 
     def started() -> None:
         threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
-        serving()
+        supervisor.tell("serving")
 
     app = Robyn(__file__)
     register(app, context, ROUTES)
@@ -183,7 +203,7 @@ def _widen(cpus: set[int]) -> None:
             os.sched_setaffinity(int(thread), cpus)
 
 
-def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink) -> None:
+def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink, models: ModelDirectory) -> None:
     """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
     while True:
         match supervisor.hear():
@@ -195,6 +215,10 @@ def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink) 
                 context.readiness.wake_all()
             case ("keys", keys):
                 context.keys.replace(keys)
+            case ("models", table):
+                models.update(table)
+            case ("model", number, refusal):
+                models.answered(number, refusal)
             case "finish":
                 deadline = time.monotonic() + context.config.drain_timeout_s
                 while context.gate.inside and time.monotonic() < deadline:

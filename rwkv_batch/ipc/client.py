@@ -127,6 +127,11 @@ class EngineClient:
         """Whether an engine that has loaded its model is at the other end."""
         return self._link is not None
 
+    @property
+    def num_jobs(self) -> int:
+        """Jobs under way."""
+        return len(self._waiting.listeners)
+
     def submit(self, job: Job, sink: Sink, admitted: OnAdmitted) -> None:
         """See EngineProtocol."""
         with self._lock:

@@ -30,7 +30,10 @@ from test.serving import Service
 
 DOCUMENT = openapi_document(ROUTES)
 MOST_TOKENS, MOST_ROWS = 3, 4
-ANSWER_404 = ("POST /state/delete", "POST /openai/v1/embeddings", "POST /v1/states", "DELETE /v1/states/{name}")
+ANSWER_404 = (
+    "POST /state/delete", "POST /openai/v1/embeddings", "POST /v1/states", "DELETE /v1/states/{name}",
+    "POST /v1/models/load", "POST /v1/models/unload",
+)  # fmt: skip
 """Whose examples are of what is not there."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 10
 
@@ -87,7 +90,8 @@ def test_every_route_is_described() -> None:
         "/big_batch/clean", "/FIM/v1/batch-FIM", "/translate/v1/batch-translate", "/state/chat/completions",
         "/multi_state/chat/completions", "/state/status", "/state/delete", "/state/export", "/state/import",
         "/openai/v1/chat/completions", "/openai/v1/embeddings", "/openai/v1/responses",
-        "/openai/v1/completions", "/openai/v1/models", "/openai/v1/models/{model}", "/v1/models", "/v1/models/{model}",
+        "/openai/v1/completions", "/openai/v1/models", "/openai/v1/models/{model}",
+        "/v1/models", "/v1/models/{model}", "/v1/models/load", "/v1/models/unload",
         "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz",
         "/status", "/metrics", "/docs", "/openapi.json",
     ):  # fmt: skip

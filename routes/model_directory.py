@@ -1,0 +1,177 @@
+"""The models that are loaded while the service runs, as an HTTP worker sees them: a context for each, chosen by name.
+
+The supervisor tells what there is; a request whose `model` names one of them is handled with that model's context, so
+that no route knows of more than one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from routes.context import Context
+from routes.request.model_names import SEPARATORS, base_name
+from routes.request.shown import shown
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
+
+USUAL_NAME = "rwkv7"
+"""What clients send that know of one model only."""
+_RETRY_S = 2.0
+
+
+class ModelClient(Protocol):
+    """The way to a model's engine."""
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs under way."""
+
+    def stop(self) -> None:
+        """Close it for good."""
+
+
+Connect = Callable[[ServedModel], tuple[Context, ModelClient]]
+
+
+class ModelDirectory:
+    """See above. `tell` sends a command to the supervisor, `connect` makes a model's context.
+
+    Threads: the one that listens to the supervisor calls `update` and `answered`; the loop all else.
+    """
+
+    def __init__(self, tell: Callable[[ModelCommand], None], connect: Connect) -> None:
+        self._tell = tell
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Callable[[str | None], object]] = {}
+        self._changed: set[Callable[[], object]] = set()
+        self._here: dict[str, tuple[Context, ModelClient]] = {}
+        """by their address"""
+        self._used: set[str] = set()
+        self.table: tuple[ServedModel, ...] = ()
+
+    def update(self, table: Sequence[ServedModel]) -> None:
+        """What the supervisor says there is now."""
+        addresses = {model.address for model in table}
+        for model in table:
+            if model.status is ModelStatus.READY and model.address not in self._here:
+                self._here[model.address] = self._connect(model)
+        for address in set(self._here) - addresses:
+            self._here.pop(address)[1].stop()
+        with self._lock:
+            self.table = tuple(table)
+            wakes, self._changed = self._changed, set()
+        for wake in wakes:
+            wake()
+
+    def answered(self, number: int, refusal: str | None) -> None:
+        """The supervisor's answer to a command."""
+        with self._lock:
+            settle = self._waiting.pop(number, None)
+        if settle is not None:
+            settle(refusal)
+
+    def find(self, name: str) -> ServedModel | None:
+        """What is known of a model that was asked for."""
+        return next((model for model in self.table if model.wish.name == name), None)
+
+    def chosen(self, context: Context, asked: str) -> Context:
+        """The context of the model that a request names. Raises ServiceError if it is not to be had."""
+        model = next((self.find(name) for name in _names(asked) if self.find(name) is not None), None)
+        if model is None:
+            return self._own(context, asked)
+        name = model.wish.name
+        match model.status:
+            case ModelStatus.READY if model.address in self._here:
+                self._used.add(name)
+                return self._here[model.address][0]
+            case ModelStatus.FAILED:
+                raise _unknown(f"model: {name!r} could not be loaded: {model.error}", asked)
+            case ModelStatus.UNLOADING:
+                raise _unknown(f"model: {name!r} is being unloaded", asked)
+            case _:
+                message = f"model: {name!r} is being loaded; GET /v1/models/{name} says when it is ready"
+                raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model", retry_after_s=_RETRY_S)
+
+    def take_used(self) -> tuple[str, ...]:
+        """The models that have been asked for since the last call, or answer right now."""
+        busy = {model.wish.name for model in self.table if self._is_busy(model)}
+        used, self._used = self._used | busy, set()
+        return tuple(used)
+
+    async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
+        """Have a model loaded, and wait so long until it is ready or has failed; None: do not wait."""
+        await self._command(wish=wish)
+        return await self._settled(wish.name, timeout_s, {ModelStatus.READY, ModelStatus.FAILED})
+
+    async def unload(self, name: str, timeout_s: float | None) -> None:
+        """Have a model unloaded, and wait so long until it is gone; None: do not wait."""
+        await self._command(unload=name)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (timeout_s or 0.0)
+        while self.find(name) is not None and loop.time() < deadline:
+            await self._change(deadline - loop.time())
+
+    def _own(self, context: Context, asked: str) -> Context:
+        """The service's own model; any name is its own where no other can be loaded."""
+        own = context.config.model_name
+        if not context.config.models_dir or asked == USUAL_NAME or base_name(asked, own) is not None:
+            return context
+        others = [model.wish.name for model in self.table if model.status is ModelStatus.READY]
+        listed = ", ".join(map(repr, [own, *others]))
+        raise _unknown(f"model: no model {shown(asked)!r} is served here, only {listed}", asked)
+
+    def _is_busy(self, model: ServedModel) -> bool:
+        here = self._here.get(model.address)
+        return here is not None and here[1].num_jobs > 0
+
+    async def _command(self, wish: ModelWish | None = None, unload: str = "") -> None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str | None] = loop.create_future()
+        number = next(self._numbers)
+        with self._lock:
+            self._waiting[number] = lambda refusal: loop.call_soon_threadsafe(answer.set_result, refusal)
+        self._tell(ModelCommand(number, wish, unload))
+        refusal = await answer
+        if refusal is not None:
+            kind = ErrorKind.NAME_TAKEN if wish is not None else ErrorKind.MODEL_NOT_FOUND
+            raise ServiceError(kind, refusal, field="name", given=wish.name if wish is not None else unload)
+
+    async def _settled(self, name: str, timeout_s: float | None, ends: set[ModelStatus]) -> ServedModel:
+        """What is told of a model, at the latest after the time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (timeout_s or 0.0)
+        while (model := self.find(name)) is None or (model.status not in ends and loop.time() < deadline):
+            await self._change(max(deadline - loop.time(), 0.05))
+        return model
+
+    async def _change(self, timeout_s: float) -> None:
+        """Until the supervisor tells something, or the time is over."""
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(there.set)
+
+        with self._lock:
+            self._changed.add(wake)
+        try:
+            await asyncio.wait_for(there.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._changed.discard(wake)
+
+
+def _names(asked: str) -> list[str]:
+    """The name itself, and what stands before a tuned state's."""
+    return [asked, *(asked.partition(separator)[0] for separator in SEPARATORS if separator in asked)]
+
+
+def _unknown(message: str, asked: str) -> ServiceError:
+    return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=shown(asked))

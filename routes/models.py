@@ -1,0 +1,213 @@
+"""`/v1/models`: what is served, and loading and unloading more beside it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from routes.context import Context, Models
+from routes.openai.errors import OPENAI_ERRORS
+from routes.request.bodies import Body, Fields
+from routes.request.generate_requests import invalid
+from routes.request.model_names import state_names
+from routes.request.shown import shown
+from routes.response.event_stream import ask
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import LoadedModel, Model, ModelList
+from routes.route import Route, Upload
+from rwkv_batch.calls import ListStates
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import MODEL_NAME, ModelStatus, ModelWish, ServedModel
+
+ENDINGS = (".pth", ".safetensors")
+_SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?|[0-9]+)$"
+
+
+async def _listed(context: Context) -> list[dict[str, object]]:
+    """A model, and it with each tuned state that can be used; without these while the engine is away."""
+    name = context.config.model_name
+    created = {name: context.started}
+    if context.engine.is_connected:
+        for info in await ask(context, ListStates()):
+            if not info.error:
+                created |= dict.fromkeys(state_names(name, info.name), info.created)
+    return [{"id": name, "object": "model", "created": at, "owned_by": "rwkv"} for name, at in created.items()]
+
+
+async def _served(context: Context) -> dict[str, dict[str, object]]:
+    """Everything that a request's `model` may be, by name, then what was to be loaded and is not ready."""
+    entries = await _listed(context)
+    for model in context.models.table if context.models is not None else ():
+        told = about(model)
+        if model.status is ModelStatus.READY:
+            first, *others = await _listed(context.of_model(model.wish.name))
+            entries += [{**first, **told}, *others]
+        else:
+            entries.append(told)
+    return {str(entry["id"]): entry for entry in entries}
+
+
+def about(model: ServedModel) -> dict[str, object]:
+    """A model that was loaded while serving, as it is listed."""
+    return {
+        "id": model.wish.name, "object": "model", "created": model.since, "owned_by": "rwkv",
+        "status": model.status.value, "error": model.error, "file": Path(model.wish.file).name,
+    }  # fmt: skip
+
+
+async def models(context: Context, query: dict[str, str]) -> Reply:
+    """The models that are served, alone and with each tuned state, and those that are being loaded."""
+    return json_answer({"object": "list", "data": list((await _served(context)).values())})
+
+
+class ModelQuery(Fields):
+    """Which model is asked for."""
+
+    model: str = Field(min_length=1, description="The model's id, as the list of models has it.")
+
+
+async def model(context: Context, upload: Upload) -> Reply:
+    """The model of that id, if it is one that is served, or is to be."""
+    asked, served = upload.query.model, await _served(context)
+    if asked not in served:
+        given = shown(asked)
+        message = f"model: no model {given!r} is served here, only {', '.join(map(repr, served))}"
+        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
+    return json_answer(served[asked])
+
+
+class LoadBody(Body):
+    """A model to load."""
+
+    file: str = Field(min_length=1, max_length=4096, description="Path of the weights within --models-dir.")
+    name: str = Field("", max_length=64, description="What requests will call it; without one the file's name.")
+    adapters: list[Annotated[str, Field(max_length=4096)]] = Field(
+        [],
+        max_length=16,
+        description="Adapters to merge into the weights, each a path within --models-dir or path:scale.",
+    )
+    dtype: str = Field(
+        "", pattern="^(auto|fp32|bf16|fp16|fp8|int8|int4)?$", description="As --dtype, which holds without it."
+    )
+    devices: list[Annotated[str, Field(pattern=_DEVICE)]] = Field(
+        [], max_length=64, description="As --pp-devices, which holds without it."
+    )
+    gpu_memory_utilization: float | None = Field(
+        None, ge=0.05, le=1, description="Part of a GPU's memory that this model may fill, as the flag says it."
+    )
+    max_running: int | None = Field(None, ge=0, le=1_000_000, description="As --max-running.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it is ready or failed.")
+
+
+class UnloadBody(Body):
+    """A model to unload."""
+
+    name: str = Field(min_length=1, max_length=64, description="The model's name.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it has gone.")
+
+
+async def load(context: Context, body: LoadBody) -> Reply:
+    """Begin to load a model beside what is served, which goes on. GET /v1/models/{name} says how it stands."""
+    path = within_models(context, body.file, "file")
+    name = body.name or re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-")[:64]
+    if not MODEL_NAME.fullmatch(name):
+        raise invalid("name", "must be 1..64 letters, digits, '.', '_' and '-', beginning with one of the first", name)
+    wish = ModelWish(
+        name=name,
+        file=str(path),
+        adapters=tuple(_adapter(context, entry) for entry in body.adapters),
+        dtype=body.dtype,
+        devices=tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices),
+        gpu_memory_utilization=body.gpu_memory_utilization,
+        max_running=body.max_running,
+    )
+    return json_answer(about(await _others(context).load(wish, body.wait_s or None)))
+
+
+async def unload(context: Context, body: UnloadBody) -> Reply:
+    """Let a model's running answers end, store its sessions, and give its memory back."""
+    others = _others(context)
+    await others.unload(body.name, body.wait_s or None)
+    left = [one for one in others.table if one.wish.name == body.name]
+    return json_answer({"id": body.name, "object": "model", "status": left[0].status.value if left else "unloaded"})
+
+
+def _others(context: Context) -> Models:
+    """The models beside the service's own. Raises ServiceError where there can be none."""
+    if context.models is None:
+        raise invalid("name", "means no model that could be loaded or unloaded: this process serves one", "")
+    return context.models
+
+
+def _adapter(context: Context, entry: str) -> str:
+    """An adapter as --adapter has it: the path, and the scale if one is given."""
+    file, colon, scale = entry.rpartition(":")
+    if colon and _SCALE.fullmatch(scale):
+        return f"{within_models(context, file, 'adapters')}:{scale}"
+    return str(within_models(context, entry, "adapters"))
+
+
+def within_models(context: Context, file: str, field: str) -> Path:
+    """The path of a file that a request's field names. Raises ServiceError unless it is within --models-dir."""
+    if not context.config.models_dir:
+        raise invalid(field, "cannot be read: no folder is open to requests; start with --models-dir", file)
+    folder = Path(context.config.models_dir).resolve()
+    try:
+        path = (folder / file).resolve()
+        is_file = path.is_relative_to(folder) and path.is_file()
+    except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a circle of links
+        is_file = False
+    if not is_file or path.suffix not in ENDINGS:
+        raise invalid(field, f"must be the path of a {' or '.join(ENDINGS)} file within --models-dir", file)
+    return path
+
+
+def model_route(path: str) -> Route:
+    """Where OpenAI's SDKs ask for one model."""
+    return Route(
+        "GET",
+        path,
+        model,
+        None,
+        "One model.",
+        answer=Model,
+        query=ModelQuery,
+        is_about_models=True,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.MODEL_NOT_FOUND,),
+        example={"model": "rwkv7"},
+    )
+
+
+ROUTES = (
+    Route("GET", "/v1/models", models, None, "The models served.", answer=ModelList),
+    model_route("/v1/models/{model}"),
+    Route(
+        "POST",
+        "/v1/models/load",
+        load,
+        LoadBody,
+        "Load a model beside the others.",
+        answer=LoadedModel,
+        errors=(ErrorKind.NAME_TAKEN,),
+        example={"file": "rwkv7-g1-0.4b.safetensors", "name": "small"},
+        is_admin=True,
+        is_about_models=True,
+    ),
+    Route(
+        "POST",
+        "/v1/models/unload",
+        unload,
+        UnloadBody,
+        "Unload such a model.",
+        answer=LoadedModel,
+        errors=(ErrorKind.MODEL_NOT_FOUND,),
+        example={"name": "small"},
+        is_admin=True,
+        is_about_models=True,
+    ),
+)

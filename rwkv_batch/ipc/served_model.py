@@ -1,0 +1,60 @@
+"""A model that is loaded while the service runs: what is asked for, and what the supervisor tells of it. Plain data."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+import msgspec
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""It is part of file names, and of what requests send as `model`."""
+
+
+class ModelWish(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to be loaded beside the others, in an engine of its own."""
+
+    name: str
+    file: str
+    """Absolute path of the weights."""
+    adapters: tuple[str, ...] = ()
+    """As --adapter."""
+    dtype: str = ""
+    """"": as the service's own model; likewise below."""
+    devices: tuple[str, ...] = ()
+    gpu_memory_utilization: float | None = None
+    max_running: int | None = None
+
+
+class ModelStatus(enum.StrEnum):
+    """Where a model stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    UNLOADING = "unloading"
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that was asked for."""
+
+    wish: ModelWish
+    status: ModelStatus
+    address: str
+    """Of its engine's socket."""
+    since: int
+    """Unix time of the last change of `status`."""
+    error: str = ""
+    """Why it failed, one line."""
+    has_served: bool = False
+    """It has been ready once: an engine that is lost is being restarted."""
+
+
+class ModelCommand(msgspec.Struct, frozen=True):
+    """What an HTTP worker asks of the supervisor; `number` returns with the answer."""
+
+    number: int
+    wish: ModelWish | None = None
+    """To load."""
+    unload: str = ""
+    """The name of one to unload, where there is no wish."""

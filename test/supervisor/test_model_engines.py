@@ -1,0 +1,197 @@
+"""Models that are loaded and unloaded while the service runs, each in an engine process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test.serving import Service, wait_for
+
+CHAT = "/v1/chat/completions"
+ADMIN = {"Authorization": "Bearer boss"}
+WHO: dict[str, Any] = {"contents": ["who"], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that the fake engine takes for models."""
+    path = tmp_path_factory.mktemp("models")
+    for name in ("good", "other", "slow", "broken", "dying"):
+        (path / f"{name}.pth").write_bytes(b"x")
+    (path / "notes.txt").write_text("no model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fake(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    arguments = ("--models-dir", str(folder), "--admin-password", "boss", "--max-models", "3")
+    running = Service(tmp_path_factory.mktemp("service"), *arguments, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def load(service: Service, file: str, name: str, wait_s: float = 30) -> dict[str, Any]:
+    answer = service.post("/v1/models/load", {"file": file, "name": name, "wait_s": wait_s}, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    value: dict[str, Any] = answer.json()
+    return value
+
+
+def unload(service: Service, name: str) -> dict[str, Any]:
+    answer = service.post("/v1/models/unload", {"name": name, "wait_s": 30}, headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    value: dict[str, Any] = answer.json()
+    return value
+
+
+def who(service: Service, model: str, path: str = CHAT) -> str:
+    """The name of the model that answers."""
+    body = WHO if path == CHAT else {"prompt": "who", "max_tokens": 1}
+    answer = service.post(path, {**body, "model": model})
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"]).strip()
+
+
+def everywhere(service: Service, model: str, want: str | int) -> None:
+    """Every HTTP worker knows by now."""
+
+    def ask() -> bool:
+        found = [service.post(CHAT, {**WHO, "model": model}) for _ in range(8)]
+        if isinstance(want, int):
+            return all(answer.status_code == want for answer in found)
+        return all(a.status_code == 200 and want in a.text for a in found)
+
+    wait_for(ask, 20, f"{model}: {want}")
+
+
+def test_a_model_is_loaded_asked_listed_and_unloaded(fake: Service) -> None:
+    assert load(fake, "good.pth", "small")["status"] == "ready"
+    everywhere(fake, "small", "small")
+    assert who(fake, "rwkv7") == "rwkv7" and who(fake, "small", "/openai/v1/completions") == "small"
+    listed = {one["id"]: one for one in fake.get("/v1/models").json()["data"]}
+    assert listed["small"]["status"] == "ready" and listed["small"]["file"] == "good.pth" and "rwkv7" in listed
+    assert unload(fake, "small")["status"] == "unloaded"
+    everywhere(fake, "small", 404)
+    assert "small" not in {one["id"] for one in fake.get("/v1/models").json()["data"]}
+
+
+def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
+    answer = fake.post(CHAT, {**WHO, "model": "gpt-9"})
+    assert answer.status_code == 404 and "'rwkv7'" in answer.json()["error"] and answer.json()["field"] == "model"
+    answer = fake.post("/openai/v1/completions", {"prompt": "who", "model": "gpt-9"})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("name", ["broken", "dying"])
+def test_a_model_that_cannot_be_loaded_says_why_and_harms_nothing(fake: Service, name: str) -> None:
+    told = load(fake, f"{name}.pth", name)
+    assert told["status"] == "failed" and ("is not a model" in told["error"] or "exit code 3" in told["error"])
+    answer = fake.post(CHAT, {**WHO, "model": name})
+    assert answer.status_code == 404 and told["error"] in answer.json()["error"]
+    assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and who(fake, "rwkv7") == "rwkv7"
+    assert load(fake, "good.pth", name)["status"] == "ready"  # another file may take the name
+    assert unload(fake, name)["status"] == "unloaded"
+
+
+def test_a_name_is_taken_once_also_by_two_at_a_time(fake: Service) -> None:
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(fake.post("/v1/models/load", {"file": "slow.pth", "name": "two", "wait_s": 30}, headers=ADMIN))
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for asker in askers:
+        asker.start()
+    wait_for(lambda: fake.get("/v1/models/two").status_code == 200, 20, "it is known")
+    if fake.get("/v1/models/two").json()["status"] == "loading":
+        assert fake.post(CHAT, {**WHO, "model": "two"}).status_code in (200, 503)
+    for asker in askers:
+        asker.join(60)
+    assert sorted(answer.status_code for answer in answers) == [200, 409]
+    answer = fake.post("/v1/models/load", {"file": "good.pth", "name": "rwkv7"}, headers=ADMIN)
+    assert answer.status_code == 409 and "here already" in answer.json()["error"]
+    unload(fake, "two")
+
+
+def test_no_more_models_than_allowed(fake: Service) -> None:
+    for name in ("a", "b", "c"):
+        load(fake, "good.pth", name)
+    answer = fake.post("/v1/models/load", {"file": "good.pth", "name": "d"}, headers=ADMIN)
+    assert answer.status_code == 409 and "--max-models" in answer.json()["error"]
+    for name in ("a", "b", "c"):
+        unload(fake, name)
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.pth", "/etc/passwd", "notes.txt", "none.pth", "a\0b.pth", "x" * 4000 + ".pth", "."]
+)
+def test_only_model_files_within_the_folder(fake: Service, file: str) -> None:
+    answer = fake.post("/v1/models/load", {"file": file, "name": "n"}, headers=ADMIN)
+    assert answer.status_code == 422 and answer.json()["field"] == "file", answer.text
+
+
+def test_loading_wants_the_administrator(fake: Service) -> None:
+    assert fake.post("/v1/models/load", {"file": "good.pth"}).status_code == 401
+    assert fake.post("/v1/models/unload", {"name": "good"}).status_code == 401
+
+
+def test_a_lost_engine_of_a_model_is_started_again_alone(fake: Service) -> None:
+    load(fake, "good.pth", "lost")
+    everywhere(fake, "lost", "lost")
+    base = fake.pids()["engine"]
+    victim = next(pid for pid in _engines(fake) if pid != base)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: victim not in _engines(fake) and len(_engines(fake)) == 2, 20, "a new engine")
+    everywhere(fake, "lost", "lost")
+    assert fake.pids()["engine"] == base
+    unload(fake, "lost")
+
+
+def test_streams_of_a_model_end_whole_when_it_is_unloaded(fake: Service) -> None:
+    load(fake, "other.pth", "leaving")
+    everywhere(fake, "leaving", "leaving")
+    body = {"contents": ["abc"], "model": "leaving", "max_tokens": 150, "chunk_size": 1, "stream": True}
+    with fake.stream(CHAT, body) as stream:
+        pieces = stream.iter_text()
+        first = next(pieces)
+        fake.post("/v1/models/unload", {"name": "leaving"}, headers=ADMIN)
+        text = first + "".join(pieces)
+    assert text.count("abc") == 150 and "[DONE]" in text and '"error"' not in text
+    wait_for(lambda: len(_engines(fake)) == 1, 20, "its engine has ended")
+
+
+def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--models-dir", str(folder), "--model-idle-s", "1.5", "--http-workers", "1")
+    service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        service.wait_ready()
+        load(service, "good.pth", "idle")
+        load(service, "other.pth", "busy")
+        body = {"contents": ["abc"], "model": "busy", "max_tokens": 600, "chunk_size": 1, "stream": True}
+        with service.stream(CHAT, body) as stream:
+            text = "".join(stream.iter_text())
+        assert text.count("abc") == 600 and '"error"' not in text  # six seconds, four times the limit
+        wait_for(lambda: service.post(CHAT, {**WHO, "model": "idle"}).status_code == 404, 20, "the idle one left")
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log.read_text()
+    finally:
+        service.close()
+
+
+def _engines(service: Service) -> set[int]:
+    """Processes of engines: children of the supervisor that are no HTTP workers."""
+    found = set()
+    for child in Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text().split():
+        with open(f"/proc/{child}/cmdline", "rb") as file:
+            if b"spawn_main" in file.read():
+                found.add(int(child))
+    return found
