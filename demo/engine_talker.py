@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 
 STOP_IDS = [261, 24281]
+_numbers = itertools.count()
 
 
 class _Waiting:
@@ -56,9 +57,10 @@ class _Waiting:
 class EngineTalker:
     """See `demo.talker.Talker`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, state: str = "") -> None:
+        """`state`: the tuned state that prompts are read from; "": none."""
         self.engine = engine
-        self._numbers = itertools.count()
+        self._state = state
 
     def _row(self, prompt: str, max_tokens: int, session: str = "") -> GenerateRequest:
         ids = vocabulary.encode(prompt)
@@ -68,13 +70,14 @@ class EngineTalker:
             sampling=SamplingParams(temperature=0),
             stop_ids=STOP_IDS,
             stop_strings=[STOP.encode()],
+            state=self._state,
             session=SessionTurn(session_id=session, resume_prompt=vocabulary.encode(STOP + prompt))
             if session
             else None,
         )
 
     def _start(self, rows: list[GenerateRequest]) -> _Waiting:
-        job = Job(job_id=f"evaluation-{next(self._numbers)}", rows=rows)
+        job = Job(job_id=f"evaluation-{next(_numbers)}", rows=rows)
         waiting = _Waiting(len(rows))
         self.engine.submit(job, waiting.sink, waiting.admitted)
         return waiting
@@ -85,7 +88,7 @@ class EngineTalker:
 
     def converse(self, sessions: list[list[str]], max_tokens: int) -> list[list[str]]:
         """See `Talker`; each session is one of the engine's."""
-        names = [f"evaluation-session-{next(self._numbers)}" for _ in sessions]
+        names = [f"evaluation-session-{next(_numbers)}" for _ in sessions]
         answers: list[list[str]] = [[] for _ in sessions]
         for turn in range(max(len(session) for session in sessions)):
             live = [i for i, session in enumerate(sessions) if turn < len(session)]
@@ -96,9 +99,19 @@ class EngineTalker:
 
 
 @contextmanager
-def engine_talker(model: Path, *, device: str, dtype: str, wkv_state: str) -> Iterator[EngineTalker]:
-    """A started engine, stopped at the end; its sessions live in memory."""
+def engine_talker(
+    model: Path,
+    *,
+    device: str,
+    dtype: str,
+    wkv_state: str,
+    adapters: Sequence[str] = (),
+    states: Sequence[str] = (),
+) -> Iterator[EngineTalker]:
+    """A started engine, stopped at the end; its sessions live in memory. The last two as `--adapter` and `--state`."""
     config = EngineConfig(
+        adapters=tuple(adapters),
+        states=tuple(states),
         model_path=str(model),
         devices=tuple(device.split(",")),
         dtype=dtype,

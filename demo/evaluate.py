@@ -1,4 +1,5 @@
-"""The figures of a model: exact translations of held-out sentences, recall in held-out sessions, bits per token."""
+"""The figures of a model: exact translations of held-out sentences, recall in held-out sessions, calls
+of tools and JSON of held-out facts, bits per token."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from demo.corpus import chat, translation
+from demo.corpus import chat, structured, tools, translation
 from demo.files import MODEL, ensure_model
 from demo.talker import Talker
 
@@ -72,6 +73,35 @@ def recall_score(talker: Talker, count: int, seed: int, *, turns: tuple[int, int
     return score
 
 
+def tool_score(talker: Talker, count: int, seed: int, *, size: int = 512) -> Score:
+    """Exact matches of held-out calls, each asked with one to four tools listed."""
+    rng = Random(f"tools/{seed}")
+    asked: list[tuple[str, str]] = []
+    while len(asked) < count:
+        listing, wish = tools.held_wish(rng)
+        asked.append(
+            (f"{tools.system(listing)}\n\nUser: {wish.asked}\n\nAssistant: {tools.FENCE}", tools.fenced(wish.call))
+        )
+    return _exact(talker, asked, size)
+
+
+def json_score(talker: Talker, count: int, seed: int, *, size: int = 512) -> Score:
+    """Exact matches of the objects made of held-out facts."""
+    rng = Random(f"structured/{seed}")
+    asked = [structured.extraction(rng, held=True) for _ in range(count)]
+    return _exact(talker, [(f"User: {request}\n\nAssistant:", answer) for request, answer in asked], size)
+
+
+def _exact(talker: Talker, asked: list[tuple[str, str]], size: int) -> Score:
+    score = Score()
+    for start in range(0, len(asked), size):
+        some = asked[start : start + size]
+        answers = talker.complete([prompt for prompt, _ in some], 160)
+        for (prompt, wanted), answer in zip(some, answers, strict=True):
+            score.count(prompt, wanted.strip(), answer.strip(), answer.strip() == wanted.strip())
+    return score
+
+
 def report(talker: Talker, *, sentences: int = 1000, sessions: int = 300, seed: int = 1) -> dict[str, object]:
     """All figures, with the first wrong answers."""
     pairs = held_pairs(sentences, seed)
@@ -79,6 +109,8 @@ def report(talker: Talker, *, sentences: int = 1000, sessions: int = 300, seed: 
         "english to chinese": translation_score(talker, pairs, english=True),
         "chinese to english": translation_score(talker, pairs, english=False),
         "recall": recall_score(talker, sessions, seed),
+        "tool calls": tool_score(talker, sentences, seed),
+        "json": json_score(talker, sentences, seed),
     }
     figures: dict[str, object] = {name: round(score.share, 4) for name, score in scores.items()}
     figures["wrong"] = {name: score.wrong for name, score in scores.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -88,9 +90,18 @@ class TimeMix(nn.Module):
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / shape.layers) ** 0.7)
 
     def forward(
-        self, x: Tensor, before: Tensor, v_first: Tensor | None, keep: Tensor | None, state: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor,
+        v_first: Tensor | None,
+        keep: Tensor | None,
+        state: Tensor | None,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x and its predecessors -> the output, v of the first layer and, with a state, the state after."""
+        """x and its predecessors -> the output, v of the first layer and, with a state, the state after.
+
+        Without a state the rows are packed documents, each from the state `first` [heads, 64, 64] or from zero.
+        """
         batch, time, c = x.shape
         d = before - x
         r = self.receptance(x + d * self.x_r)
@@ -114,7 +125,7 @@ class TimeMix(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             if state is None:
                 assert keep is not None
-                y = wkv_chunked(r_h, decay, k_h, v_h, -kk, kk * heads(a), keep)
+                y = wkv_chunked(r_h, decay, k_h, v_h, -kk, kk * heads(a), keep, first)
             else:
                 y, state = wkv_loop(r_h, decay, k_h, v_h, -kk, kk * heads(a), state)
             y = self.ln_x(y.reshape(batch * time, c)).view(batch, time, self.heads, HEAD)
@@ -150,10 +161,12 @@ class Block(nn.Module):
         self.ln1, self.ln2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
         self.att, self.ffn = TimeMix(shape, layer), ChannelMix(shape, layer)
 
-    def forward(self, x: Tensor, v_first: Tensor | None, begins: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole rows of packed documents, each from a zero state."""
+    def forward(
+        self, x: Tensor, v_first: Tensor | None, begins: Tensor, keep: Tensor, first: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Whole rows of packed documents, each from the state `first`, or from zero."""
         h = self.ln1(x)
-        y, v_first, _ = self.att(h, shifted(h, begins), v_first, keep, None)
+        y, v_first, _ = self.att(h, shifted(h, begins), v_first, keep, None, first)
         x = x + y
         h = self.ln2(x)
         return x + self.ffn(h, shifted(h, begins)), v_first
@@ -176,14 +189,17 @@ class Rwkv7(nn.Module):
     def _layers(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
 
-    def forward(self, tokens: Tensor, begins: Tensor) -> Tensor:
-        """Logits [batch, time, vocab] of rows of packed documents; `begins` marks first tokens, at chunk edges only."""
+    def forward(self, tokens: Tensor, begins: Tensor, first: Sequence[Tensor] | None = None) -> Tensor:
+        """Logits [batch, time, vocab] of rows of packed documents; `begins` marks first tokens, at chunk edges only.
+
+        `first`: for each layer the state [heads, 64 values, 64 keys] before a document, zero without.
+        """
         keep = ~begins[:, ::16]
         mark = begins[:, :, None]
         x = self._layers[0].ln0(self.emb(tokens))
         v_first = None
-        for block in self._layers:
-            x, v_first = block(x, v_first, mark, keep)
+        for block, begun in zip(self._layers, first or repeat(None), strict=False):
+            x, v_first = block(x, v_first, mark, keep, begun)
         return self.head(self.ln_out(x))  # type: ignore[no-any-return]
 
     def zero_state(self, batch: int) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import numpy as np
@@ -17,6 +17,7 @@ from demo.vocabulary import Compact
 from demo.wkv import CHUNK
 
 Rows = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]
+Source = Callable[[Random], Document]
 UNKNOWN_SHARE = 0.01
 
 
@@ -46,14 +47,14 @@ def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float
     return ids, [float(w) for w in np.where(first == last, given[first], 0.0)]
 
 
-def sample(rng: Random) -> tuple[list[int], list[float]]:
-    """One document of the mixture, tokenised, ended by token 0."""
-    document = mixture.document(rng)
+def sample(rng: Random, source: Source = mixture.document) -> tuple[list[int], list[float]]:
+    """One document of a source, tokenised, ended by token 0."""
+    document = source(rng)
     ids, weights = tokenised(document, joint=rng.random() < 0.2)
     return [*ids, 0], [*weights, 1.0]
 
 
-def batch(seed: int, index: int, compact: Compact, rows: int, time: int) -> Rows:
+def batch(seed: int, index: int, compact: Compact, rows: int, time: int, source: Source = mixture.document) -> Rows:
     """The batch of an index: inputs, targets, weights [rows, time] and where documents begin. The same every time."""
     rng = Random(f"{seed}/{index}")
     noise = np.random.default_rng([seed, index])
@@ -67,7 +68,7 @@ def batch(seed: int, index: int, compact: Compact, rows: int, time: int) -> Rows
         begins[row, 0] = True
         while at < time:
             while len(waiting) < 24:
-                drawn = sample(rng)
+                drawn = sample(rng, source)
                 if len(drawn[0]) - 1 <= time:
                     waiting.append(drawn)
             fit = next((i for i, (ids, _) in enumerate(waiting) if len(ids) - 1 <= time - at), None)
@@ -91,14 +92,17 @@ def batch(seed: int, index: int, compact: Compact, rows: int, time: int) -> Rows
 class Batches(IterableDataset[Rows]):
     """An endless stream of batches from an index on; workers take turns, so their number changes nothing."""
 
-    def __init__(self, seed: int, first: int, compact: Compact, rows: int, time: int) -> None:
+    def __init__(
+        self, seed: int, first: int, compact: Compact, rows: int, time: int, source: Source = mixture.document
+    ) -> None:
         self.seed, self.first, self.compact, self.rows, self.time = seed, first, compact, rows, time
+        self.source = source
 
     def __iter__(self) -> Iterator[Rows]:
         info = get_worker_info()
         index, stride = (self.first + info.id, info.num_workers) if info else (self.first, 1)
         while True:
-            yield batch(self.seed, index, self.compact, self.rows, self.time)
+            yield batch(self.seed, index, self.compact, self.rows, self.time, self.source)
             index += stride
 
 

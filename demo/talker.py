@@ -35,13 +35,17 @@ class TorchTalker:
         self.model, self.compact = model.eval(), compact
         self.device = model.emb.weight.device
 
+    def begun(self, batch: int) -> State:
+        """The state that prompts begin with."""
+        return self.model.zero_state(batch)
+
     def complete(self, prompts: list[str], max_tokens: int) -> list[str]:
         """See `Talker`."""
-        return self._turn(prompts, self.model.zero_state(len(prompts)), max_tokens)
+        return self._turn(prompts, self.begun(len(prompts)), max_tokens)
 
     def converse(self, sessions: list[list[str]], max_tokens: int) -> list[list[str]]:
         """See `Talker`; every prompt after the first begins with the blank line that ended the answer."""
-        state = self.model.zero_state(len(sessions))
+        state = self.begun(len(sessions))
         answers: list[list[str]] = [[] for _ in sessions]
         for turn in range(max(len(s) for s in sessions)):
             prompts = [(STOP if turn else "") + s[turn] if turn < len(s) else "" for s in sessions]

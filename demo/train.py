@@ -6,10 +6,12 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,6 +19,7 @@ from tqdm import tqdm
 
 from demo.evaluate import report
 from demo.export import load_compact, save_compact
+from demo.files import TABLES
 from demo.model import Rwkv7, Shape
 from demo.packing import Batches, used_ids
 from demo.talker import TorchTalker
@@ -32,7 +35,14 @@ def rate(step: int, progress: float, peak: float) -> float:
     return peak * (0.005 + 0.995 * 0.5 * (1 + math.cos(math.pi * falling)))
 
 
-def loss_of(model: Rwkv7, compact: Compact, inputs: Tensor, targets: Tensor, weights: Tensor, begins: Tensor) -> Tensor:
+def loss_of(
+    model: Callable[[Tensor, Tensor], Tensor],
+    compact: Compact,
+    inputs: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    begins: Tensor,
+) -> Tensor:
     """The weighted mean of the cross-entropy over all 65,536 ids, the unused ones counted with their number."""
     logits = model(inputs, begins).float().flatten(0, 1)
     share = torch.zeros(compact.rows, device=logits.device)
@@ -49,6 +59,24 @@ def optimizer_of(model: Rwkv7, peak: float) -> torch.optim.AdamW:
     small = [p for p in model.parameters() if id(p) not in known]
     groups = [{"params": large, "weight_decay": 0.05}, {"params": small, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.97), eps=1e-12, fused=torch.cuda.is_available())
+
+
+def vocabulary_of(args: argparse.Namespace) -> NDArray[np.int64]:
+    """The ids with rows of their own: given, or counted, and those of the model to go on from."""
+    ids: NDArray[np.int64] = (
+        np.load(args.vocabulary) if args.vocabulary else used_ids(args.seed, args.vocabulary_documents)
+    )
+    return np.union1d(ids, load_compact(args.start)[1].ids) if args.start else ids
+
+
+def start_from(path: Path, model: Rwkv7, compact: Compact) -> None:
+    """Take a compact file's weights over: rows of its tables by their ids, its last row for those it does not know."""
+    trained, known = load_compact(path)
+    rows = torch.from_numpy(np.append(known.of_id[compact.ids], known.unused))
+    weights = trained.state_dict()
+    for name in TABLES:
+        weights[name] = weights[name][rows]
+    model.load_state_dict(weights)
 
 
 def draw_curve(losses: list[tuple[int, float]], path: Path) -> None:
@@ -86,6 +114,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--vocabulary-documents", type=int, default=150_000)
+    parser.add_argument("--vocabulary", type=Path, help="ids as a .npy file, instead of counting them in documents")
+    parser.add_argument("--start", type=Path, help="a compact file to go on from; ids that it lacks begin as its rest")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--sentences", type=int, default=1000, help="held-out sentences at the end")
     return parser.parse_args()
@@ -101,9 +131,11 @@ def main() -> None:  # noqa: PLR0915 - one pass from the arguments to the figure
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     saved = torch.load(checkpoint, map_location=device) if checkpoint.is_file() else None
-    ids = np.array(saved["ids"]) if saved else used_ids(args.seed, args.vocabulary_documents)
+    ids = np.array(saved["ids"]) if saved else vocabulary_of(args)
     compact = Compact(ids)
     model = Rwkv7(Shape(compact.rows, args.layers, args.width)).to(device)
+    if args.start:
+        start_from(args.start, model, compact)
     optimizer = optimizer_of(model, args.peak)
     first, losses = 0, []
     if saved:

@@ -24,8 +24,12 @@ def wkv_loop(
     return torch.stack(ys, 1), state
 
 
-def wkv_chunked(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, keep: Tensor) -> Tensor:
-    """The same y for a zero first state, sixteen tokens at once; `keep` [batch, chunks] is 0 where a document begins.
+def wkv_chunked(
+    r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, keep: Tensor, first: Tensor | None = None
+) -> Tensor:
+    """The same y, sixteen tokens at once; `keep` [batch, chunks] is 0 where a document begins.
+
+    A document begins with the state `first` [heads, 64 values, 64 keys], zero without one.
 
     Within a chunk the state is written as S diag(W), W the running product of decays, so that one unit triangular
     system gives what every token removes; between chunks the state moves by one affine map each. The decay is at
@@ -66,9 +70,10 @@ def wkv_chunked(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Te
     add = add.view(chunks, batch * heads, size, size)
     kept = keep.t().repeat_interleave(heads, 1)[:, :, None, None].to(r.dtype)
     state = torch.zeros_like(add[0])
+    begun = state if first is None else first.repeat(batch, 1, 1)
     starts = []
     for c in range(chunks):
-        state = state * kept[c]
+        state = state * kept[c] + begun * (1 - kept[c])
         starts.append(state)
         state = torch.baddbmm(add[c], state, move[c])
     start = torch.stack(starts).view(-1, size, size)

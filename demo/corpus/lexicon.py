@@ -183,3 +183,11 @@ def more_phrases() -> tuple[tuple[str, str, str], ...]:
     lines = (WORDS / "more.txt").read_text(encoding="utf-8").splitlines()
     split = [line.split(" | ") for line in lines if not line.startswith("#")]
     return tuple((english, german, japanese) for english, german, japanese in split)
+
+
+@cache
+def romance_phrases() -> tuple[tuple[str, str, str], ...]:
+    """Phrases in English, French and Spanish: no part of the translations that the base model learns."""
+    lines = (WORDS / "romance.txt").read_text(encoding="utf-8").splitlines()
+    split = [line.split(" | ") for line in lines if not line.startswith("#")]
+    return tuple((english, french, spanish) for english, french, spanish in split)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from demo.corpus import arithmetic, chat, infill, translation
+from demo.corpus import arithmetic, chat, copying, infill, structured, tools, translation
 from demo.corpus.document import Document
 
-SOURCES = (translation.document, chat.document, arithmetic.document, infill.document)
-SHARES = (0.74, 0.18, 0.04, 0.04)
+SOURCES = (
+    translation.document, chat.document, arithmetic.document, infill.document, tools.document, structured.document, copying.document
+)  # fmt: skip
+SHARES = (0.65, 0.16, 0.035, 0.03, 0.06, 0.045, 0.02)
 
 
 def document(rng: Random) -> Document:

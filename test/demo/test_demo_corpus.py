@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
-from demo.corpus import arithmetic, chat, infill, lexicon, mixture, sentences, translation
-from demo.corpus.document import text_of
+from demo.corpus import (
+    arithmetic,
+    chat,
+    infill,
+    lexicon,
+    manners,
+    mixture,
+    sentences,
+    structured,
+    tools,
+    translation,
+)
+from demo.corpus.document import Document, text_of
 from demo.corpus.split import held_out
 from demo.evaluate import held_pairs
 
@@ -109,3 +122,60 @@ def test_sums_are_right() -> None:
 def test_the_chinese_uses_what_it_should(wanted: str) -> None:
     rng = Random(11)
     assert any(wanted in sentences.sentence(rng).zh for _ in range(30_000))
+
+
+def test_calls_are_listed_functions_with_listed_parameters() -> None:
+    rng = Random(3)
+    for _ in range(300):
+        listing = tools.listing(rng, rng.randint(1, 5))
+        wish = tools.wish(rng, listing)
+        call = json.loads(wish.call)
+        (chosen,) = [tool for tool in listing if tool.name == call["name"]]
+        assert tuple(call["arguments"]) == chosen.parameters
+        assert all(str(value) in wish.asked for value in call["arguments"].values())
+        assert isinstance(json.loads(wish.result), dict) and "{" not in wish.told
+
+
+def test_talks_with_tools_are_rounds_after_a_listing() -> None:
+    rng = Random(4)
+    for _ in range(200):
+        text = text_of(tools.document(rng))
+        first, *others = text.rstrip("\n").split("\n\n")
+        assert first.startswith("System: ") and "Tools:\n- " in first and first.endswith(tools.ONLY_CALLS)
+        assert [part.partition(":")[0] for part in others] == ["User", "Assistant"] * (len(others) // 2)
+
+
+def test_calls_of_the_evaluation_are_not_trained_on() -> None:
+    rng = Random(6)
+    held = {tools.held_wish(rng)[1].asked for _ in range(100)}
+    trained = {tools.wish(rng, tools.listing(rng, 5)).asked for _ in range(5000)}
+    assert not held & trained
+
+
+def test_answers_as_json_are_objects_of_what_was_said() -> None:
+    rng = Random(8)
+    for held in (False, True):
+        for _ in range(200):
+            asked, answer = structured.extraction(rng, held=held)
+            assert all(str(value) in asked for value in json.loads(answer).values())
+    for _ in range(200):
+        *_, last, _ = (segment.text for segment in structured.document(rng))
+        assert isinstance(json.loads(last.lstrip(">")), dict)
+
+
+def test_phrases_of_adapters_are_no_translations_of_the_base() -> None:
+    rng = Random(9)
+    texts = [text_of(mixture.document(rng)) for _ in range(3000)]
+    assert not [text for text in texts if re.search(r"^(French|Spanish):|\n\n(French|Spanish):", text)]
+    assert any("French" in text_of(manners.french(rng)) for _ in range(20))
+
+
+@pytest.mark.parametrize("source", [manners.in_chinese, manners.in_json])
+def test_a_state_is_trained_on_rounds_in_its_manner(source: Callable[[Random], Document]) -> None:
+    rng = Random(1)
+    for _ in range(100):
+        answers = [segment.text for segment in source(rng)][1::3]
+        if source is manners.in_json:
+            assert all(isinstance(json.loads(answer.lstrip(">")), dict) for answer in answers)
+        else:
+            assert all(any(ord(sign) > 0x2000 for sign in answer) for answer in answers)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from demo.export import load_compact, save_compact
 from demo.files import ensure_model
 from demo.model import Rwkv7, Shape
 from demo.packing import batch, used_ids
-from demo.train import loss_of, optimizer_of
+from demo.train import loss_of, optimizer_of, start_from
+from demo.tune import save, tune
 from demo.vocabulary import Compact
 from demo.wkv import wkv_chunked, wkv_loop
 
@@ -46,6 +49,56 @@ def test_the_chunked_wkv_is_the_recurrence_in_value_and_gradient() -> None:
         torch.autograd.grad((y * weight).sum(), inputs), torch.autograd.grad((z * weight).sum(), inputs), strict=True
     ):
         assert (one - other).norm() < 1e-5 * one.norm()
+
+
+def test_the_chunked_wkv_begins_documents_with_a_given_state() -> None:
+    torch.manual_seed(2)
+    size = (1, 48, 2, 64)
+    r, k, v = (torch.randn(size) for _ in range(3))
+    kk, a = torch.nn.functional.normalize(torch.randn(size), dim=-1), torch.rand(size)
+    decay = -0.6065 * torch.rand(size).sqrt()
+    first = torch.randn(2, 64, 64)
+    keep = torch.tensor([[False, False, True]])
+    y = wkv_chunked(r, decay, k, v, -kk, kk * a, keep, first)
+    for part in (slice(0, 16), slice(16, 48)):
+        inputs = [x[:, part] for x in (r, decay, k, v, -kk, kk * a)]
+        torch.testing.assert_close(y[:, part], wkv_loop(*inputs, first[None])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_training_goes_on_from_a_compact_file_with_more_ids(tmp_path: Path) -> None:
+    known, more = np.arange(0, 90, 3, dtype=np.int64), np.arange(0, 90, 2, dtype=np.int64)
+    model = _disturbed(Shape(len(known) + 1, 2, 64, (8, 8, 8, 8)))
+    save_compact(tmp_path / "m.compact", model, known)
+    compact = Compact(np.union1d(known, more))
+    wider = Rwkv7(Shape(compact.rows, 2, 64, (8, 8, 8, 8)))
+    start_from(tmp_path / "m.compact", wider, compact)
+    old, new = model.zero_state(1), wider.zero_state(1)
+    narrow = Compact(known)
+    for token in (3, 4, 6, 1000):
+        wanted = model.step(torch.tensor([narrow.of_id[token]]), old)[0, narrow.of_id]
+        torch.testing.assert_close(wider.step(torch.tensor([compact.of_id[token]]), new)[0, compact.of_id], wanted)
+
+
+def test_a_state_and_an_adapter_learn_and_leave_the_model_alone(tmp_path: Path) -> None:
+    compact = Compact(used_ids(1, 300))
+    for name in ("json", "french"):
+        torch.manual_seed(0)
+        model = _disturbed(Shape(compact.rows, 2, 64, (8, 8, 8, 8)))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        args = Namespace(seed=1, rows=2, time=128, workers=0, steps=3, minutes=1.0)
+        path = save(name, tune(name, model, compact, args), tmp_path)
+        after = {
+            key.replace("parametrizations.weight.original", "weight"): value
+            for key, value in model.state_dict().items()
+        }
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
+        tensors = torch.load(path, weights_only=True) if path.suffix == ".pth" else load_file(path)
+        assert all(value.abs().sum() > 0 for value in tensors.values())
+        if name == "json":
+            assert {tuple(value.shape) for value in tensors.values()} == {(1, 64, 64)}
+        else:
+            low = tensors["blocks.1.ffn.key.lora_B"].float() @ tensors["blocks.1.ffn.key.lora_A"].float()
+            assert low.shape == before["blocks.1.ffn.key.weight"].shape
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

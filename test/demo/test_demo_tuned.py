@@ -1,0 +1,70 @@
+"""The demo's tuned states and adapters through the project's engine, and its new skills in the forms of our routes."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from demo import files
+from demo.corpus import structured, tools
+from demo.engine_talker import EngineTalker, engine_talker
+from routes.request.toolbox import FENCE, Function, Toolbox, call_text
+
+pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
+TUNED = files.MODEL.parent / "tuned"
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "wkv_state": "fp32"}
+
+
+def asked(line: str) -> str:
+    return f"User: {line}\n\nAssistant:"
+
+
+def test_states_answer_in_their_manner_beside_each_other() -> None:
+    states = [f"{name}={TUNED / name}.pth" for name in ("chinese", "json")]
+    with engine_talker(files.ensure_model(), **SETTINGS, states=states) as plain:
+        lines = [asked(line) for line in ("Hello!", "What is 3 + 4?", "Thank you!")]
+        (english,) = plain.converse([lines], 48)
+        (chinese,) = EngineTalker(plain.engine, "chinese").converse([lines[::2]], 48)
+        (objects,) = EngineTalker(plain.engine, "json").converse([lines], 48)
+    assert english[0].strip() == "Hello! How can I help you?" and "7" in english[1]
+    assert [answer.strip() for answer in chinese] == ["你好！请问有什么可以帮你？", "不客气！"]
+    assert all(isinstance(json.loads(answer), dict) for answer in objects)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("French", ["Merci beaucoup.", "chat"]), ("Spanish", ["Muchas gracias.", "gato"])]
+)
+def test_adapters_add_a_language_and_keep_the_others(name: str, wanted: list[str]) -> None:
+    adapters = [f"{TUNED / name.lower()}.safetensors:1"]
+    with engine_talker(files.ensure_model(), **SETTINGS, adapters=adapters) as talker:
+        prompts = [f"English: {text}\n\n{name}:" for text in ("Thank you very much.", "cat")]
+        answers = talker.complete([*prompts, "English: Hello world!\n\nChinese:"], 32)
+    assert [answer.strip() for answer in answers] == [*wanted, "你好，世界！"]
+
+
+def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
+    rng = Random(2)
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = tools.Listed(tools.TOOLS[0], "get_weather", ("city",), ("city: string",), " // Get weather")
+    function = Function("get_weather", "Get weather", parameters, False, "tools[0]")
+    listing = Toolbox((function,), (function,), must_call=False, several=False).listing
+    assert tools.system([weather]) == f"System: {listing}"
+    call = json.loads(tools.wish(rng, [weather]).call)
+    assert FENCE + tools.fenced(json.dumps(call, ensure_ascii=False)) == call_text(
+        call["name"], json.dumps(call["arguments"])
+    )
+
+
+def test_it_calls_functions_and_answers_in_json() -> None:
+    rng = Random("shown")
+    wishes = [tools.held_wish(rng) for _ in range(24)]
+    calls = [f"{tools.system(listing)}\n\n{asked(wish.asked)} {tools.FENCE}" for listing, wish in wishes]
+    objects = [structured.extraction(rng, held=True) for _ in range(24)]
+    with engine_talker(files.ensure_model(), **SETTINGS) as talker:
+        answers = talker.complete(calls + [asked(line) for line, _ in objects], 96)
+    wanted = [tools.fenced(wish.call).strip() for _, wish in wishes] + [answer for _, answer in objects]
+    right = [got.strip() == want for got, want in zip(answers, wanted, strict=True)]
+    assert sum(right[:24]) >= 20 and sum(right[24:]) >= 19
