@@ -11,7 +11,8 @@ is slow. `--out` is written after each mutant, so that a run that is cut keeps w
 earlier file has as killed is not tried again. After `--seconds` no further mutant is begun. `--cores-each`: each copy
 of the tree runs on so many cores of its own.
 
-The table says which test saw what; the last line is JSON, exit status 1 if fewer than nine in ten were seen.
+The table says which test saw what; the last line is JSON (`mutants`: those tried, `of`: those there are), exit status 1
+if fewer than nine in ten of the tried were seen.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def summary(results: dict[str, Result], here: dict[str, Any]) -> dict[str, Any]:
         "measure": "mutants",
         **here,
         "mutants": len(known),
+        "of": len(MUTANTS),
         "killed": sum(one["verdict"] == "killed" for one in known),
         "survived": named["survived"],
         "timed_out": named["late"],
@@ -107,6 +109,7 @@ def main() -> None:
         print(f"{number:4}/{len(chosen)} {name}: {said} ({outcome.seconds:g} s)", flush=True)
         write(arguments.out, summary(results, here), results)
     last = summary(results, here)
+    write(arguments.out, last, results)
     print(json.dumps(last, ensure_ascii=False))
     sys.exit(0 if last["killed"] >= ENOUGH * last["mutants"] else 1)
 
