@@ -19,6 +19,7 @@ HTTP = (
     "test/routes/test_http_routes.py",
     "test/routes/test_http_faults.py",
 )
+TOOLS = ("test/routes/test_tools.py", "test/routes/test_tool_constraints.py")
 ANSWERS = ("test/routes/test_routes_answers.py", "test/routes/test_http_routes.py", "test/routes/test_http_faults.py")
 
 MUTANTS: list[Mutant] = [
@@ -383,6 +384,41 @@ MUTANTS: list[Mutant] = [
                 "            chunk += self._end()\n",
                 "a stream does not end",
             ),
+        ],
+    ),
+    *of(
+        "routes/response/tool_calls.py",
+        TOOLS,
+        [
+            ("            self._escaped = self._in_string\n", "            pass\n", "a quoted quote ends a string"),
+            (
+                "        if self.count and not self._has_said:\n",
+                "        if False:\n",
+                "white space behind a call is told",
+            ),
+            (
+                "        self._place = _Place.HEAD if is_open else _Place.TEXT\n",
+                "        self._place = _Place.TEXT\n",
+                "a call that the prompt has opened is text",
+            ),
+            (
+                "            return self._is_none() if final else False\n",
+                "            return False\n",
+                "half a call is lost",
+            ),
+        ],
+    ),
+    *of(
+        "routes/request/call_grammar.py",
+        TOOLS,
+        [
+            (
+                '        made["additionalProperties"] = False\n',
+                "        pass\n",
+                "a call may have arguments that nobody knows",
+            ),
+            (" if several else", " if True else", "parallel_tool_calls: false is several calls"),
+            ("({FENCE}|{TAG})", "({FENCE})", "behind <tool_call> text is free"),
         ],
     ),
 ]

@@ -1,0 +1,102 @@
+"""Programs that build on OpenAI's package: instructor, pydantic-ai, LangChain. Each is skipped unless it is installed.
+
+docs/tools.md has the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+from test.serving import Service
+
+MODEL = "rwkv7"
+CALL = '```json\n{"name": "get_weather", "arguments": {"unit": "c"}}\n```'
+
+
+class Order(BaseModel):
+    """What somebody orders."""
+
+    model_config = ConfigDict(extra="forbid")
+    drink: Literal["tea", "coffee"]
+    cups: int = Field(ge=1, le=9)
+
+
+@pytest.fixture(scope="module")
+def url(service: Service) -> str:
+    return f"{service.url}/openai/v1"
+
+
+@pytest.fixture(scope="module")
+def saying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a service whose answers are what the user asked it to say."""
+    flags = ("--http-workers", "1")
+    running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        yield f"{running.wait_ready().url}/openai/v1"
+    finally:
+        running.close()
+
+
+def weather_tool(units: list[str]) -> Callable[..., str]:
+    """A function that notes how it is called."""
+
+    def get_weather(unit: Literal["c", "f"]) -> str:
+        """The weather."""
+        units.append(unit)
+        return "say sunny"
+
+    return get_weather
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "JSON"])
+def test_instructor(url: str, mode: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    client = instructor.from_openai(
+        OpenAI(base_url=url, api_key="none", max_retries=0), mode=getattr(instructor.Mode, mode)
+    )
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Two cups of tea, please."}], "max_tokens": 200}
+    if mode == "JSON":  # holds the answer to any JSON object: a random model makes no order of it
+        with pytest.raises(Exception, match=r"Order|max_tokens|incomplete"):
+            client.chat.completions.create(model=MODEL, response_model=Order, max_retries=0, **asked)
+        return
+    order = client.chat.completions.create(model=MODEL, response_model=Order, max_retries=0, **asked)
+    assert isinstance(order, Order)
+
+
+def test_pydantic_ai(url: str, saying: str) -> None:
+    agents = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+    for kind in (models.OpenAIChatModel, models.OpenAIResponsesModel):
+        model = kind(MODEL, provider=providers.OpenAIProvider(base_url=url, api_key="none"))
+        agent = agents.Agent(model, output_type=Order, retries=0)
+        assert isinstance(agent.run_sync("Two cups of tea, please.").output, Order)
+        model = kind(MODEL, provider=providers.OpenAIProvider(base_url=saying, api_key="none"))
+        agent = agents.Agent(model, model_settings={"max_tokens": 64})
+        units: list[str] = []
+
+        agent.tool_plain(weather_tool(units))
+        agent.run_sync(f"say {CALL}")
+        assert units == ["c"]
+
+
+def test_langchain(url: str, saying: str) -> None:
+    chat_models = pytest.importorskip("langchain_openai")
+    agents = pytest.importorskip("langchain.agents")
+    for use_responses in (False, True):
+        options: dict[str, Any] = {"model": MODEL, "api_key": "none", "use_responses_api": use_responses}
+        chat = chat_models.ChatOpenAI(base_url=url, max_tokens=200, **options)
+        for method in ("function_calling", "json_schema"):
+            order = chat.with_structured_output(Order, method=method).invoke("Two cups of tea, please.")
+            assert isinstance(order, Order)
+        units: list[str] = []
+
+        chat = chat_models.ChatOpenAI(base_url=saying, max_tokens=64, **options)
+        agent = agents.create_agent(chat, [weather_tool(units)])
+        said = agent.invoke({"messages": [{"role": "user", "content": f"say {CALL}"}]})["messages"]
+        assert units == ["c"] and [message.type for message in said] == ["human", "ai", "tool", "ai"]
