@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import ModelFields, Texts, UrgencyFields
-from routes.request.generate_requests import encode, greedy_row, invalid, off_loop
+from routes.request.generate_requests import encode, encode_all, greedy_row, invalid, off_loop
 from routes.request.jobs import make_job
 from routes.request.model_names import asked_state
 from routes.response.generate import RowResult, run_whole
@@ -72,8 +72,9 @@ def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
     rows: list[GenerateRequest] = []
     state = asked_state(body, context.config)
     scored = held = 0
-    for at, (content, texts) in enumerate(zip(body.contents, body.lists, strict=True)):
-        prompt = encode(context.tokenizer, content, f"contents[{at}]", context.config, body.pad_zero)
+    named = ((f"contents[{at}]", content) for at, content in enumerate(body.contents))
+    prompts = encode_all(context.tokenizer, named, context.config, body.pad_zero)
+    for at, (prompt, texts) in enumerate(zip(prompts, body.lists, strict=True)):
         for number, text in enumerate(texts):
             if text not in known:
                 known[text] = encode(context.tokenizer, text, _field(body, at, number), context.config)

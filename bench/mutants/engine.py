@@ -504,7 +504,7 @@ MUTANTS: list[Mutant] = [
                 "a waiting row counts as one that has answered: a cancel forgets it",
             ),
         ],
-        ci=(1, 2),
+        ci=(1, 3),
     ),
     *of(
         "rwkv_batch/core/output.py",

@@ -99,6 +99,7 @@ def test_a_prompt_is_read_once(service: Service) -> None:
         ({"contents": [f" {i}" for i in range(300)], "candidates": [" many tokens" * 1000] * 2}, "candidates"),
         ({"contents": ["long " * 20_000], "candidates": ["a"] * 2000}, "candidates"),
         ({"candidates": " a"}, "candidates"),
+        ({"contents": [" a" * 200_000] * 6}, "contents[5]"),
         ({"timeout_s": -1}, "timeout_s"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
