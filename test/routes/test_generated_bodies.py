@@ -41,6 +41,8 @@ RELATED = {
     "best_of": {"n", "stream"},
     "max_tokens": {"session_id"},
     "candidates": {"contents"},
+    "file": {"name", "states", "content", "orientation", "stream", "max_tokens", "password"},
+    "states": {"state", "session_id"},
 }
 """Field that a refusal may name -> fields whose change may have been the reason."""
 
