@@ -418,7 +418,6 @@ MUTANTS: list[Mutant] = [
                 "a call may have arguments that nobody knows",
             ),
             (" if several else", " if True else", "parallel_tool_calls: false is several calls"),
-            ("({FENCE}|{TAG})", "({FENCE})", "behind <tool_call> text is free"),
         ],
     ),
 ]
