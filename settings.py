@@ -281,6 +281,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             "most that a request's timeout_s may be, also what it is where none is given; 0: a day, and none",
         ),
         Flag("access_log", _yes_or_no, "log a line for every request"),
+        Flag("files_dir", str, "folder of files and batches; auto: beside --state-db, if there is one; none: none"),
+        Flag("files_max_gb", _number(0.001, 1e6), "most that all files of batches may hold, in GiB"),
         Flag("translate_cache", _COUNT, "translations that each HTTP worker remembers; 0: none"),
     ),
     EngineConfig: (

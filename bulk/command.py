@@ -122,7 +122,7 @@ class _Command:
             ledger = Ledger(options.order == "keep", files.progress)
             meter = Meter(source.fraction)
             answers = files.sidecar if options.dedupe else None
-            worker = LineWorker(self.backend, task, options.retry, glossary, answers)
+            worker = LineWorker(self.backend, task, options.retry, glossary, answers=answers)
             with Reporter(meter, options.progress):
                 await Run(records, worker, files, ledger, meter, options.max_in_flight).run()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +28,13 @@ class Files:
     form: Form
     progress: Progress
     """True of the disk."""
+    error_line: Callable[[Record, Outcome], str]
     is_compressed: bool = False
-    id_field: str = ""
 
     def ended(self, record: Record, outcome: Outcome) -> Ended:
         """What the files say of a record."""
         output = self.form.write(record, outcome.answer)
-        return Ended(output, self._error(record, outcome) if outcome.problem else "", outcome.key, outcome.answer)
-
-    def _error(self, record: Record, outcome: Outcome) -> str:
-        entry = {"index": record.index, "line": record.line, "error": outcome.problem, "input": record.fields}
-        if outcome.status != GOOD:
-            entry["status"] = outcome.status
-        if self.id_field:
-            entry["id"] = record.fields.get(self.id_field)
-        return json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+        return Ended(output, self.error_line(record, outcome) if outcome.problem else "", outcome.key, outcome.answer)
 
     def close(self) -> None:
         """Let go of all of them."""
@@ -80,6 +73,20 @@ def errors_path(options: Options) -> str:
     return options.errors or ("" if options.output == STDOUT else options.output + ERRORS_SUFFIX)
 
 
+def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
+    """What the file of errors says of a record."""
+
+    def line(record: Record, outcome: Outcome) -> str:
+        entry = {"index": record.index, "line": record.line, "error": outcome.problem, "input": record.fields}
+        if outcome.status != GOOD:
+            entry["status"] = outcome.status
+        if id_field:
+            entry["id"] = record.fields.get(id_field)
+        return json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
+
+    return line
+
+
 def open_files(options: Options, form: Form, settings: dict[str, str]) -> Files:
     """The run's files, cut back to what an earlier run is known to have done. Raises RunError and holds none then."""
     with ExitStack() as opened:
@@ -96,7 +103,7 @@ def _to_pipe(options: Options, form: Form, settings: dict[str, str], opened: Exi
         opened.callback(errors.close)
         errors.cut(0)
     sidecar = Sidecar(None)
-    return Files(StandardOutput(), errors, sidecar, form, sidecar.begin(settings, ""), id_field=options.id_field)
+    return Files(StandardOutput(), errors, sidecar, form, sidecar.begin(settings, ""), _error_line(options.id_field))
 
 
 def _to_files(options: Options, form: Form, settings: dict[str, str], opened: ExitStack) -> Files:
@@ -122,7 +129,7 @@ def _to_files(options: Options, form: Form, settings: dict[str, str], opened: Ex
     sync_folder(path.parent)
     output.cut(progress.output_bytes)
     errors.cut(progress.errors_bytes)
-    return Files(output, errors, sidecar, form, progress, is_compressed=bool(compression), id_field=options.id_field)
+    return Files(output, errors, sidecar, form, progress, _error_line(options.id_field), bool(compression))
 
 
 def _check_paths(options: Options, outputs: list[Path]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from bulk.backends.backend import AWAY, Backend, Reply
 from bulk.glossary import Glossary
@@ -30,6 +31,10 @@ class Outcome:
     status: int = GOOD
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    code: str = ""
+    """The problem's name, where it has one."""
+    reply: Any = None
+    """The body of an answer that was none."""
     key: bytes | None = None
     """What equal lines have in common, where the answer is worth keeping for them."""
 
@@ -42,10 +47,16 @@ class LineWorker:
     task: Task
     retry: int
     glossary: Glossary | None = None
+    patience: int | None = None
+    """Tries while the service is busy or away; None: as many as `retry`."""
     answers: Sidecar | None = None
     """Where answers to equal lines are kept (--dedupe)."""
     under_way: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
     """Questions whose answers are not in the sidecar yet."""
+
+    async def open(self) -> int:
+        """Make ready; returns how many lines at once keep the backend at work. Raises RunError."""
+        return await self.backend.open()
 
     async def outcome(self, record: Record) -> Outcome:
         """What the record gets. Raises RunError if nobody answers any more."""
@@ -113,18 +124,20 @@ class LineWorker:
                     return Outcome(None, str(error), GOOD, *tokens)
                 except (KeyError, IndexError, TypeError):
                     return Outcome(None, f"the answer is not of the form asked for: {str(reply.value)[:200]}", 502)
-            if tries >= self.retry or reply.status not in _BUSY | _AGAIN:
+            is_busy = reply.status in _BUSY
+            most = self.retry if not is_busy or self.patience is None else self.patience
+            if tries >= most or reply.status not in _BUSY | _AGAIN:
                 break
             await asyncio.sleep(_wait_s(reply, tries))
             tries += 1
         if reply.status in _BUSY:
             raise RunError(f"{reply.reason}; the same command goes on from here")
-        return Outcome(None, reply.reason, reply.status, *tokens)
+        return Outcome(None, reply.reason, reply.status, *tokens, reply=reply.value)
 
 
 def _wait_s(reply: Reply, tries: int) -> float:
     """Seconds until the next try: doubled each time, and never less than the service asks for."""
-    return min(_LONGEST_WAIT_S, max(reply.retry_after_s or 0.0, _WAIT_S * 2.0**tries))
+    return min(_LONGEST_WAIT_S, max(reply.retry_after_s or 0.0, _WAIT_S * 2.0 ** min(tries, 10)))
 
 
 def _key(ask: Ask) -> bytes:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from bulk.files import Files
 from bulk.ledger import Ledger
-from bulk.lines import LineWorker, Outcome
+from bulk.lines import Outcome
 from bulk.progress import Meter
 from bulk.records import Record, RunError
 
@@ -28,11 +29,24 @@ _MOST_UNKEPT = 32 << 20
 """Characters written and not durable yet, above which nothing new is begun."""
 
 
+class Worker(Protocol):
+    """Whoever answers records."""
+
+    async def open(self) -> int:
+        """Make ready; returns how many records to begin at once. Raises RunError."""
+
+    async def outcome(self, record: Record) -> Outcome:
+        """What a record gets. Raises RunError if nobody answers any more."""
+
+    def kept(self, keys: list[bytes]) -> None:
+        """Answers under these keys are durable."""
+
+
 class Run:
     """One run."""
 
     def __init__(
-        self, records: Iterator[Record], worker: LineWorker, files: Files, ledger: Ledger, meter: Meter, most: int = 0
+        self, records: Iterator[Record], worker: Worker, files: Files, ledger: Ledger, meter: Meter, most: int = 0
     ) -> None:
         """`most`: questions at once; 0: as many as keep the backend at work."""
         self._records = records
@@ -86,7 +100,7 @@ class Run:
 
     async def _open(self) -> asyncio.Semaphore:
         """The backend, now that there is something to ask."""
-        in_flight = await self._worker.backend.open()
+        in_flight = await self._worker.open()
         in_flight = self._most or in_flight
         self._window = min(max(_WINDOW[0], in_flight), _WINDOW[1])
         self._seats = asyncio.Semaphore(in_flight)

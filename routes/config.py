@@ -49,6 +49,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One line a request."""
     translate_cache: int = 4096
     """Translations each HTTP worker remembers; 0: none."""
+    files_dir: str = "auto"
+    """Folder of files and batches; auto: beside the sessions' database, if there is one. none: none are kept."""
+    files_max_gb: float = 10.0
+    """Most that all files may hold."""
     drain_timeout_s: float = 30.0
     model_name: str = "rwkv7"
     models_dir: str = ""

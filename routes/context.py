@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from batch_store.store import Store
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.readiness import Readiness
@@ -121,6 +122,8 @@ class Context:
     whole_within_s: float | None = 2.0
     """What fails, or is whole, within this time has a true status. An answer that takes longer has begun by then, with
     status 200: only what is written shows whether its client is still there. None: it is waited for."""
+    files: Store | None = None
+    """Files and batches; None: the service keeps none."""
     session_files: int = 0
     """Exports and imports under way: see `routes.session_files.Place`."""
     shared: dict[str, Any] = field(default_factory=dict)

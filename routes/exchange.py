@@ -30,6 +30,8 @@ class Exchange:
     """The API key's name, else the address."""
     limits: ClientLimits | None = None
     """Of the API key."""
+    owner: str = ""
+    """The API key's name, whose files and batches the request may see; "": it has none, and sees all."""
     priority: Priority | None = None
     """Of all its jobs; None: they say."""
     is_stream: bool = False

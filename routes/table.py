@@ -19,7 +19,7 @@ from routes import (
     web_page,
 )
 from routes.docs import pages
-from routes.openai import chat, completions, embeddings, responses
+from routes.openai import batches, chat, completions, embeddings, files, responses
 from routes.route import Route
 
 ROUTES: tuple[Route, ...] = (
@@ -39,6 +39,8 @@ ROUTES: tuple[Route, ...] = (
     *embeddings.ROUTES,
     *responses.ROUTES,
     *models.ROUTES,
+    *files.ROUTES,
+    *batches.ROUTES,
     *system.ROUTES,
     *pages.ROUTES,
     *web_page.ROUTES,

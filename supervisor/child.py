@@ -38,12 +38,11 @@ class Child:
     restart_at: float = field(default=0.0)
 
     def start(self) -> None:
-        """Start the process with a fresh pipe."""
+        """Start the process with a fresh pipe. Raises EOFError, OSError if it cannot be forked."""
         self.pipe, theirs = self.context.Pipe()
-        self.process = self.context.Process(
-            target=self.target, args=(*self.arguments, self.name, theirs), name=self.name
-        )
-        self.process.start()
+        process = self.context.Process(target=self.target, args=(*self.arguments, self.name, theirs), name=self.name)
+        process.start()
+        self.process = process
         theirs.close()
         self.started = time.monotonic()
 

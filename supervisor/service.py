@@ -18,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from routes.api_keys import KeysFile
+from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle
 from settings import Settings
@@ -40,6 +42,14 @@ _LAST_WORDS_S = 5.0
 _CUT_OFF_S = 1.0
 """What HTTP workers get after a second signal to tell their clients that the answer ends here."""
 ENGINE_FACTORY = "rwkv_batch.engine:Engine"
+
+
+def batches_process(*arguments: Any) -> None:
+    """Main function of the process that runs batches."""
+    import routes.serving.preload  # noqa: F401  # what it is forked with
+    from bulk.batches.process import run_batches
+
+    run_batches(*arguments)
 
 
 def engine_process(*arguments: Any) -> None:
@@ -73,6 +83,7 @@ class Supervisor:
         self._listeners = listeners or listen(settings)
         if self._listeners.front is not None:
             settings = _with_front_key(settings)
+        settings = _with_files_dir(settings)
         self._settings = settings
         self._folder = tempfile.mkdtemp(prefix="rwkv-")
         self._address = os.path.join(self._folder, "engine")
@@ -91,6 +102,10 @@ class Supervisor:
         if self._listeners.front is not None:
             config = NginxConfig.of(settings, sockets)
             self._front = Child("nginx", spawn, front_process, (config, self._listeners.front, style))
+        self._batches: Child | None = None
+        if has_store(settings.http):
+            batches = (settings.http, self._address, style)
+            self._batches = Child("batches", fork_context(), batches_process, batches)
         self._wake_read, self._wake_write = os.pipe()
         self._have_started: set[Child] = set()
         self._is_drained = False
@@ -111,7 +126,7 @@ class Supervisor:
 
     def _singles(self) -> list[Child]:
         """Processes of which there is one each."""
-        return [self._engine] if self._front is None else [self._engine, self._front]
+        return [child for child in (self._engine, self._front, self._batches) if child is not None]
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
@@ -126,14 +141,22 @@ class Supervisor:
             if child.process is not None and not child.is_alive:
                 self._reap(child)
             if child.process is None and time.monotonic() >= child.restart_at:
-                self._clear_address(child)
-                child.start()
+                self._start(child)
         self._models.look_after()
         self._workers.look_after()
         waitables = [self._wake_read, *self._workers.waitables, *self._models.waitables]
         waitables += [one for child in self._singles() for one in child.waitables]
         if self._wake_read in wait(waitables, timeout=self._next_start_s()) and _RELOAD in os.read(self._wake_read, 64):
             self._workers.reload()
+
+    def _start(self, child: Child) -> None:
+        """Start a process; where that fails, as when the one that forks has just been lost, again in a moment."""
+        self._clear_address(child)
+        try:
+            child.start()
+        except (EOFError, OSError) as error:
+            delay = child.plan_restart()
+            logger.error("process %s cannot be started (%r); it is tried again in %.1f s", child.name, error, delay)
 
     def _next_start_s(self) -> float | None:
         now = time.monotonic()
@@ -176,6 +199,8 @@ class Supervisor:
         logger.info("shutting down: running requests get %.0f s; a second signal ends them at once", timeout_s)
         deadline = time.monotonic() + timeout_s + _LAST_WORDS_S
         self._workers.drain()
+        if self._batches is not None:
+            self._batches.tell("drain")  # what has ended is kept, the rest goes on at the next start
         self._engine.tell("drain")
         self._models.drain()
         self._await(self._engine_is_drained, deadline)
@@ -224,6 +249,16 @@ def listen(settings: Settings) -> Listeners:
     return open_listeners(
         http.host, http.port, settings.service.http_workers, http.stall_timeout_s, front=front is not None
     )
+
+
+def _with_files_dir(settings: Settings) -> Settings:
+    """Where files and batches are kept: beside the sessions, if those are kept and nothing else is said."""
+    folder, state_db = settings.http.files_dir, settings.engine.pool.state_db
+    if folder == "auto":
+        folder = f"{state_db}.files" if state_db else NONE
+    if folder != NONE:
+        folder = str(Path(folder).absolute())
+    return msgspec.structs.replace(settings, http=msgspec.structs.replace(settings.http, files_dir=folder))
 
 
 def _with_front_key(settings: Settings) -> Settings:

@@ -9,7 +9,18 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("native", "sampling", "state_pool", "rwkv_batch", "routes", "bulk", "supervisor", "app.py", "settings.py")
+PACKAGES = (
+    "native",
+    "sampling",
+    "state_pool",
+    "rwkv_batch",
+    "routes",
+    "batch_store",
+    "bulk",
+    "supervisor",
+    "app.py",
+    "settings.py",
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NO_FAILURE = {"StopIteration", "AssertionError", "SystemExit", "NotImplementedError", "AttributeError"}
 

@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 
 from bulk.backends.backend import Reply
+from bulk.backends.handlers import ask_handler
 from bulk.records import RunError
 from routes.context import Context, Gate
-from routes.dispatch import whole_answer
-from routes.exchange import Exchange, work_on
 from routes.readiness import Readiness
-from routes.table import ROUTES
 from routes.translate import CACHE, TranslationCache
 from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.calls import Reply as OnAnswer
@@ -24,7 +22,6 @@ from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, Priority
 from settings import Settings
 
-_BY_PATH = {route.path: route for route in ROUTES if route.method == "POST"}
 _MOST_IN_FLIGHT = 4096
 _AHEAD = 2
 """Questions for each place in the steps: some decode while others wait to."""
@@ -63,14 +60,7 @@ class OwnEngine:
         """See Backend."""
         assert self._context is not None
         # Nobody else is served here: no place is kept for interactive rows.
-        exchange = Exchange(method="POST", route=path, client="batch", priority=Priority.INTERACTIVE)
-        work_on(exchange)
-        answer = await whole_answer(self._context, _BY_PATH[path], body)
-        wait = answer.headers.get("Retry-After")
-        value = msgspec.json.decode(answer.body)
-        return Reply(
-            answer.status, value, float(wait) if wait else None, exchange.prompt_tokens, exchange.completion_tokens
-        )
+        return await ask_handler(self._context, path, body, client="batch", priority=Priority.INTERACTIVE)
 
     async def close(self) -> None:
         """See Backend."""

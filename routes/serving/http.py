@@ -151,6 +151,7 @@ async def _data(context: Context, route: Route, request: Request) -> object:
     if granted.key is not None:
         exchange = current()
         exchange.client, exchange.limits = granted.key.name, granted.key.limits
+        exchange.owner = granted.key.name
     return _query(request) if route.body is None else data
 
 
@@ -170,7 +171,8 @@ async def _form_data(context: Context, request: Request, is_known: bool) -> obje
     if len(files) != 1 and is_known:
         message = f"content: a form must have exactly one file, with a file's name, got {len(files)}"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="content")
-    return {**request.form_data, "content": bytes(files[0]) if files else b""}
+    name = next(iter(request.files), "")
+    return {"filename": name, **request.form_data, "content": bytes(files[0]) if files else b""}
 
 
 async def _json_data(context: Context, request: Request, is_known: bool) -> object:

@@ -26,6 +26,7 @@ from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.context import Context, Gate
+from routes.files_folder import open_store
 from routes.model_directory import ModelDirectory
 from routes.readiness import Readiness
 from routes.serving import preload
@@ -134,6 +135,7 @@ def _run(
 def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> Context:
     gate = Gate(config.max_streams, config.max_streams_per_client)
     context = Context(client, config, gate, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
+    context.files = open_store(config)
     context.shared[system.OPENAPI] = preload.OPENAPI_DOCUMENT
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
     context.shared[web_page.FILES] = preload.WEB_FILES

@@ -49,6 +49,8 @@ from rwkv_batch.request import Job, JobEvents
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 256
+BATCHES = "batches"
+"""A client of the engine that is no HTTP worker."""
 _WATCH_S = 0.05
 """How soon the process follows its engine's thread: until then /readyz still says that it takes work."""
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
@@ -226,7 +228,7 @@ class EngineServer:
                 "jobs": len(peer.jobs),
             }
             for peer in sorted(self._peers.copy(), key=lambda peer: peer.name)
-            if peer.pid
+            if peer.pid and peer.name != BATCHES
         ]
         engine = {"pid": os.getpid(), "up_s": round(time.time() - self._started, 1)}
         return {**status, "processes": {"engine": engine, "http_workers": workers}}

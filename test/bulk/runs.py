@@ -16,9 +16,13 @@ from test.serving import ROOT, Service
 SHORT = ("--task", "complete", "--max-tokens", "3", "--progress", "plain", "--retry", "2")
 
 
-def fake_service(folder: Path) -> Service:
+def fake_service(folder: Path, *flags: str, password: str = "", state_db: Path | None = None) -> Service:
     """A service that answers a prompt with the same text again, once for each token."""
-    return Service(folder, "--model-path", "none", program="test/fake_app.py", PYTHONPATH=str(ROOT)).wait_ready()
+    service = Service(
+        folder, "--model-path", "none", *flags, program="test/fake_app.py", state_db=state_db, PYTHONPATH=str(ROOT)
+    )
+    service.headers = {"Authorization": f"Bearer {password}"} if password else {}
+    return service.wait_ready()
 
 
 def batch(service: Service, source: Path, target: Path, *flags: str) -> int:

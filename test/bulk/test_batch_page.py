@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from app import main
 from test.bulk.runs import fake_service, read_jsonl, write_jsonl
-from test.serving import ROOT
+from test.serving import ROOT, Service
 
 PAGE = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
 SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n"
@@ -38,3 +40,12 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "answers.csv").read_text().startswith("id,question,answer\n1,Why?,")
     assert gzip.decompress((tmp_path / "lines.fr.txt.gz").read_bytes()).count(b"\n") == 3
     assert (tmp_path / "film.zh.srt").read_text().startswith("1\n00:00:01,000 --> 00:00:02,000\n")
+
+
+def test_the_sdks_program_runs_as_printed(service: Service, tmp_path: Path) -> None:
+    block = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert block is not None
+    program = block.group(1).replace("http://127.0.0.1:8000", service.url)
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("completed ") and len(re.findall(r"^line-\d+ ", ran.stdout, re.MULTILINE)) == 20

@@ -24,7 +24,9 @@ MALFORMED = b"GET /healthz HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service without a model; work does not wait for its engine."""
     folder = tmp_path_factory.mktemp("workers")
-    running = Service(folder, "--engine-wait-s", "0", program="test/fake_app.py", PYTHONPATH=".")
+    # Without batches, whose process is forked as spares are: spares are counted here.
+    flags = ("--engine-wait-s", "0", "--files-dir", "none")
+    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         yield running.wait_ready()
     finally:

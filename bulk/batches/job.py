@@ -1,0 +1,227 @@
+"""One batch, from its file to its results. It goes on where it was, whenever the process was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from batch_store.records import Batch, Counts, Purpose, Status, StoredFile
+from batch_store.store import Store
+from bulk.backends.backend import Reply
+from bulk.backends.handlers import ask_handler
+from bulk.batches.lines import BatchForm, BatchTask, mistakes
+from bulk.files import Files
+from bulk.inputs import Input
+from bulk.ledger import Ledger
+from bulk.lines import LineWorker, Outcome
+from bulk.outputs import OutputFile
+from bulk.progress import Meter
+from bulk.records import Record
+from bulk.run import Run
+from bulk.sidecar import Sidecar
+from routes.context import Context
+from rwkv_batch.request import ClientLimits
+
+IN_FLIGHT = 512
+"""Lines of a batch that are asked at once; the engine shares its places out among clients."""
+_RETRY = 3
+_PATIENCE = 10**6
+"""Tries while the engine is busy or away: the completion window is what ends a batch."""
+_LOOK_S = 0.5
+_TTL_S = 30 * 86400
+_REFUSED_AT_ONCE = 256
+_MESSAGES = {
+    Status.EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
+    Status.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+}
+
+
+@dataclass(slots=True)
+class _Engine:
+    """See Backend."""
+
+    context: Context
+    batch: Batch
+
+    async def model(self) -> str:
+        return ""
+
+    async def open(self) -> int:
+        return IN_FLIGHT
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Reply:
+        limits = None if self.batch.limits is None else ClientLimits(**self.batch.limits)
+        return await ask_handler(
+            self.context, path, body, client=self.batch.client, owner=self.batch.owner, limits=limits
+        )
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Answers nothing any more: the rest of a batch that has ended before its end."""
+
+    status: Status
+
+    async def open(self) -> int:
+        """See LineWorker."""
+        return _REFUSED_AT_ONCE
+
+    async def outcome(self, record: Record) -> Outcome:
+        """See LineWorker."""
+        code, message = _MESSAGES[self.status]
+        return Outcome(problem=message, code=code, status=0)
+
+    def kept(self, keys: list[bytes]) -> None:
+        """See LineWorker."""
+
+
+class BatchJob:
+    """A batch under way."""
+
+    def __init__(self, store: Store, context: Context, batch: Batch) -> None:
+        self._store = store
+        self._context = context
+        self.batch = batch
+        self.is_cancelled = batch.status is Status.CANCELLING
+        """Set when its owner wants it to end."""
+        self._form = BatchForm(batch.id)
+
+    async def run(self) -> None:
+        """Bring the batch to its end. Raises RunError if that has to be tried again later."""
+        if self.batch.status is Status.VALIDATING:
+            await self._validate()
+        if self.batch.status in (Status.IN_PROGRESS, Status.CANCELLING):
+            ends_as = await self._answer()
+            await self._becomes(Status.FINALIZING, ends_as=ends_as)
+        if self.batch.status is Status.FINALIZING:
+            await self._finalise()
+
+    async def fail(self, message: str) -> None:
+        """End it for a fault that no later try mends."""
+        await self._becomes(
+            Status.FAILED, errors=[{"code": "internal", "message": message, "param": None, "line": None}]
+        )
+
+    async def _becomes(self, status: Status, **changes: Any) -> None:
+        def changed(batch: Batch) -> Batch:
+            return batch.becomes(status, int(time.time()), **changes)
+
+        self.batch = await asyncio.to_thread(self._store.change, self.batch.id, changed)
+
+    async def _validate(self) -> None:
+        count, wrong = await asyncio.to_thread(self._mistakes)
+        if wrong:
+            await self._becomes(Status.FAILED, errors=wrong)
+            return
+
+        def begun(batch: Batch) -> Batch:
+            batch = msgspec.structs.replace(batch, counts=Counts(total=count))
+            if batch.status is Status.CANCELLING:
+                return batch
+            return batch.becomes(Status.IN_PROGRESS, int(time.time()))
+
+        self.batch = await asyncio.to_thread(self._store.change, self.batch.id, begun)
+        self.is_cancelled = self.batch.status is Status.CANCELLING
+
+    def _mistakes(self) -> tuple[int, list[dict[str, Any]]]:
+        source = Input(str(self._store.content(self.batch.input_file_id)))
+        try:
+            return mistakes(self._form.read(source.lines()), self.batch.endpoint)
+        finally:
+            source.close()
+
+    def _path(self, suffix: str) -> Path:
+        return self._store.runs / f"{self.batch.id}{suffix}"
+
+    async def _answer(self) -> Status:
+        """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
+        worker = LineWorker(_Engine(self._context, self.batch), BatchTask(), _RETRY, patience=_PATIENCE)
+        ends_as = await self._run(worker)
+        if ends_as is not Status.COMPLETED:
+            await self._run(_Refusal(ends_as))
+        return ends_as
+
+    async def _run(self, worker: LineWorker | _Refusal) -> Status:
+        source = Input(str(self._store.content(self.batch.input_file_id)))
+        files = await asyncio.to_thread(self._open)
+        try:
+            ledger = Ledger(False, files.progress)
+            run = Run(self._form.read(source.lines()), worker, files, ledger, Meter(source.fraction))
+            return await self._watch(asyncio.create_task(run.run()), files, may_stop=isinstance(worker, LineWorker))
+        finally:
+            files.close()
+            source.close()
+
+    def _open(self) -> Files:
+        output, errors = OutputFile(self._path(".jsonl"), ""), OutputFile(self._path(".errors.jsonl"), "")
+        sidecar = Sidecar(self._path(".progress"))
+        progress = sidecar.begin({}, "")
+        output.cut(progress.output_bytes)
+        errors.cut(progress.errors_bytes)
+        return Files(output, errors, sidecar, self._form, progress, error_line=self._form.error)
+
+    async def _watch(self, running: asyncio.Task[None], files: Files, may_stop: bool) -> Status:
+        """Follow a run: tell how far it is, and stop it when the batch is cancelled or its window is over."""
+        ends_as = Status.COMPLETED
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=_LOOK_S)
+                await self._count(files)
+                if may_stop and not running.done() and (self.is_cancelled or time.time() >= self.batch.expires_at):
+                    ends_as = Status.CANCELLED if self.is_cancelled else Status.EXPIRED
+                    break
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        if ends_as is Status.COMPLETED:
+            running.result()
+        await self._count(files)
+        return ends_as
+
+    async def _count(self, files: Files) -> None:
+        done = files.progress
+        counts = Counts(total=self.batch.counts.total, completed=done.answered, failed=done.failed)
+        if counts != self.batch.counts:
+
+            def counted(batch: Batch) -> Batch:
+                return msgspec.structs.replace(batch, counts=counts)
+
+            self.batch = await asyncio.to_thread(self._store.change, self.batch.id, counted)
+        self.is_cancelled = self.is_cancelled or self.batch.status is Status.CANCELLING
+
+    async def _finalise(self) -> None:
+        """Results become files; done again from its beginning if it was cut short."""
+        output = await asyncio.to_thread(self._filed, ".jsonl", "output")
+        errors = await asyncio.to_thread(self._filed, ".errors.jsonl", "error")
+        await self._becomes(self.batch.ends_as, output_file_id=output, error_file_id=errors)
+        for suffix in (".jsonl", ".errors.jsonl", ".progress"):
+            await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
+
+    def _filed(self, suffix: str, kind: str) -> str | None:
+        """The id of a result's file; None if it is empty."""
+        written = self._path(suffix)
+        file_id = f"file-{self.batch.id.removeprefix('batch_')}{kind[0]}"
+        content = self._store.content(file_id)
+        if written.exists() and written.stat().st_size:
+            written.rename(content)
+        if not content.exists():
+            return None
+        now = int(time.time())
+        file = StoredFile(
+            id=file_id,
+            owner=self.batch.owner,
+            bytes=content.stat().st_size,
+            created_at=now,
+            filename=f"{self.batch.id}_{kind}.jsonl",
+            purpose=Purpose.BATCH_OUTPUT,
+            expires_at=now + _TTL_S,
+        )
+        self._store.enter_file(file)
+        return file_id

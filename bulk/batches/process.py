@@ -1,0 +1,124 @@
+"""The process that runs batches: one for the service, started and watched by the supervisor.
+
+The store's database says what is under way; it is looked at twice a second, so that nobody has to tell this process
+anything, and what was under way before a restart goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+
+from batch_store.records import Batch, Status
+from batch_store.store import Store
+from bulk.batches.job import BatchJob
+from bulk.records import RunError
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.files_folder import open_store
+from routes.readiness import Readiness
+from routes.translate import CACHE, TranslationCache
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.process import LogStyle, become_child
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE, _OF_ONE_CLIENT = 8, 4
+"""Batches that run beside each other; others wait."""
+_LOOK_S = 0.5
+_SWEEP_S = 600.0
+_AGAIN_S = 10.0
+"""Wait after a batch that could not go on, as when the disk is full."""
+
+
+def run_batches(config: HttpConfig, address: str, style: LogStyle, name: str, supervisor: Connection) -> None:
+    """Main function of the process. The supervisor is sent ("started", None), and may send "drain"."""
+    become_child(name, style)
+    store = open_store(config)
+    assert store is not None
+    client = EngineClient(address)
+    context = Context(client, config, Gate(1), Readiness(0), files=store, whole_within_s=None)
+    context.shared[CACHE] = TranslationCache(config.translate_cache)
+    client.start(name)
+    supervisor.send(("started", None))
+    asyncio.run(_until_told(Runner(store, context), supervisor))
+
+
+async def _until_told(runner: Runner, supervisor: Connection) -> None:
+    """Run until the supervisor says "drain", or is gone."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while supervisor.recv() != "drain":
+                pass
+        loop.call_soon_threadsafe(told.set)
+
+    threading.Thread(target=listen, name="supervisor", daemon=True).start()
+    await runner.run(told)
+
+
+class Runner:
+    """Begins batches and follows them. One event loop."""
+
+    def __init__(self, store: Store, context: Context) -> None:
+        self._store = store
+        self._context = context
+        self._jobs: dict[str, BatchJob] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+        self._swept = 0.0
+
+    async def run(self, told: asyncio.Event) -> None:
+        """Run what there is until `told`; what is under way then goes on at the next start."""
+        while not told.is_set():
+            try:
+                await self._look()
+            except OSError:  # a locked or full disk: the batches under way go on, and this is tried again
+                logger.exception("the store of batches cannot be used")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(told.wait(), _LOOK_S)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        for batch in await asyncio.to_thread(self._store.under_way):
+            job = self._jobs.get(batch.id)
+            if job is not None:
+                job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
+            elif self._may_begin(batch):
+                self._begin(batch)
+        if time.monotonic() - self._swept > _SWEEP_S:
+            self._swept = time.monotonic()
+            await asyncio.to_thread(self._store.sweep, time.time())
+
+    def _may_begin(self, batch: Batch) -> bool:
+        if time.monotonic() < self._not_before.get(batch.id, 0.0):
+            return False
+        of_client = Counter(job.batch.client for job in self._jobs.values())
+        return len(self._jobs) < _AT_ONCE and of_client[batch.client] < _OF_ONE_CLIENT
+
+    def _begin(self, batch: Batch) -> None:
+        self._jobs[batch.id] = BatchJob(self._store, self._context, batch)
+        self._tasks[batch.id] = asyncio.create_task(self._run(self._jobs[batch.id]))
+
+    async def _run(self, job: BatchJob) -> None:
+        batch_id = job.batch.id
+        try:
+            await job.run()
+            self._not_before.pop(batch_id, None)
+            logger.info("batch %s is %s: %s", batch_id, job.batch.status, job.batch.counts)
+        except (RunError, OSError) as error:
+            logger.error("batch %s cannot go on now: %s", batch_id, error)
+            self._not_before[batch_id] = time.monotonic() + _AGAIN_S
+        except Exception as error:  # a fault of ours: its owner is told, others go on
+            logger.exception("batch %s failed", batch_id)
+            await job.fail(f"the batch failed: {type(error).__name__}: {error}")
+        finally:
+            del self._jobs[batch_id], self._tasks[batch_id]

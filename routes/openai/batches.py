@@ -1,0 +1,248 @@
+"""`/openai/v1/batches`: lines of a file that are answered in their own time, as OpenAI's SDKs speak it.
+
+Routes only keep and show what is wanted; `bulk/batches/` does it, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from batch_store.records import Batch, Status
+from batch_store.store import StoreFullError
+from routes.context import Context
+from routes.exchange import current
+from routes.openai.errors import OPENAI_ERRORS
+from routes.openai.files import ListQuery, new_id, no_such, page_of, store_of
+from routes.request.bodies import Body, Fields
+from routes.request.generate_requests import invalid
+from routes.response.reply import Reply, json_answer
+from routes.route import Route, Upload
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+PATH = "/openai/v1/batches"
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/openai/v1/chat/completions",
+    "/openai/v1/completions",
+    "/v2/chat/completions",
+    "/big_batch/completions",
+    "/FIM/v1/batch-FIM",
+    "/translate/v1/batch-translate",
+)
+"""What a batch's lines may ask."""
+_CANCEL = "/cancel"
+_WINDOW = re.compile(r"([1-9][0-9]{0,2})([hd])")
+_LONGEST_S = 7 * 86400
+_HOUR_S = 3600
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class BatchesBody(Body):
+    """What is to be answered."""
+
+    input_file_id: str = Field(max_length=80, description="An uploaded file of JSON lines.")
+    endpoint: str = Field(max_length=128, description=f"The `url` of every line: {', '.join(ENDPOINTS)}.")
+    completion_window: str = Field("24h", max_length=8, description="Hours or days, like 24h or 7d, at most 7 days.")
+    metadata: _Metadata | None = Field(None, description="Texts that come back with the batch.")
+
+
+class BatchQuery(Fields):
+    """Which batch."""
+
+    batch_id: str = Field(min_length=1, max_length=80, description="Its id.")
+
+
+class CancelQuery(Fields):
+    """Which batch is to end."""
+
+    batch_id: str = Field(min_length=1, max_length=80, pattern=f".{_CANCEL}$", description="Its id, and `/cancel`.")
+
+
+class RequestCounts(BaseModel):
+    """Lines of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(BaseModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: dict[str, Any] | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(BaseModel):
+    """A page of batches."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def shown(batch: Batch) -> dict[str, Any]:
+    """A batch as its owner sees it."""
+    times = {
+        f"{status.value}_at": batch.times.get(status.value) for status in Status if status is not Status.VALIDATING
+    }
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "expires_at": batch.expires_at,
+        **times,
+        "request_counts": msgspec.to_builtins(batch.counts),
+        "metadata": batch.metadata,
+    }
+
+
+def _window_s(text: str) -> int:
+    """Seconds of a completion window. Raises ServiceError."""
+    found = _WINDOW.fullmatch(text)
+    seconds = 0 if found is None else int(found[1]) * (_HOUR_S if found[2] == "h" else 24 * _HOUR_S)
+    if not 0 < seconds <= _LONGEST_S:
+        raise invalid("completion_window", f"must be hours or days up to 7d, like 24h, got {text!r}", text)
+    return seconds
+
+
+async def create_batch(context: Context, body: BatchesBody) -> Reply:
+    """Have the lines of a file answered; their rows give way to interactive ones."""
+    store, exchange = store_of(context), current()
+    if body.endpoint not in ENDPOINTS:
+        raise invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint!r}", body.endpoint)
+    window_s, created = _window_s(body.completion_window), int(time.time())
+    if await asyncio.to_thread(store.file, exchange.owner, body.input_file_id) is None:
+        raise invalid("input_file_id", f"no such file: {body.input_file_id!r}", body.input_file_id)
+    batch = Batch(
+        id=new_id("batch_"),
+        owner=exchange.owner,
+        client=exchange.client,
+        limits=None if exchange.limits is None else msgspec.to_builtins(exchange.limits),
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        created_at=created,
+        expires_at=created + window_s,
+        metadata=body.metadata,
+    )
+    try:
+        await asyncio.to_thread(store.add_batch, batch)
+    except (StoreFullError, OSError) as error:
+        raise ServiceError(ErrorKind.OVERLOADED, f"the batch cannot be taken: {error}") from None
+    return json_answer(shown(batch))
+
+
+async def list_batches(context: Context, upload: Upload) -> Reply:
+    """The batches that this key may see, the newest first."""
+    query: ListQuery = upload.query
+    found = await asyncio.to_thread(store_of(context).batches, current().owner, query.after, query.limit + 1)
+    return json_answer(page_of([shown(batch) for batch in found], query.limit))
+
+
+async def get_batch(context: Context, upload: Upload) -> Reply:
+    """Where a batch stands."""
+    name: str = upload.query.batch_id
+    batch = await asyncio.to_thread(store_of(context).batch, current().owner, name)
+    if batch is None:
+        raise no_such("batch", name)
+    return json_answer(shown(batch))
+
+
+async def cancel_batch(context: Context, upload: Upload) -> Reply:
+    """End a batch; what has been answered by then is kept."""
+    name: str = upload.query.batch_id.removesuffix(_CANCEL)
+    store = store_of(context)
+    if await asyncio.to_thread(store.batch, current().owner, name) is None:
+        raise no_such("batch", name)
+
+    def cancelled(batch: Batch) -> Batch:
+        if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+            return batch
+        return batch.becomes(Status.CANCELLING, int(time.time()))
+
+    batch = await asyncio.to_thread(store.change, name, cancelled)
+    if batch.status in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.FINALIZING):
+        raise ServiceError(
+            ErrorKind.INVALID_FIELD, f"the batch {name} is {batch.status} and cannot be cancelled", field="batch_id"
+        )
+    return json_answer(shown(batch))
+
+
+_ONE = f"{PATH}/{{batch_id}}"
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        create_batch,
+        BatchesBody,
+        "Have the lines of a file answered.",
+        answer=BatchObject,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.OVERLOADED,),
+        example={"input_file_id": "file-019eae3d7d1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    ),
+    Route(
+        "GET", PATH, list_batches, None, "List batches.", query=ListQuery, answer=BatchList, error_form=OPENAI_ERRORS
+    ),
+    Route(
+        "GET",
+        _ONE,
+        get_batch,
+        None,
+        "A batch.",
+        query=BatchQuery,
+        answer=BatchObject,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.NOT_FOUND,),
+        example={"batch_id": "batch_019eae3d7d1a"},
+    ),
+    Route(
+        "POST",
+        _ONE,
+        cancel_batch,
+        None,
+        "With `/cancel` behind its id: end a batch.",
+        query=CancelQuery,
+        answer=BatchObject,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.NOT_FOUND,),
+        example={"batch_id": "batch_019eae3d7d1a/cancel"},
+    ),
+)

@@ -1,0 +1,238 @@
+"""`/openai/v1/files`: inputs and outputs of batches, as OpenAI's SDKs speak it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from batch_store.records import Purpose, StoredFile
+from batch_store.store import Store, StoreFullError
+from routes.context import Context
+from routes.exchange import current
+from routes.openai.errors import OPENAI_ERRORS
+from routes.request.bodies import Body, Fields
+from routes.request.generate_requests import invalid
+from routes.response.reply import FILE, Answer, Reply, json_answer
+from routes.route import Route, Upload
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+PATH = "/openai/v1/files"
+TTL_S = 30 * 86400
+"""What a file is kept for unless its upload says otherwise."""
+_CONTENT = "/content"
+_Seconds = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+class FileBody(Body):
+    """A form (multipart/form-data) with a file."""
+
+    content: bytes = Field(b"", description="The file, as the form's part `file`.")
+    filename: str = Field("", max_length=1024, description="The file's name, from that part.")
+    purpose: str = Field(description="batch: lines for /openai/v1/batches.")
+    expires_after: _Seconds | None = Field(
+        None, alias="expires_after[seconds]", description="Seconds until the file is deleted; without it 30 days."
+    )
+
+
+class ListQuery(Fields):
+    """A page of a list."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
+
+    after: str = Field("", max_length=64, description="Id of the last entry of the page before.")
+    limit: int = Field(100, ge=1, le=10000, description="Most entries.")
+
+
+class FilesQuery(ListQuery):
+    """Which files."""
+
+    purpose: str = Field("", max_length=64, description="Only these.")
+    order: Literal["asc", "desc"] = Field("desc", description="By the time they were made.")
+
+
+class FileQuery(Fields):
+    """Which file."""
+
+    file_id: str = Field(min_length=1, max_length=80, description="Its id; with `/content` behind it, its content.")
+
+
+class FileObject(BaseModel):
+    """A file, without its content."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class FileList(BaseModel):
+    """A page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(BaseModel):
+    """That a file is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool
+
+
+def store_of(context: Context) -> Store:
+    """The store. Raises ServiceError where the service has none."""
+    if context.files is None:
+        raise ServiceError(
+            ErrorKind.NOT_FOUND,
+            "this service keeps no files: it has no --state-db to keep them beside, or --files-dir none",
+        )
+    return context.files
+
+
+def new_id(prefix: str) -> str:
+    """An id that sorts by time and cannot be guessed."""
+    return f"{prefix}{time.time_ns() // 1_000_000:011x}{secrets.token_hex(10)}"
+
+
+def shown(file: StoredFile) -> dict[str, Any]:
+    """A file as its owner sees it."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "expires_at": file.expires_at,
+    }
+
+
+def page_of(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A list's page, made of one entry more than it may have if there are more."""
+    shown_entries = entries[:limit]
+    ends = [entry["id"] for entry in (shown_entries[:1] + shown_entries[-1:])]
+    return {
+        "object": "list",
+        "data": shown_entries,
+        "first_id": ends[0] if ends else None,
+        "last_id": ends[-1] if ends else None,
+        "has_more": len(entries) > limit,
+    }
+
+
+def no_such(kind: str, name: str) -> ServiceError:
+    """That there is no such file or batch, or none of this key's."""
+    return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
+
+
+async def upload_file(context: Context, body: FileBody) -> Reply:
+    """Keep a file for a batch: JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`."""
+    store = store_of(context)
+    if body.purpose != Purpose.BATCH:
+        raise invalid("purpose", f"must be 'batch', got {body.purpose!r}", body.purpose)
+    if not body.content:
+        raise invalid("file", "must be given as a part of a form (multipart/form-data), and not be empty", "")
+    created = int(time.time())
+    file = StoredFile(
+        id=new_id("file-"),
+        owner=current().owner,
+        bytes=len(body.content),
+        created_at=created,
+        filename=body.filename or "upload.jsonl",
+        purpose=Purpose.BATCH,
+        expires_at=created + (int(body.expires_after) if body.expires_after else TTL_S),
+    )
+    try:
+        await asyncio.to_thread(store.add_file, file, body.content)
+    except (StoreFullError, OSError) as error:
+        raise ServiceError(ErrorKind.OVERLOADED, f"the file cannot be kept: {error}") from None
+    return json_answer(shown(file))
+
+
+async def list_files(context: Context, upload: Upload) -> Reply:
+    """The files that this key may see."""
+    query: FilesQuery = upload.query
+    newest_first = query.order == "desc"
+    found = await asyncio.to_thread(
+        store_of(context).files, current().owner, query.purpose, query.after, query.limit + 1, newest_first
+    )
+    return json_answer(page_of([shown(file) for file in found], query.limit))
+
+
+async def get_file(context: Context, upload: Upload) -> Reply:
+    """What is known of a file, or its content."""
+    name: str = upload.query.file_id
+    store, file_id = store_of(context), name.removesuffix(_CONTENT)
+    file = await asyncio.to_thread(store.file, current().owner, file_id)
+    if file is None:
+        raise no_such("file", file_id)
+    if not name.endswith(_CONTENT):
+        return json_answer(shown(file))
+    try:
+        content = await asyncio.to_thread(store.content(file.id).read_bytes)
+    except FileNotFoundError:
+        raise no_such("file", file_id) from None
+    return Answer(content, content_type=FILE)
+
+
+async def delete_file(context: Context, upload: Upload) -> Reply:
+    """Forget a file. A batch that has begun to read it goes on."""
+    name: str = upload.query.file_id
+    if not await asyncio.to_thread(store_of(context).delete_file, current().owner, name):
+        raise no_such("file", name)
+    return json_answer({"id": name, "object": "file", "deleted": True})
+
+
+_ONE = f"{PATH}/{{file_id}}"
+_EXAMPLE = {"file_id": "file-019eae3d7d1a"}
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        upload_file,
+        FileBody,
+        "Upload a file for a batch.",
+        answer=FileObject,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.OVERLOADED,),
+        takes_form=True,
+    ),
+    Route("GET", PATH, list_files, None, "List files.", query=FilesQuery, answer=FileList, error_form=OPENAI_ERRORS),
+    Route(
+        "GET",
+        _ONE,
+        get_file,
+        None,
+        "A file, or with `/content` behind its id its content.",
+        query=FileQuery,
+        answer=FileObject,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.NOT_FOUND,),
+        example=_EXAMPLE,
+    ),
+    Route(
+        "DELETE",
+        _ONE,
+        delete_file,
+        None,
+        "Delete a file.",
+        query=FileQuery,
+        answer=DeletedFile,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.NOT_FOUND,),
+        example=_EXAMPLE,
+    ),
+)

@@ -1,0 +1,231 @@
+"""/openai/v1/files and /batches as the official SDK speaks them, and what becomes of them when processes end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from batch_store.store import Store
+from test.bulk.runs import fake_service
+from test.serving import Service, wait_for
+
+CHAT, NATIVE = "/v1/chat/completions", "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    running = fake_service(tmp_path_factory.mktemp("fake"))
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def client_of(service: Service, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key=key, max_retries=0)
+
+
+def chat_line(index: int, **body: Any) -> dict[str, Any]:
+    asked = {"model": "rwkv7", "messages": [{"role": "user", "content": f"Hi {index}"}], "max_tokens": 4, **body}
+    return {"custom_id": f"c{index}", "method": "POST", "url": CHAT, "body": asked}
+
+
+def native_line(index: int, max_tokens: int = 3) -> dict[str, Any]:
+    body = {"contents": [f"n{index}"], "max_tokens": max_tokens}
+    return {"custom_id": f"c{index}", "method": "POST", "url": NATIVE, "body": body}
+
+
+def begun(client: openai.OpenAI, lines: list[Any], **fields: Any) -> Any:
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    fields.setdefault("completion_window", "24h")
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, **fields)
+
+
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    def look() -> Any:
+        batch = client.batches.retrieve(batch_id)
+        return batch if batch.status in ENDED else None
+
+    return wait_for(look, 60, "the batch has ended")
+
+
+def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    """Lines of a result by their custom_id; each is there once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_upload_create_poll_download(service: Service) -> None:
+    client = client_of(service)
+    lines = [chat_line(i) for i in range(12)] + [chat_line(12, temperature=-1), chat_line(13, stream=True)]
+    batch = begun(client, lines, metadata={"for": "a test"})
+    assert (batch.object, batch.endpoint, batch.metadata) == ("batch", CHAT, {"for": "a test"})
+    assert batch.expires_at == batch.created_at + 24 * 3600
+    done = ended(client, batch.id)
+    assert done.status == "completed" and done.in_progress_at and done.finalizing_at and done.completed_at
+    assert done.request_counts.model_dump() == {"total": 14, "completed": 12, "failed": 2}
+    answers, errors = lines_of(client, done.output_file_id), lines_of(client, done.error_file_id)
+    assert set(answers) == {f"c{i}" for i in range(12)} and set(errors) == {"c12", "c13"}
+    body = answers["c3"]["response"]["body"]
+    assert answers["c3"]["response"]["status_code"] == 200 and answers["c3"]["error"] is None
+    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] <= 4
+    assert errors["c12"]["response"]["status_code"] == 400
+    assert errors["c12"]["response"]["body"]["error"]["param"] == "temperature"
+    assert "stream" in errors["c13"]["response"]["body"]["error"]["message"]
+    found = client.files.retrieve(done.output_file_id)
+    assert (found.purpose, found.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    assert batch.id in [one.id for one in client.batches.list(limit=3)]
+
+
+def test_files_are_listed_read_and_deleted(fake: Service) -> None:
+    client = client_of(fake)
+    content = b'{"a": "\xff"}\r\n\x00'
+    files = [client.files.create(file=(f"f{i}.jsonl", content), purpose="batch") for i in range(5)]
+    assert files[0].bytes == len(content) and files[0].expires_at == files[0].created_at + 30 * 86400
+    assert client.files.content(files[0].id).content == content
+    assert [one.id for one in client.files.list(limit=2, order="asc", after=files[1].id)][:2] == [
+        files[2].id,
+        files[3].id,
+    ]
+    newest = client.files.list(limit=2)
+    assert [one.id for one in newest.data] == [files[4].id, files[3].id] and newest.has_more
+    assert client.files.delete(files[0].id).deleted
+    for ask in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(files[0].id)
+    for name in ("../batches.db", "..%2fbatches.db", "file-x/../../batches.db"):
+        assert fake.get(f"/openai/v1/files/{name}/content").status_code == 404
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("f.jsonl", b"x"), purpose="fine-tune")
+
+
+def test_what_is_wrong_with_a_file_is_told_by_line(fake: Service) -> None:
+    client = client_of(fake)
+    wrong = [native_line(0), native_line(0), {**native_line(1), "url": "/v1/completions"}, {"custom_id": "x"}]
+    content = "".join(json.dumps(line) + "\n" for line in wrong).encode() + b"{\n"
+    file = client.files.create(file=("f.jsonl", content), purpose="batch")
+    batch = ended(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id)
+    assert batch.status == "failed" and batch.failed_at
+    told = [(one.line, one.param) for one in batch.errors.data]
+    assert told == [(2, "custom_id"), (3, "url"), (4, "method"), (5, None)]
+    with pytest.raises(openai.BadRequestError, match="input_file_id"):
+        client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="completion_window"):
+        client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="1y")  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        client.batches.create(input_file_id=file.id, endpoint="/v1/images", completion_window="24h")  # type: ignore[arg-type]
+
+
+def test_a_cancelled_batch_keeps_what_was_answered(fake: Service) -> None:
+    client = client_of(fake)
+    quick, endless = [native_line(i) for i in range(5)], [native_line(i, 100_000) for i in range(5, 9)]
+    batch = begun(client, quick + endless)
+    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 5, 30, "the quick lines are done")
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    done = ended(client, batch.id)
+    assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at
+    assert done.request_counts.model_dump() == {"total": 9, "completed": 5, "failed": 4}
+    assert set(lines_of(client, done.output_file_id)) == {f"c{i}" for i in range(5)}
+    errors = lines_of(client, done.error_file_id)
+    assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"} and len(errors) == 4
+    wait_for(lambda: not fake.status()["running_rows"], 10, "no row runs")
+
+
+def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
+    """Its window is an hour at least: the clock is put forward in the store."""
+    client = client_of(fake)
+    batch = begun(client, [native_line(0), native_line(1, 100_000)], completion_window="1h")
+    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 30, "one line is done")
+    store = Store(Path(f"{fake.state_db}.files"), 1 << 30, 100)
+    store.change(batch.id, lambda one: msgspec.structs.replace(one, expires_at=int(time.time())))
+    kill_runner(fake)  # the next one reads it anew
+    done = ended(client, batch.id)
+    assert done.status == "expired" and done.expired_at
+    assert lines_of(client, done.error_file_id)["c1"]["error"]["code"] == "batch_expired"
+    assert set(lines_of(client, done.output_file_id)) == {"c0"}
+
+
+def runner_of(service: Service) -> int:
+    """The process that runs batches: it has the store's files under way open."""
+    runs = f"{service.state_db}.files/runs/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(file.readlink()).startswith(runs) for file in (process / "fd").iterdir()):
+                return int(process.name)
+    raise AssertionError("no process runs batches")
+
+
+def kill_runner(service: Service) -> None:
+    os.kill(runner_of(service), signal.SIGKILL)
+
+
+def test_a_batch_goes_on_after_its_process_and_after_the_service_ended(tmp_path: Path) -> None:
+    service = fake_service(tmp_path)
+    try:
+        client = client_of(service)
+        batch = begun(client, [native_line(i, 3 if i < 300 else 200) for i in range(700)])
+        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 300, 30, "some are done")
+        kill_runner(service)
+        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed > 400, 60, "it goes on")
+        assert service.terminate() == 0
+        database = service.state_db
+        service = fake_service(tmp_path, state_db=database)
+        client = client_of(service)
+        done = ended(client, batch.id)
+        assert done.request_counts.model_dump() == {"total": 700, "completed": 700, "failed": 0}
+        answers = lines_of(client, done.output_file_id)
+        assert set(answers) == {f"c{i}" for i in range(700)}
+        text = answers["c7"]["response"]["body"]["choices"][0]["message"]["content"]
+        assert text == "n7" * 3
+    finally:
+        service.close()
+
+
+def test_keys_see_their_own_files_and_batches_alone(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        '[[key]]\nname = "anna"\nkey = "sk-anna-0123456789"\n[[key]]\nname = "ben"\nkey = "sk-ben-0123456789"\n'
+    )
+    service = fake_service(tmp_path, "--keys-file", str(keys), "--password", "secret", password="secret")
+    try:
+        anna, ben, admin = (client_of(service, key) for key in ("sk-anna-0123456789", "sk-ben-0123456789", "secret"))
+        batch = begun(anna, [native_line(0)])
+        assert ended(anna, batch.id).status == "completed"
+        for ask in (ben.batches.retrieve, ben.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(batch.id)
+        with pytest.raises(openai.NotFoundError):
+            ben.files.content(batch.input_file_id)
+        assert not ben.files.list().data and not ben.batches.list().data
+        with pytest.raises(openai.BadRequestError):
+            ben.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+        assert admin.batches.retrieve(batch.id).id == batch.id
+        assert httpx.get(f"{service.url}/openai/v1/files").status_code == 401
+    finally:
+        service.close()
+
+
+def test_a_service_without_a_database_keeps_no_files(tmp_path: Path) -> None:
+    service = fake_service(tmp_path, "--files-dir", "none")
+    try:
+        with pytest.raises(openai.NotFoundError, match="keeps no files"):
+            client_of(service).files.list()
+    finally:
+        service.close()
