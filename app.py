@@ -65,6 +65,10 @@ def main(arguments: list[str]) -> int:
         from bulk import command
 
         return command.main(arguments[1:], with_model)
+    if arguments[:1] == ["chat"]:
+        from console import command as console
+
+        return console.main(arguments[1:], with_model)
     return serve(arguments)
 
 

@@ -17,6 +17,7 @@ PACKAGES = (
     "routes",
     "batch_store",
     "bulk",
+    "console",
     "supervisor",
     "app.py",
     "settings.py",

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("native", "sampling", "state_pool", "rwkv_batch", "routes", "batch_store", "bulk", "supervisor")
+PACKAGES = ("native", "sampling", "state_pool", "rwkv_batch", "routes", "batch_store", "bulk", "console", "supervisor")
 BROAD = {"Exception", "BaseException"}
 MOST = 26
 

@@ -25,6 +25,7 @@ FLOORS = {
     "settings": 4,
     "bulk": 5,
     "supervisor": 6,
+    "console": 6,
     "app": 7,
 }
 OWN = [*FLOORS, "demo", "bench", "test"]
@@ -91,6 +92,7 @@ UNKNOWN = {
     "sampling": {"robyn", "sqlite3"},
     "state_pool": {"robyn", "torch"},
     "bulk": {"torch", "robyn"},
+    "console": {"torch", "robyn", "sqlite3"},
     "supervisor": {"torch", "robyn", "sqlite3"},
     "app": {"sqlite3"},
 }

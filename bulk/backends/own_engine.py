@@ -56,11 +56,16 @@ class OwnEngine:
         self._context.shared[CACHE] = TranslationCache(config.translate_cache)
         return min(_MOST_IN_FLIGHT, self._engine.places * _AHEAD)
 
+    @property
+    def context(self) -> Context:
+        """What handlers get; after `open`."""
+        assert self._context is not None
+        return self._context
+
     async def ask(self, path: str, body: dict[str, Any]) -> Reply:
         """See Backend."""
-        assert self._context is not None
         # Nobody else is served here: no place is kept for interactive rows.
-        return await ask_handler(self._context, path, body, client="batch", priority=Priority.INTERACTIVE)
+        return await ask_handler(self.context, path, body, client="batch", priority=Priority.INTERACTIVE)
 
     async def close(self) -> None:
         """See Backend."""

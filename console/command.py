@@ -1,0 +1,158 @@
+"""`python app.py chat`: the loop of question and answer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.patch_stdout import patch_stdout
+
+from bulk.backends.own_engine import OwnEngine
+from bulk.records import RunError
+from console.answers import Answers, OwnAnswers, ServiceAnswers
+from console.commands import NAMES, Console
+from console.conversation import ConsoleError
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.process import LogStyle, set_up_logging
+from settings import Settings, SettingsError, parse_settings
+
+GOOD, CANNOT_RUN, BAD_FLAG = 0, 1, 2
+_HISTORY = "~/.rwkv_chat_history"
+_PROMPT = "> "
+
+Ask = Callable[[], Awaitable[str]]
+"""The next line. Raises EOFError at the end, KeyboardInterrupt where it is thrown away."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see python app.py chat --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `chat`; all others are the service's."""
+    parser = _Parser(
+        prog="app.py chat",
+        allow_abbrev=False,
+        description="Talk to the model on a terminal; /help there lists the commands. Flags of the engine "
+        "(--model-path, --pp-devices, --dtype ...) are the service's.",
+    )
+    parser.add_argument("--url", default="", help="a running service instead of an engine in this process")
+    parser.add_argument("--load", default="", metavar="FILE", help="a conversation that /save has written")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="as /set does")
+    parser.add_argument("--history", default=_HISTORY, help=f"file of the lines typed; default: {_HISTORY}")
+    return parser
+
+
+def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -> int:
+    """Run the command; returns the exit code. `with_model` finds the model file, where an engine is wanted."""
+    try:
+        given, rest = build_parser().parse_known_args(list(arguments))
+        settings = parse_settings(rest, os.environ)
+        set_up_logging("chat", LogStyle(settings.service.log_format, "warning"))
+        console = Console()
+        for name, value in given.set:
+            console.obey(f"/set {name} {value}")
+        if given.load:
+            console.obey(f"/load {given.load}")
+        answers: Answers = (
+            ServiceAnswers(given.url, settings.http.password)
+            if given.url
+            else OwnAnswers(OwnEngine(with_model(settings)))
+        )
+        asyncio.run(_talk(console, answers, _asker(given.history)))
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_FLAG
+    except (RunError, StartupError, ConsoleError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return CANNOT_RUN
+    return GOOD
+
+
+def _asker(history: str) -> Ask:
+    """Lines of the terminal, edited, with history; or those of a pipe."""
+    if not sys.stdin.isatty():
+        return _read_pipe
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(Path(history).expanduser())), completer=WordCompleter(NAMES, sentence=True)
+    )
+
+    async def ask() -> str:
+        with patch_stdout():
+            return str(await session.prompt_async(_PROMPT))
+
+    return ask
+
+
+async def _read_pipe() -> str:
+    line = await asyncio.to_thread(sys.stdin.readline)
+    if not line:
+        raise EOFError
+    return str(line).rstrip("\n")
+
+
+async def _talk(console: Console, answers: Answers, ask: Ask) -> None:
+    """Ask and answer until the user leaves. Raises RunError, ConsoleError if there is nobody to answer."""
+    await answers.open()
+    try:
+        while not console.is_over:
+            try:
+                line = (await ask()).strip()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            await _do(console, answers, line)
+    finally:
+        await answers.close()
+
+
+async def _do(console: Console, answers: Answers, line: str) -> None:
+    """One line: a command, or something said."""
+    try:
+        if line.startswith("/"):
+            told = console.obey(line)
+            sys.stdout.write(told + "\n" if told else "")
+        elif line:
+            await _answer(console, answers, line)
+    except ConsoleError as error:
+        sys.stdout.write(f"error: {error}\n")
+    sys.stdout.flush()
+
+
+async def _answer(console: Console, answers: Answers, line: str) -> None:
+    """Say a line and write the answer while it comes; Ctrl-C ends it, and what was said by then stays."""
+    console.conversation.say("user", line)
+    pieces: list[str] = []
+    writing = asyncio.ensure_future(_write(answers.stream(console.body()), pieces))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, writing.cancel)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await writing
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        if pieces:
+            console.conversation.say("assistant", "".join(pieces))
+            sys.stdout.write("\n")
+        else:
+            console.conversation.undo()  # it was never answered
+
+
+async def _write(texts: AsyncGenerator[str, None], pieces: list[str]) -> None:
+    async with contextlib.aclosing(texts):
+        async for text in texts:
+            pieces.append(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()

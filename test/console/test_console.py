@@ -1,0 +1,187 @@
+"""The console: its commands by themselves, and a conversation with a service and with an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import with_model
+from bulk.backends.own_engine import OwnEngine
+from console.answers import OwnAnswers
+from console.command import _talk, build_parser
+from console.commands import Console
+from console.conversation import ConsoleError
+from settings import parse_settings
+from test.bulk.runs import fake_service
+from test.serving import ROOT, Service
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    running = fake_service(tmp_path_factory.mktemp("fake"))
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def spoken(*turns: str) -> Console:
+    console = Console()
+    for turn in turns:
+        console.conversation.say("user", turn)
+        console.conversation.say("assistant", turn.upper())
+    return console
+
+
+def said(console: Console) -> list[str]:
+    return [message["content"] for message in console.conversation.messages]
+
+
+def test_branches_are_copies_that_can_be_gone_back_to() -> None:
+    console = spoken("a", "b")
+    assert "new branch other" in console.obey("/branch other")
+    assert console.obey("/undo") == "1 turns taken back"
+    console.conversation.say("user", "c")
+    assert said(console) == ["a", "A", "c"]
+    console.obey("/branch main")
+    assert said(console) == ["a", "A", "b", "B"]
+    assert console.obey("/branch") == "* main (4 messages)\n  other (3 messages)"
+    assert console.obey("/undo 5") == "2 turns taken back" and said(console) == []
+    console.obey("/reset")
+    assert console.obey("/branch") == "* main (0 messages)"
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    console = spoken("a", "ü\n✿")
+    console.obey("/set temperature 0.5")
+    console.obey("/branch other")
+    console.obey("/undo")
+    console.obey(f"/save {tmp_path / 'talk.json'}")
+    again = Console()
+    again.obey(f"/load {tmp_path / 'talk.json'}")
+    assert (again.conversation.branches, again.conversation.branch) == (
+        console.conversation.branches,
+        console.conversation.branch,
+    )
+    assert again.settings == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"branch": "x", "branches": {}}', b'{"branch": "main", "branches": {"main": "no"}}']
+)
+def test_a_file_that_is_none_changes_nothing(tmp_path: Path, content: bytes) -> None:
+    console = spoken("a")
+    (tmp_path / "talk.json").write_bytes(content)
+    with pytest.raises(ConsoleError, match=r"talk\.json"):
+        console.obey(f"/load {tmp_path / 'talk.json'}")
+    assert said(console) == ["a", "A"]
+
+
+def test_settings_are_fields_of_the_body_within_their_limits() -> None:
+    console = spoken("a")
+    console.obey("/set temperature 0")
+    console.obey("/set enable_think true")
+    console.obey("/set system Be brief.")
+    body = console.body()
+    assert (body["temperature"], body["enable_think"], body["messages"][0]) == (
+        0,
+        True,
+        {"role": "system", "content": "Be brief."},
+    )
+    for wrong in ("temperature -1", "temperature warm", "contents x", "nonsense 1", "max_tokens 0"):
+        with pytest.raises(ConsoleError, match=wrong.split()[0]):
+            console.obey(f"/set {wrong}")
+    assert console.obey("/set").splitlines() == ["enable_think True", "system Be brief.", "temperature 0"]
+    console.obey("/set temperature")
+    assert "temperature" not in console.body()
+    for wrong in ("/nonsense", "/undo x", "/save", "/load", "/"):
+        with pytest.raises(ConsoleError):
+            console.obey(wrong)
+    assert all(name in console.obey("/help") for name in ("/branch", "/undo", "/save", "/load", "/reset", "/set"))
+
+
+def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", service.url, "--set", "max_tokens", "2", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True)
+
+
+def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
+    """The fake engine says again what the user said last, once for each token."""
+    talk = tmp_path / "talk.json"
+    lines = ["Hi", "/undo", "Ho", "/set temperature -1", "break it", f"/save {talk}", "/quit", "never said"]
+    process = chat(fake)
+    output, errors = process.communicate("\n".join(lines) + "\n", timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    told = output.splitlines()
+    assert told[:3] == ["HiHi", "1 turns taken back", "HoHo"]
+    assert "temperature" in told[3] and any("broken on demand" in line for line in told[4:6])
+    assert "never said" not in output
+    assert [one["content"] for one in json.loads(talk.read_text())["branches"]["main"]][:2] == ["Ho", "HoHo"]
+
+
+def test_an_answer_can_be_cut_off_and_the_conversation_goes_on(fake: Service) -> None:
+    process = chat(fake, "--set", "max_tokens", "1000000")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("endless\n")
+    process.stdin.flush()
+    assert process.stdout.read(7) == "endless"
+    process.send_signal(signal.SIGINT)
+    process.stdin.write("/branch\n")
+    process.stdin.flush()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and output.rstrip().endswith("* main (2 messages)")
+    deadline = time.monotonic() + 20
+    while fake.status()["running_rows"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not fake.status()["running_rows"]
+
+
+def test_nobody_there_is_said(fake: Service) -> None:
+    command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "http://127.0.0.1:1"]
+    ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=60)
+    assert "no answer from http://127.0.0.1:1" in ran.stdout
+    wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
+
+
+def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter(["Hi", "And now?", "/set max_tokens 0"])
+    console = Console()
+    console.obey("/set max_tokens 5")
+    console.obey("/set ignore_eos true")
+    console.obey("/set stop_tokens []")
+
+    async def ask() -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    settings = with_model(parse_settings(["--model-path", str(tiny_model), "--pp-devices", "cpu"], {}))
+    asyncio.run(_talk(console, OwnAnswers(OwnEngine(settings)), ask))
+    answers = [one["content"] for one in console.conversation.messages if one["role"] == "assistant"]
+    output = capsys.readouterr().out
+    assert len(answers) == 2 and all(answer in output for answer in answers)
+    assert "error: max_tokens" in output
+
+
+def test_the_page_names_commands_and_settings_that_are_there() -> None:
+    page = (ROOT / "docs" / "console.md").read_text(encoding="utf-8")
+    console = Console()
+    for name in re.findall(r"^\| `/(\w+)", page, re.MULTILINE):
+        assert f"/{name}" in console.obey("/help")
+    for line in re.findall(r"^python app\.py chat(.*)$", page, re.MULTILINE):
+        given, rest = build_parser().parse_known_args(shlex.split(line, comments=True))
+        assert not rest
+        for name, value in given.set:
+            console.obey(f"/set {name} {value}")
+    assert console.settings == {"temperature": 0.5, "system": "Answer in one sentence."}
