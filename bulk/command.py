@@ -31,7 +31,7 @@ from bulk.progress import Meter, Reporter
 from bulk.records import Record, RunError
 from bulk.run import Run
 from bulk.sidecar import Progress
-from bulk.tasks import Task, make_task
+from bulk.tasks import OF_JSON, Task, make_task
 from routes.request.bodies import validate
 from routes.table import ROUTES
 from rwkv_batch.errors import ServiceError, StartupError
@@ -180,7 +180,7 @@ def _form(options: Options) -> Form:
         raise unknown_form(options.output, "an --output that ends with a known suffix; --format")
     if target in _SUBTITLES and options.order == "done":
         raise RunError("--order done would shuffle subtitles; leave it out, or write .jsonl")
-    return combined(source, target, options.plan.field, options.out_field)
+    return combined(source, target, options.plan.field, options.out_field, options.plan.task in OF_JSON)
 
 
 def _chosen(records: Iterator[Record], options: Options) -> Iterator[Record]:

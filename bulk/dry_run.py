@@ -9,7 +9,7 @@ from typing import Any
 
 from bulk.lines import LineWorker
 from bulk.records import LineError, Record
-from bulk.tasks import FILL, TRANSLATE, Ask, Task
+from bulk.tasks import FILL, SCORE, TRANSLATE, Ask, Task
 from routes.request import prompts
 from routes.request.bodies import PromptBody, validate
 from routes.request.jobs import prompt_forms
@@ -86,6 +86,8 @@ def _prompt(ask: Ask) -> str:
     """About what the model will read. Raises ServiceError if the body is none."""
     if ask.path == TRANSLATE:
         return prompts.translation(ask.body["source_lang"], ask.body["target_lang"], ask.body["text_list"][0])
+    if ask.path == SCORE:
+        return str(ask.body["contents"][0]) + "".join(map(str, ask.body["candidates"]))
     if ask.path == FILL:
         return prompts.fill_in_the_middle(ask.body["prefix"][0], ask.body["suffix"][0])
     return prompt_forms(validate(PromptBody, ask.body), None)[0][0]

@@ -166,13 +166,12 @@ def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
 def _check(given: argparse.Namespace, plan: Plan) -> None:
     """Raises SettingsError for flags that do not go together."""
-    if plan.task == "translate":
-        if not plan.target_lang:
-            raise SettingsError("--target-lang must be given: the language to translate into")
-        if plan.decode:
-            name = next(iter(plan.decode)).replace("_", "-")
-            raise SettingsError(f"--{name} does nothing for translate, which draws greedily; leave it out")
-    elif given.glossary:
+    if plan.task == "translate" and not plan.target_lang:
+        raise SettingsError("--target-lang must be given: the language to translate into")
+    if plan.task in ("translate", "score") and plan.decode:
+        name = next(iter(plan.decode)).replace("_", "-")
+        raise SettingsError(f"--{name} does nothing for {plan.task}, which draws nothing by chance; leave it out")
+    if plan.task != "translate" and given.glossary:
         raise SettingsError(f"--glossary is for translate, not for {plan.task}")
     if plan.task != "chat" and "enable_think" in plan.decode:
         raise SettingsError(f"--think is for chat, not for {plan.task}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -11,8 +12,17 @@ import msgspec
 from bulk.records import LineError, Record
 
 TRANSLATE, GENERATE, FILL = "/translate/v1/batch-translate", "/v1/chat/completions", "/FIM/v1/batch-FIM"
-TASKS = ("translate", "chat", "complete", "fim")
-OUT_FIELDS = {"translate": "translation", "chat": "answer", "complete": "completion", "fim": "middle"}
+SCORE = "/v1/score"
+TASKS = ("translate", "chat", "complete", "fim", "score")
+OUT_FIELDS = {
+    "translate": "translation",
+    "chat": "answer",
+    "complete": "completion",
+    "fim": "middle",
+    "score": "scores",
+}
+OF_JSON = frozenset({"score"})
+"""Tasks whose answers are JSON values, not texts."""
 _PLACE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _SEEDS = 2**64
 
@@ -48,7 +58,13 @@ class Task(Protocol):
 
 def make_task(plan: Plan) -> Task:
     """The task of a plan."""
-    return _Translate(plan) if plan.task == "translate" else _Generate(plan)
+    match plan.task:
+        case "translate":
+            return _Translate(plan)
+        case "score":
+            return _Score(plan)
+        case _:
+            return _Generate(plan)
 
 
 def filled(template: str, fields: Mapping[str, Any]) -> str:
@@ -86,6 +102,25 @@ class _Translate:
     def text(self, answer: Any) -> str:
         """See Task."""
         return str(answer["translations"][0]["text"])
+
+
+class _Score:
+    """A prompt, and `candidates`: a text or a list of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def ask(self, record: Record) -> Ask:
+        """See Task."""
+        plan, fields = self._plan, record.fields
+        text = filled(plan.template, fields) if plan.template else _text(fields, plan.field)
+        given = fields.get("candidates")
+        candidates = given if isinstance(given, list) else [_text(fields, "candidates")]
+        return Ask(SCORE, {"contents": [text], "candidates": candidates})
+
+    def text(self, answer: Any) -> str:
+        """The candidates' scores, as JSON."""
+        return json.dumps(answer["scores"][0]["candidates"], ensure_ascii=False)
 
 
 class _Generate:

@@ -52,7 +52,8 @@ class _Engine:
         return ""
 
     async def open(self) -> int:
-        return IN_FLIGHT
+        rows = (self.batch.limits or {}).get("rows")
+        return min(IN_FLIGHT, rows or IN_FLIGHT)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Reply:
         limits = None if self.batch.limits is None else ClientLimits(**self.batch.limits)

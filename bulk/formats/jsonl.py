@@ -14,7 +14,9 @@ from bulk.records import Record
 class Jsonl:
     """Objects keep what they have and get one field more."""
 
-    def __init__(self, field: str, out_field: str) -> None:
+    def __init__(self, field: str, out_field: str, is_json: bool = False) -> None:
+        """`is_json`: answers are JSON values."""
+        self._is_json = is_json
         self._field = field
         self._out_field = out_field
 
@@ -55,4 +57,5 @@ class Jsonl:
         """See Form. A record that has failed is in the file of errors alone."""
         if answer is None:
             return ""
-        return json.dumps({**record.fields, self._out_field: answer}, ensure_ascii=False) + "\n"
+        value = json.loads(answer) if self._is_json else answer
+        return json.dumps({**record.fields, self._out_field: value}, ensure_ascii=False) + "\n"

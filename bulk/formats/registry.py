@@ -13,11 +13,11 @@ from bulk.inputs import Line
 from bulk.records import Record, RunError
 
 
-def make_form(name: str, field: str, out_field: str) -> Form:
-    """The form of that name."""
+def make_form(name: str, field: str, out_field: str, is_json: bool = False) -> Form:
+    """The form of that name; `is_json`: answers are JSON values."""
     match name:
         case "jsonl":
-            return Jsonl(field, out_field)
+            return Jsonl(field, out_field, is_json)
         case "csv":
             return Delimited(",", field, out_field)
         case "tsv":
@@ -28,21 +28,21 @@ def make_form(name: str, field: str, out_field: str) -> Form:
             return Subtitles(field, has_header=name == "vtt")
 
 
-def combined(source: str, target: str, field: str, out_field: str) -> Form:
+def combined(source: str, target: str, field: str, out_field: str, is_json: bool = False) -> Form:
     """Read in one form, written in the same or as JSON Lines. Raises RunError for other pairs."""
     if source == target:
-        return make_form(source, field, out_field)
+        return make_form(source, field, out_field, is_json)
     if target != "jsonl":
         raise RunError(f"the input is {source}: the output must be {source} too, or jsonl, not {target}")
-    return _AsJsonl(make_form(source, field, out_field), out_field)
+    return _AsJsonl(make_form(source, field, out_field), out_field, is_json)
 
 
 class _AsJsonl:
     """Another form's records as JSON Lines, with their numbers."""
 
-    def __init__(self, source: Form, out_field: str) -> None:
+    def __init__(self, source: Form, out_field: str, is_json: bool) -> None:
         self._source = source
-        self._jsonl = Jsonl("", out_field)
+        self._jsonl = Jsonl("", out_field, is_json)
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
         """See Form. What is passed on verbatim has no place here."""

@@ -52,3 +52,19 @@ def test_prompts_that_the_engine_refuses_fail_alone(
     assert main([*command, "--target-lang", "de", "--dry-run"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["lines"] == 4 and figures["unreadable"] == 2 and figures["completion_tokens"] > 0
+
+
+def test_candidates_are_scored(tiny_model: Path, tmp_path: Path) -> None:
+    lines: list[Any] = [
+        {"text": "2 + 2 =", "candidates": [" 4", " 5"]},
+        {"text": "Hi", "candidates": " there"},
+        {"text": "x"},
+    ]
+    source, target = write_jsonl(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = ["batch", str(source), "-o", str(target), "--model-path", str(tiny_model), *ENGINE, "--task", "score"]
+    assert main(command) == 3
+    first, second = read_jsonl(target)
+    assert [one["index"] for one in first["scores"]] == [0, 1] and len(second["scores"]) == 1
+    assert all(one["logprob"] < 0 for one in first["scores"])
+    assert "'candidates'" in errors_of(target)[0]["error"]
+    assert main([*command, "--temperature", "1"]) == 2

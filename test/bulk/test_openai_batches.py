@@ -201,13 +201,14 @@ def test_a_batch_goes_on_after_its_process_and_after_the_service_ended(tmp_path:
 def test_keys_see_their_own_files_and_batches_alone(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(
-        '[[key]]\nname = "anna"\nkey = "sk-anna-0123456789"\n[[key]]\nname = "ben"\nkey = "sk-ben-0123456789"\n'
+        '[[key]]\nname = "anna"\nkey = "sk-anna-0123456789"\nrows = 2\n'
+        '[[key]]\nname = "ben"\nkey = "sk-ben-0123456789"\n'
     )
     service = fake_service(tmp_path, "--keys-file", str(keys), "--password", "secret", password="secret")
     try:
         anna, ben, admin = (client_of(service, key) for key in ("sk-anna-0123456789", "sk-ben-0123456789", "secret"))
-        batch = begun(anna, [native_line(0)])
-        assert ended(anna, batch.id).status == "completed"
+        batch = begun(anna, [native_line(i) for i in range(12)])
+        assert ended(anna, batch.id).request_counts.completed == 12  # within the rows that the key may have at once
         for ask in (ben.batches.retrieve, ben.batches.cancel):
             with pytest.raises(openai.NotFoundError):
                 ask(batch.id)
