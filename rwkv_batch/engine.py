@@ -350,6 +350,7 @@ class Engine:
             self.speed.count(step.rows, len(drawn), step.started, step.launched)
             self.jobs.take_scores(scores)
             self.jobs.commit(step.rows, drawn)
+            self._draw_constrained()  # before anybody is told: the device waits for it
             self.jobs.deliver()
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+import torch
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest
+from sampling.grammar import masks
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.errors import GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
 from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
@@ -275,3 +278,20 @@ def test_a_draw_that_fails_ends_constrained_rows_alone(model: Path, monkeypatch:
         assert held.events[-1].error is not None and "masks are broken" in held.events[-1].error.message
         assert free.wait().finishes[0].completion_tokens == 30
         assert run(engine, ask("held", constraint=choice("yes"))).all_texts == [b"yes"]
+
+
+def test_a_grammar_whose_masks_take_long_is_found_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
+    slow, quick = compiler.compile(choice("slow")), compiler.compile(choice("quick"))
+    monkeypatch.setattr(masks, "SLOW_STEP_S", 0.0)
+    room = masks.Masks(65536, torch.device("cpu"), cores=2)
+    rows = [Matcher(slow), Matcher(quick)]
+    assert room.fill(rows)[1] == [None, None]
+    assert slow.masks == quick.masks == 0, "steps are not timed until one has taken long"
+    assert room.fill(rows)[1] == [None, None]
+    assert slow.masks == quick.masks == 1
+    slow.mask_s += 1.0
+    _, errors = room.fill(rows)
+    assert errors[0] is not None and errors[1] is None
+    with pytest.raises(GrammarError):
+        compiler.compile(choice("slow"))
