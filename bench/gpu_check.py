@@ -5,21 +5,27 @@ Every kernel gets fresh random inputs and poisoned outputs. Errors are ||y - tru
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from bench.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_layer import GROUPED_ORDER
 from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, QuantMap, multiply_few
-from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.stage import Stage
 
 GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 320)
 SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
+PIECE_ROWS = (1, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320)
 EXACT = 2e-3
 """fp16 inputs and outputs, fp32 sums."""
 ROUNDED = 4e-2
@@ -34,6 +40,42 @@ def kernel_errors(format_: Format) -> dict[str, float]:
 def limit_of(name: str) -> float:
     """The largest error that a case may have."""
     return ROUNDED if name.startswith("fp8") and int(name.rsplit(maxsplit=1)[-1].removeprefix("B")) > 15 else EXACT
+
+
+@torch.inference_mode()
+def layer_errors(format_: Format, size: str) -> dict[str, float]:
+    """Name of a piece of the first two layers, or of the head, and rows -> its error against fp32 with the codes' meaning.
+
+    The same inputs for both, so that what one piece errs is not what the next is held against.
+    """
+    weights = random_file(size, GPU)
+    stage = random_stage(size, GPU, torch.float32, dtype=format_)
+    meant = {name: _meaning(name, tensor, format_) for name, tensor in weights.tensors.items()}
+    whole = dataclasses.replace(weights, tensors=meant)
+    loader = LayerLoader(whole, Precision(GPU, torch.float32, torch.float32, torch.float32))
+    head, errors = loader.head().linear, {}
+    assert stage.head is not None
+    for rows in PIECE_ROWS:
+        mixed = torch.randn(6, rows, stage.width, device=GPU).half()
+        given = [mixed[GROUPED_ORDER.index(name)].float() for name in "rwkvag"]
+        for i in range(2):
+            mine, true = stage.layers[i], loader.layer(i)
+            got, wanted = stage.ops.project(mine, mixed), NaiveOps().project(true, torch.stack(given))
+            for name in ("r", "w", "k", "v", "a", "g", "v_gate"):
+                y, z = getattr(got, name), getattr(wanted, name)
+                if y is not None:
+                    errors[f"layer {i} {name} B{rows}"] = _error(y.float(), z)
+            x = mixed[0]
+            errors[f"layer {i} output B{rows}"] = _error(mine.output(x).float(), true.output(x.float()))
+            y = stage.ops.channel_mix(mine, x)
+            errors[f"layer {i} ffn B{rows}"] = _error(y.float(), NaiveOps().channel_mix(true, x.float()))
+        errors[f"head B{rows}"] = _error(stage.head.linear.to_fp32(x), head(x.float()))
+    return errors
+
+
+def _meaning(name: str, tensor: Tensor, storage: Format) -> Tensor:
+    format_ = format_for(name, storage)
+    return tensor if format_ is None else dequantise(quantise(tensor, format_))
 
 
 def model_errors(small: Stage, whole: Stage, rows: int, vocab: int) -> dict[str, float]:

@@ -33,18 +33,24 @@ def random_stage(
 ) -> Stage:
     """All layers on one device, no slots yet; as_released: numbers that bf16 holds, as released files do.
 
-    The numbers depend on torch's seed alone: two dtypes are of one model.
+    The numbers are the same each time: two dtypes are of one model.
     """
+    weights = random_file(size, device, as_released)
+    ops, _ = choose_ops("cuda", device)
+    storage = format_of(dtype)
+    layers = weights.shape.layers
+    return Stage(weights, 0, layers, Precision(device, torch.float16, torch.float16, wkv_state, storage), ops)
+
+
+def random_file(size: str, device: torch.device, as_released: bool = True) -> Weights:
+    """The tensors of such a model as an opened file has them, in fp16 on the device."""
     layers, width, ranks = SIZES[size]
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
     if as_released:
         tensors = {name: tensor.bfloat16().half() for name, tensor in tensors.items()}
     for i in range(layers):
         _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
-    weights = Weights(Path("random"), tensors, ModelShape(layers, width, VOCAB, 4 * width, *ranks), "")
-    ops, _ = choose_ops("cuda", device)
-    storage = format_of(dtype)
-    return Stage(weights, 0, layers, Precision(device, torch.float16, torch.float16, wkv_state, storage), ops)
+    return Weights(Path("random"), tensors, ModelShape(layers, width, VOCAB, 4 * width, *ranks), "")
 
 
 def _push_down(key: Tensor, bias: Tensor) -> None:

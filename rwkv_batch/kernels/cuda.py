@@ -10,6 +10,7 @@ from torch import Tensor
 
 from native import machine
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_codes import CodesMap, launch_codes
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
@@ -24,6 +25,7 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_into,
     quantise_rows,
 )
+from rwkv_batch.kernels.cuda_stream import TUNE, Operand, StreamMap, stream
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, fits_wide_fp8, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
@@ -203,11 +205,15 @@ class CudaOps:
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        many = value.dense is not None and rows > MAX_WIDE_ROWS  # then the activation is the next kernel's
+        many = value.dense is not None and rows > MAX_WIDE_ROWS and not key.packed.fits_codes(rows)  # then the activation is the next kernel's
         multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else Activation.RELU_SQUARED)])
-        if rows <= MAX_SPARSE_ROWS:
+        if rows <= min(MAX_SPARSE_ROWS, TUNE["sparse_rows"]):
             return self.sparse_value_quantised(value, hidden)
-        if value.dense is None or value.dense.is_few(rows):
+        if value.dense is not None and TUNE["dense_value"] and (
+            value.dense.is_few(rows) or value.dense.packed.fits_codes(rows)
+        ):
+            return value.dense(hidden)
+        if value.dense is None or value.dense.is_few(rows) or value.packed.fits_codes(rows):
             return value(hidden)
         y = torch.empty(rows, value.dense.packed.rows, dtype=x.dtype, device=x.device)
         multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=many), y)])
@@ -285,7 +291,7 @@ def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
     linear = layer.receptance
     assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
     n, k, device = linear.packed.rows, linear.packed.columns, linear.packed.codes.device
-    ours = linear.is_few(tokens) or (linear.takes_codes(device) and fits_wide_fp8(tokens, n, k, device))
+    ours = linear.is_few(tokens) or linear.packed.fits_codes(tokens) or (linear.takes_codes(device) and fits_wide_fp8(tokens, n, k, device))
     return ours and is_grouped(tokens, layer.low_in[0])
 
 
@@ -294,7 +300,7 @@ def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
     _, tokens, width = rkv.shape
     linears = [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
     first = linears[0]
-    if first.is_few(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
+    if first.is_few(tokens) or first.packed.fits_codes(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
         multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
         return
     codes, scales = quantise_rows(mixed.view(-1, width))
@@ -312,15 +318,32 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
     out = mixed.new_empty(groups + 1, tokens, width)
     first = 5 - groups
     maps = []
+    codes: list[StreamMap] = []
+    wide: list[CodesMap] = []
     if layer.rkv is not None:
         maps += [Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
+    elif TUNE["stream"] and TUNE["one_group"] and layer.receptance.is_few(tokens):
+        codes = [
+            StreamMap(m.operand, mixed[i], rkv[i]) for i, m in enumerate((layer.receptance, layer.key, layer.value))
+        ]
+    elif TUNE["codes_group"] and layer.receptance.packed.fits_codes(tokens):
+        wide = [
+            m.packed.codes_map(mixed[i], rkv[i]) for i, m in enumerate((layer.receptance, layer.key, layer.value))
+        ]
     else:
         _rkv_in_codes(layer, mixed[:3], rkv)
     maps += [
         Map(layer.low_in[i], mixed[first + i], low[i], Activation.TANH if i == groups - 2 else Activation.NONE)
         for i in range(groups)
     ]
-    multiply([*maps, Map(layer.gate_in, mixed[5], gate, Activation.SIGMOID)])
+    maps.append(Map(layer.gate_in, mixed[5], gate, Activation.SIGMOID))
+    if codes:
+        stream([*(StreamMap(Operand(m.weight, *m.weight.shape), m.x, m.y, m.activation) for m in maps), *codes])
+    elif wide:
+        halves = [CodesMap(None, False, *m.weight.shape, m.weight, None, m.x, m.y, m.activation) for m in maps]
+        launch_codes([*halves, *wide])
+    else:
+        multiply(maps)
     maps = [Map(layer.low_out[i], low[i], out[i]) for i in range(groups)]
     multiply([*maps, Map(layer.gate_out, gate, out[groups])])
     v_gate = out[0] if groups == 3 else None

@@ -14,7 +14,8 @@ from native import build
 from native.binding import bind
 
 SOURCES = Path(__file__).parent / "csrc"
-NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "skinny_quant", "sparse_value", "quantise")
+NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "skinny_quant", "stream", "sparse_value", "quantise")
+HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4")
 MAX_MAPS = 8
 
 
@@ -76,6 +77,24 @@ class QuantArgs(Structure):
     _fields_ = [("maps", QuantMapArgs * MAX_MAPS), ("count", c_int), ("rows", c_int), ("format", c_int)]
 
 
+class StreamMapArgs(Structure):
+    """Mirrors struct StreamMap in stream.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "scales", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "format", "warps_k", "first_unit")],
+    ]
+
+
+class StreamArgs(Structure):
+    """Mirrors the struct in stream.cu."""
+
+    _fields_ = [
+        ("maps", StreamMapArgs * MAX_MAPS),
+        *[(name, c_int) for name in ("count", "rows", "units", "heavy", "shared_percent", "padding", "places", "variant", "prefetch")],
+    ]
+
+
 class WideMap(Structure):
     """Mirrors the struct in wide.cu."""
 
@@ -116,6 +135,26 @@ class WideFp8Args(Structure):
     ]
 
 
+class WideCodesMap(Structure):
+    """Mirrors the struct in wide_codes.cuh."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("codes", "scales", "x", "y")],
+        *[(name, c_int) for name in ("n", "k", "activation", "float_out")],
+    ]
+
+
+class WideCodesArgs(Structure):
+    """Mirrors the struct in wide_codes.cuh."""
+
+    _fields_ = [
+        ("maps", WideCodesMap * MAX_MAPS),
+        *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
+        ("partial", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
@@ -125,14 +164,17 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_skinny_quant": [POINTER(QuantArgs), c_void_p],
+    "rwkv_stream": [POINTER(StreamArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
     "rwkv_sparse_value_quant": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
+    "rwkv_sparse_percent": [c_int, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide": [POINTER(WideArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
+    **{f"rwkv_wide_codes_{name}": [POINTER(WideCodesArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 
 
@@ -169,7 +211,7 @@ def library_problem() -> str | None:
 @functools.cache
 def hopper_library() -> Kernels:
     """The kernels that use Hopper's own instructions; for a machine whose GPUs all are of compute capability 9.0."""
-    sources = (SOURCES / "wide.cu", SOURCES / "wide_fp8.cu")
+    sources = tuple(SOURCES / f"{name}.cu" for name in HOPPER_NAMES)
     return Kernels(build.load(build.Library("rwkv_hopper", sources, arch_specific=True)), HOPPER_SIGNATURES)
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda_stream import TUNE, Operand, StreamMap, stream
 from rwkv_batch.kernels.cuda_wide import Fp8Map, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
@@ -48,6 +50,16 @@ class Packed:
     def num_bytes(self) -> int:
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
+
+    def fits_codes(self, rows: int) -> bool:
+        """Whether Hopper's kernel multiplies so many rows of halves by it."""
+        n, k = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        return rows <= TUNE[f"codes_{self.format}"] and fits_codes(rows, n, k, self.codes.device)
+
+    def codes_map(self, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> CodesMap:
+        """For a launch of that kernel."""
+        n, k = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        return CodesMap(self.format, self.transposed, n, k, self.codes, self.scales, x, y, activation)
 
     def dequantised(self) -> Tensor:
         """[rows, columns] fp16."""
@@ -100,8 +112,16 @@ class CudaQuantLinear(Linear):
         """How it is stored."""
         return self.packed.format
 
+    @property
+    def operand(self) -> Operand:
+        """As the streaming kernel reads it."""
+        packed = self.packed
+        return Operand(packed.codes, packed.rows, packed.columns, packed.format, packed.scales)
+
     def is_few(self, rows: int) -> bool:
         """Whether so many rows are the streaming kernel's."""
+        if TUNE["stream"]:
+            return rows <= TUNE[f"few_{self.format}"]
         return rows <= FEW_ROWS[self.format]
 
     def takes_codes(self, device: torch.device) -> bool:
@@ -145,6 +165,10 @@ class CudaQuantValue(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
+        if self.packed.fits_codes(len(x)):
+            y = x.new_empty(len(x), self.packed.columns)
+            launch_codes([self.packed.codes_map(x, y)])
+            return y
         if self.dense is not None:
             return self.dense(x)
         return torch.mm(x, self.packed.dequantised())
@@ -171,7 +195,7 @@ def pack(stored: Quantised, transposed: bool = False) -> Packed:
     if stored.format is Format.FP8:
         codes, scales = stored.codes, stored.scales
     elif stored.format is Format.INT8:
-        codes, scales = stored.codes, stored.scales.T.contiguous()
+        codes, scales = stored.codes.view(torch.uint8) ^ 128, stored.scales.T.contiguous()
     else:
         assert stored.zeros is not None, "4-bit codes have zeros"
         codes = codes_int4(stored)
@@ -194,6 +218,8 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
     rows, first = maps[0].x.shape[0], maps[0].linear
     if first.is_few(rows):
         multiply_few(maps)
+    elif first.packed.fits_codes(rows):
+        launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
     elif first.takes_codes(maps[0].x.device):
         multiply_codes([CodeMap(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in maps])
     else:
@@ -227,6 +253,9 @@ def multiply_codes(maps: Sequence[CodeMap]) -> None:
 def multiply_few(maps: Sequence[QuantMap]) -> None:
     """Up to 8 maps of one format over the same few rows in one launch. Raises ValueError for more, or other shapes."""
     rows, format_ = maps[0].x.shape[0], maps[0].linear.format
+    if TUNE["stream"]:
+        stream([StreamMap(m.linear.operand, m.x, m.y, m.activation) for m in maps])
+        return
     if len(maps) > MAX_MAPS or rows > FEW_ROWS[format_]:
         raise ValueError(f"a launch takes {MAX_MAPS} maps of {FEW_ROWS[format_]} rows, not {len(maps)} of {rows}")
     args = QuantArgs(count=len(maps), rows=rows, format=NUMBERS[format_])

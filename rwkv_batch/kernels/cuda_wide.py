@@ -99,7 +99,12 @@ def fits_wide(shape: WideShape, transposed: bool) -> bool:
 
 @functools.cache
 def plan_wide(
-    rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True, depth: int = DEPTH
+    rows: int,
+    shapes: tuple[WideShape, ...],
+    processors: int,
+    may_wait: bool = True,
+    depth: int = DEPTH,
+    sizes: tuple[int, ...] = TILE_ROWS,
 ) -> Plan:
     """The smallest tile that holds the rows; k shared by as many blocks as run at once and find work.
 
@@ -108,7 +113,7 @@ def plan_wide(
     tiles = sum(-(-shape.n // OUTPUTS) for shape in shapes)
     choices = SPLITS if may_wait else SPLITS[:1]
     fitting = (s for s in choices if tiles * s <= processors and all(shape.k % (depth * s) == 0 for shape in shapes))
-    return Plan(next(size for size in TILE_ROWS if size >= rows), max(fitting, default=1))
+    return Plan(next(size for size in sizes if size >= rows), max(fitting, default=1))
 
 
 def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, Activation]], transposed: bool) -> None:

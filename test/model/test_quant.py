@@ -96,7 +96,7 @@ def _as_the_kernels_read(codes: Tensor, scales: Tensor, format_: Format, transpo
         values = halves.to(torch.uint16).view(torch.float16).float() * 256
         return values * (scales if transposed else scales.unsqueeze(1))
     if format_ is Format.INT8:
-        biased = (codes.view(torch.uint8) ^ 0x80).to(torch.int32) | 0x6400
+        biased = codes.view(torch.uint8).to(torch.int32) | 0x6400
         values = biased.to(torch.uint16).view(torch.float16).float() - (1024 + 128)
         spread = scales.float().repeat_interleave(128, dim=0)
         return values * (spread if transposed else spread.T) / 64

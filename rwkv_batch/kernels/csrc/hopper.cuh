@@ -60,6 +60,13 @@ __device__ __forceinline__ void copy_box(
         : "memory");
 }
 
+// Neighbouring bytes, 16 or a multiple.
+__device__ __forceinline__ void copy_line(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // wgmma ------------------------------------------------------------------------------------------------------------
 
 // A tile of fp16 in shared memory with the 128-byte swizzle, rows of 128 bytes, 8 rows (1024 bytes) repeated.
@@ -143,5 +150,24 @@ HOPPER_FP8_PRODUCT(160, HOPPER_P5, 80, 81, 82, HOPPER_D64(0), HOPPER_D16(64))
 HOPPER_FP8_PRODUCT(192, HOPPER_P6, 96, 97, 98, HOPPER_D64(0), HOPPER_D32(64))
 HOPPER_FP8_PRODUCT(224, HOPPER_P7, 112, 113, 114, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96))
 HOPPER_FP8_PRODUCT(256, HOPPER_P8, 128, 129, 130, HOPPER_D64(0), HOPPER_D64(64))
+
+// sums [64 x N] += a [64 x 16] * b [N x 16]^T of halves, a in registers: as a warp's operand of mma.m16n8k16, 16 rows each.
+template <int N>
+__device__ __forceinline__ void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
+
+#define HOPPER_REGISTER_PRODUCT(N, PLACES, A0, A1, A2, A3, B, ADD, ...)                                              \
+    template <>                                                                                                  \
+    __device__ __forceinline__ void multiply_registers<N>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) { \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" PLACES "}, {%" #A0 ",%" #A1 ",%" #A2 \
+                     ",%" #A3 "}, %" #B ", add, 1, 1, 0;\n}"                                                       \
+                     : __VA_ARGS__                                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                             \
+    }
+
+HOPPER_REGISTER_PRODUCT(32, HOPPER_P1, 16, 17, 18, 19, 20, 21, HOPPER_D16(0))
+HOPPER_REGISTER_PRODUCT(64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
+HOPPER_REGISTER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
+HOPPER_REGISTER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, 132, 133, HOPPER_D64(0), HOPPER_D64(64))
 
 }  // namespace hopper

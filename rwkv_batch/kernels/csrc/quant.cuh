@@ -1,21 +1,29 @@
 // Weights of 8 and 4 bits as halves in registers, for kernels that stream them.
 //
-//   fp8   e4m3, a scale (fp32) per output. Four codes of a word become halves 2^-8 times as large, whose bits are those of
-//         the code moved: right for subnormals too. NaN codes do not occur.
-//   int8  -127 .. 127, a scale (fp16, in units of 2^-6) per output and group of 128 inputs.
+//   fp8   e4m3, a scale (fp32) per output. From sm_89 on there is an instruction; before, codes become halves 2^-8 times as
+//         large, whose bits are those of the code moved: right for subnormals too. NaN codes do not occur.
+//   int8  1 .. 255, 128 more than the code, a scale (fp16, in units of 2^-6) per output and group of 128 inputs.
 //   int4  0 .. 15, scale and zero (fp16) likewise: (code - zero) * scale. Two codes of a pair lie four nibbles apart:
 //         nibble i of a word is input 2i, nibble i + 4 is input 2i + 1.
 #pragma once
 
 #include "common.cuh"
 
-enum Format { FP8 = 0, INT8 = 1, INT4 = 2 };
+enum Format { FP8 = 0, INT8 = 1, INT4 = 2, HALF = 3 };
 
 constexpr int GROUP_INPUTS = 128;
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define CONVERTS_E4M3 1
+#else
+#define CONVERTS_E4M3 0
+#endif
+
 // What sums of codes, scaled where there are groups, are to be multiplied by.
 template <Format FORMAT>
-constexpr float CODE_SCALE = FORMAT == FP8 ? 256.0f : 1.0f / 64.0f;
+__device__ __forceinline__ constexpr float code_scale() {
+    return FORMAT == HALF ? 1.0f : FORMAT == FP8 ? (CONVERTS_E4M3 ? 1.0f : 256.0f) : 1.0f / 64.0f;
+}
 
 __device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {
     const __half2 d = __hsub2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
@@ -26,28 +34,48 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t high_bytes) {
     return (high_bytes & 0x80008000u) | ((high_bytes >> 1) & 0x3f803f80u);
 }
 
-// Four codes -> two pairs of halves. fp8: of inputs (1, 3) and (0, 2), see pairs_like; int8: (0, 1) and (2, 3).
+// Two codes in the low bytes -> a pair of halves.
+__device__ __forceinline__ uint32_t halves_of_two_e4m3(uint32_t codes) {
+#if CONVERTS_E4M3
+    uint32_t pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+    return pair;
+#else
+    return halves_of_e4m3(__byte_perm(codes, 0, 0x1404));
+#endif
+}
+__device__ __forceinline__ uint32_t halves_of_two_int8(uint32_t codes) {  // 1024 and the byte below it
+    return subtract2(__byte_perm(codes, 0x64646464u, 0x4140), 0x64806480u);
+}
+
+// Four codes -> two pairs of halves, in their order.
 template <Format FORMAT>
 __device__ __forceinline__ void unpack_bytes(uint32_t codes, uint32_t& first, uint32_t& second) {
     if constexpr (FORMAT == FP8) {
-        first = halves_of_e4m3(codes);
-        second = halves_of_e4m3(codes << 8);
+#if CONVERTS_E4M3
+        first = halves_of_two_e4m3(codes), second = halves_of_two_e4m3(codes >> 16);
+#else
+        const uint32_t odd = halves_of_e4m3(codes), even = halves_of_e4m3(codes << 8);
+        first = __byte_perm(even, odd, 0x5410), second = __byte_perm(even, odd, 0x7632);
+#endif
     } else {
-        // A byte b with 0x64 above it is 1024 + b; the sign bit turned makes b the code + 128.
-        const uint32_t biased = codes ^ 0x80808080u;
-        first = subtract2(__byte_perm(biased, 0x64646464u, 0x4140), 0x64806480u);
-        second = subtract2(__byte_perm(biased, 0x64646464u, 0x4342), 0x64806480u);
+        first = halves_of_two_int8(codes);
+        second = subtract2(__byte_perm(codes, 0x64646464u, 0x4342), 0x64806480u);
     }
 }
 
-// Inputs (0, 1), (2, 3) of x in the order in which unpack_bytes leaves the weights.
-template <Format FORMAT>
-__device__ __forceinline__ void pairs_like(uint32_t low, uint32_t high, uint32_t& first, uint32_t& second) {
-    if constexpr (FORMAT == FP8) {
-        first = __byte_perm(low, high, 0x7632);
-        second = __byte_perm(low, high, 0x5410);
-    } else {
-        first = low, second = high;
+// Eight 4-bit codes of a word -> pairs (0, 1), (2, 3), (4, 5), (6, 7) less their zero; `zeros`: twice the half 1024 + zero.
+// A code in the second nibble is 16 times as large beside 1024.
+__device__ __forceinline__ void unpack_word(uint32_t codes, uint32_t zeros, uint32_t (&pairs)[4]) {
+    const uint32_t zeros_16 = subtract2(zeros, 0x63806380u), sixteenth = 0x2c002c00u;  // 64 + zero: 960 less; 1 / 16
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t word = codes >> (4 * i);
+        pairs[i] = subtract2((word & 0x000f000fu) | 0x64006400u, zeros);
+        const uint32_t high = (word & 0x00f000f0u) | 0x64006400u;
+        const __half2 d = __hfma2(*reinterpret_cast<const __half2*>(&high), *reinterpret_cast<const __half2*>(&sixteenth),
+                                  __hneg2(*reinterpret_cast<const __half2*>(&zeros_16)));
+        pairs[i + 1] = *reinterpret_cast<const uint32_t*>(&d);
     }
 }
 

@@ -76,14 +76,6 @@ __global__ void dequantise_kernel(const void* codes, const void* scales, __half*
             const uint2 words = __ldg(static_cast<const uint2*>(codes) + i);
             unpack_bytes<FORMAT>(words.x, pairs[0], pairs[1]);
             unpack_bytes<FORMAT>(words.y, pairs[2], pairs[3]);
-            if constexpr (FORMAT == FP8) {  // (1, 3), (0, 2) -> (0, 1), (2, 3)
-#pragma unroll
-                for (int j = 0; j < 4; j += 2) {
-                    const uint32_t odd = pairs[j], even = pairs[j + 1];
-                    pairs[j] = __byte_perm(even, odd, 0x5410);
-                    pairs[j + 1] = __byte_perm(even, odd, 0x7632);
-                }
-            }
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -101,7 +93,7 @@ __global__ void dequantise_kernel(const void* codes, const void* scales, __half*
             } else {
                 w[j] = (w[j] - (half_at(scales, 2 * at + 1) - 1024.0f)) * half_at(scales, 2 * at);
             }
-            w[j] *= CODE_SCALE<FORMAT>;
+            w[j] *= code_scale<FORMAT>();
         }
         store16(out + row * columns + column, pack8(w));
     }

@@ -169,8 +169,7 @@ __device__ __forceinline__ void multiply_piece(
             }
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {
-                uint32_t b0, b1;
-                pairs_like<FORMAT>(word(b[n][i / 2], i % 2 * 2), word(b[n][i / 2], i % 2 * 2 + 1), b0, b1);
+                const uint32_t b0 = word(b[n][i / 2], i % 2 * 2), b1 = word(b[n][i / 2], i % 2 * 2 + 1);
 #pragma unroll
                 for (int tile = 0; tile < HEIGHT; ++tile) mma(sums[tile][n], a[tile], b0, b1);
             }
@@ -265,7 +264,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __gri
             if (first_row + out >= m.n) continue;
             float sum = 0.0f;
             for (int j = 0; j < m.warps_k; ++j) sum += partial[out / GROUP * m.warps_k + j][row][out % GROUP];
-            sum *= CODE_SCALE<FORMAT>;
+            sum *= code_scale<FORMAT>();
             if constexpr (FORMAT == FP8) sum *= __ldg(static_cast<const float*>(m.scales) + first_row + out);
             sum = activate(sum, m.activation);
             const int64_t at = static_cast<int64_t>(row) * m.ld_y + first_row + out;

@@ -47,13 +47,13 @@ struct Fp8Rows {
         return __ldcs(weight + (row * width + column) / 8);
     }
     __device__ __forceinline__ void unpack(const Raw& raw, int64_t, int, int, float (&w)[8]) const {
-        uint32_t odd, even;
-        unpack_bytes<FP8>(raw.x, odd, even);
-        spread(odd, w[1], w[3]), spread(even, w[0], w[2]);
-        unpack_bytes<FP8>(raw.y, odd, even);
-        spread(odd, w[5], w[7]), spread(even, w[4], w[6]);
+        uint32_t pairs[4];
+        unpack_bytes<FP8>(raw.x, pairs[0], pairs[1]);
+        unpack_bytes<FP8>(raw.y, pairs[2], pairs[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) spread(pairs[i], w[2 * i], w[2 * i + 1]);
     }
-    __device__ __forceinline__ float last_scale(int column) const { return CODE_SCALE<FP8> * __ldg(scales + column); }
+    __device__ __forceinline__ float last_scale(int column) const { return code_scale<FP8>() * __ldg(scales + column); }
 };
 
 struct Int8Rows {
@@ -76,7 +76,7 @@ struct Int8Rows {
 #pragma unroll
         for (int i = 0; i < 8; ++i) w[i] *= scale[i];
     }
-    __device__ __forceinline__ float last_scale(int) const { return CODE_SCALE<INT8>; }
+    __device__ __forceinline__ float last_scale(int) const { return code_scale<INT8>(); }
 };
 
 struct Int4Rows {
@@ -101,7 +101,7 @@ struct Int4Rows {
             w[i] = (w[i] - zero) * scale;
         }
     }
-    __device__ __forceinline__ float last_scale(int) const { return CODE_SCALE<INT4>; }
+    __device__ __forceinline__ float last_scale(int) const { return code_scale<INT4>(); }
 };
 
 template <int BATCH, int SHARE>
@@ -258,11 +258,22 @@ struct SparseArgs {
     int rows, width, ffn;
 };
 
+static int shared_percent = -2;
+RWKV_API int rwkv_sparse_percent(int percent, void*) {
+    shared_percent = percent;
+    return 0;
+}
+
 template <typename Rows, int BATCH>
 static void launch_batch(const SparseArgs& a, const Rows& weight, void* stream) {
     const int columns = (a.width + COLUMNS - 1) / COLUMNS;
     const auto splits = [&](int share) { return (a.ffn + share - 1) / share; };
     const auto run = [&](auto kernel, int share) {
+        if (shared_percent >= -1) {
+            launch_with_split(kernel, dim3(columns, splits(share)), WARPS * 32, 0, shared_percent, stream, a.h, weight, a.y,
+                              a.partial, a.counters, a.rows, a.width, a.ffn);
+            return;
+        }
         launch_streaming(kernel, dim3(columns, splits(share)), WARPS * 32, stream, a.h, weight, a.y, a.partial, a.counters,
                          a.rows, a.width, a.ffn);
     };

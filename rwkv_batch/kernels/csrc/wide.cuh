@@ -105,9 +105,15 @@ struct WideOut {
 template <int CHUNKS, WideKind KIND, Activation ACTIVATION, int SUMS>
 __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
     constexpr int PITCH = STAGING_PITCH;
-    float of_output[2] = {1.0f, 1.0f};
+    float of_output[2] = {1.0f, 1.0f}, of_row[CHUNKS][2];
     if constexpr (KIND == WIDE_FP8) {
-        wait_for_inputs();  // the rows' scales come from the kernel before
+        wait_for_inputs();  // the rows' scales come from the kernel before; all are asked for at once
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int first = out.first_row + 8 * c + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) of_row[c][i] = first + i < out.rows ? __ldcg(out.input_scales + first + i) : 0.0f;
+        }
         of_output[0] = __ldg(out.weight_scales + lane / 4), of_output[1] = __ldg(out.weight_scales + lane / 4 + 8);
     }
     const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
@@ -119,16 +125,11 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
 #pragma unroll
         for (int d = 0; d < 2; ++d) {
             if (c + d < CHUNKS) {
-                float v[4], of_row[2] = {1.0f, 1.0f};
-                if constexpr (KIND == WIDE_FP8) {
-                    const int first = out.first_row + 8 * (c + d) + lane % 4 * 2;
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) of_row[i] = first + i < out.rows ? __ldcg(out.input_scales + first + i) : 0.0f;
-                }
+                float v[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float sum = sums[4 * (c + d) + i];
-                    if constexpr (KIND == WIDE_FP8) sum *= of_output[i / 2] * of_row[i % 2];
+                    if constexpr (KIND == WIDE_FP8) sum *= of_output[i / 2] * of_row[c + d][i % 2];
                     v[i] = wide_activate<ACTIVATION>(sum);
                 }
                 store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));

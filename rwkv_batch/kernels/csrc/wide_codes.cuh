@@ -1,0 +1,445 @@
+// y = act(x @ W^T) for up to 256 rows and W of 8 or 4 bits (quant.cuh), several maps in one launch, on Hopper's tensor cores.
+//
+// As wide.cuh, with x as it is: a block makes 128 outputs of all rows; two warps keep a ring of tiles (128 of W and its
+// scales, ROWS of x, 128 of k each); two warpgroups multiply 64 outputs each. Their warps take codes out of shared memory,
+// make them halves in registers (with the scale of their group of 128 inputs) in the order in which wgmma wants its first
+// operand, and multiply by x in shared memory.
+//
+// A map: codes [n, k], or [k, n] when stored transposed (its 4-bit codes' nibbles then run along n); n a multiple of 32,
+// k of 128 times the splits. Of a transposed tile a lane's two rows of the operand are neighbouring outputs: they lie in
+// one piece. Bytes: W and scales once; x 2k * rows per tile of outputs, from the L2 cache.
+#pragma once
+
+#include "quant.cuh"
+#include "wide_maps.cuh"
+
+template <Format FORMAT, bool TRANSPOSED>
+struct Codes {
+    static constexpr Format format = FORMAT;
+    static constexpr bool transposed = TRANSPOSED, grouped = FORMAT != FP8;
+    static constexpr int DEPTH = 128, BITS = FORMAT == INT4 ? 4 : 8;
+    static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * BITS / 8, ROW_BYTES = 128 * BITS / 8;  // of a tile of W, whichever way
+    static constexpr int WEIGHT_ROOM = OUTPUTS * 128;  // a tile of halves is 64 deep
+    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
+};
+
+// A stage: W's codes, x as two tiles [ROWS][64] with the 128-byte swizzle, scales of 128 outputs.
+template <typename Kind, int ROWS>
+struct CodesTile {
+    static constexpr int INPUT_BYTES = ROWS * Kind::DEPTH * 2, SCALE_ROOM = Kind::grouped ? 1024 : 0;
+    static constexpr int BYTES = Kind::WEIGHT_ROOM + INPUT_BYTES + SCALE_ROOM;
+    static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
+    static constexpr int ROOM = 227 * 1024 - 1024 - STAGING_BYTES - 512;
+    static constexpr int STAGES = ROOM / BYTES < 12 ? ROOM / BYTES : 12;
+    static constexpr int SHARED_BYTES = STAGES * BYTES + STAGING_BYTES + 512 + 1024;
+    static_assert(STAGES >= 2);
+};
+
+template <typename Kind, int SPLITS>
+__device__ __forceinline__ int codes_steps(int k, bool half) { return k / ((half ? 64 : Kind::DEPTH) * SPLITS); }
+
+struct CodesLaunch {
+    WideLaunch wide;
+    const void* scales[MAX_WIDE_MAPS];  // null: the map is one of halves [n, k], multiplied as in wide.cuh
+    float* floats[MAX_WIDE_MAPS];  // y in fp32 instead of fp16, or null
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ __forceinline__ uint32_t shared_u16(uint32_t at) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t shared_u32(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 shared_u128(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void put_shared(uint32_t at, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+// Whole: nvcc splits what it may.
+__device__ __forceinline__ void put_global(void* at, const uint4& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ uint32_t times2(uint32_t a, uint32_t b) {
+    const __half2 d = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&d);
+}
+
+// What a lane needs of a stage for its two rows of W: where its codes lie, scales and zeros, each twice in a word.
+template <typename Kind>
+struct CodesReader {
+    uint32_t at, scales[2], zeros[2];
+    int g, t, chunk;
+
+    // tile: the stage; warp: 0 .. 7 of the block's consumers.
+    __device__ __forceinline__ CodesReader(uint32_t tile, uint32_t scales_at, int warp, int lane) : g(lane / 4), t(lane & 3) {
+        if constexpr (Kind::transposed) {
+            if constexpr (Kind::format == INT4) {
+                chunk = (warp / 2 ^ t) * 16 + (warp & 1) * 8 + (g / 4) * 4;  // k / 2 % 4 is t
+            } else {
+                chunk = warp;
+            }
+            at = tile + 2 * t * Kind::ROW_BYTES;
+        } else {
+            chunk = 0;
+            at = tile + (warp * 16 + g) * Kind::ROW_BYTES;
+        }
+        if constexpr (Kind::grouped) {
+#pragma unroll
+            for (int up = 0; up < 2; ++up) {
+                const int out = warp * 16 + (Kind::transposed ? 2 * g + up : g + 8 * up);
+                const uint32_t item = Kind::format == INT4 ? shared_u32(scales_at + 4 * out) : shared_u16(scales_at + 2 * out);
+                scales[up] = __byte_perm(item, 0, 0x1010);
+                zeros[up] = __byte_perm(item, 0, 0x3232);
+            }
+        }
+    }
+
+    // Two codes in the low bytes, or of 4 bits in the low nibbles of two halves.
+    __device__ __forceinline__ uint32_t halves(uint32_t codes, int up) const {
+        if constexpr (Kind::format == FP8) return halves_of_two_e4m3(codes);
+        if constexpr (Kind::format == INT8) return times2(halves_of_two_int8(codes), scales[up]);
+        return times2(subtract2(codes | 0x64006400u, zeros[up]), scales[up]);
+    }
+
+    // The operand's registers for inputs 16 * step .. + 15: (row, k), (row + 8, k), (row, k + 8), (row + 8, k + 8).
+    __device__ __forceinline__ void read(uint32_t (&a)[4], int step) const {
+        if constexpr (!Kind::transposed) {
+#pragma unroll
+            for (int up = 0; up < 2; ++up) {
+                const uint32_t row = at + up * 8 * Kind::ROW_BYTES;
+#pragma unroll
+                for (int right = 0; right < 2; ++right) {
+                    if constexpr (Kind::format == INT4) {
+                        // 64-byte rows; 16 bytes hold two steps
+                        const uint32_t place = row + ((step / 2 ^ (g / 2)) << 4) + (step & 1) * 8 + right * 4;
+                        a[up + 2 * right] = halves(shared_u32(place) >> (4 * t) & 0x000f000fu, up);
+                    } else {
+                        const uint32_t codes = shared_u16(row + ((step ^ g) << 4) + right * 8 + 2 * t);
+                        a[up + 2 * right] = halves(codes, up);
+                    }
+                }
+            }
+        } else {
+#pragma unroll
+            for (int right = 0; right < 2; ++right) {
+                const uint32_t row = at + (16 * step + 8 * right) * Kind::ROW_BYTES;
+                if constexpr (Kind::format == INT4) {
+                    const uint32_t k0 = shared_u32(row + chunk) >> (4 * (g & 3)) & 0x000f000fu;
+                    const uint32_t k1 = shared_u32(row + Kind::ROW_BYTES + chunk) >> (4 * (g & 3)) & 0x000f000fu;
+                    a[2 * right] = halves(__byte_perm(k0, k1, 0x5410), 0);
+                    a[2 * right + 1] = halves(__byte_perm(k0, k1, 0x7632), 1);
+                } else {
+                    const uint32_t k0 = shared_u16(row + ((chunk ^ (2 * t)) << 4) + 2 * g);
+                    const uint32_t k1 = shared_u16(row + Kind::ROW_BYTES + ((chunk ^ (2 * t + 1)) << 4) + 2 * g);
+                    const uint32_t both = __byte_perm(k0, k1, 0x5140);  // (k0, k1) of the one output, of the other
+                    a[2 * right] = halves(both, 0);
+                    a[2 * right + 1] = halves(both >> 16, 1);
+                }
+            }
+        }
+    }
+};
+
+// The sums of a warp's 16 outputs of 8 * CHUNKS rows to memory. A lane's: sums[4c + i], row 8c + 2t + i % 2, output i / 2.
+template <typename Kind, int CHUNKS, int SUMS>
+__device__ __forceinline__ void write_codes(
+    const float (&sums)[SUMS], const CodesLaunch& p, int map, int output, int first_row, uint32_t buffers, int lane) {
+    const WideLaunch& wide = p.wide;
+    const int g = lane / 4, t = lane & 3, n = wide.n[map];
+    const bool half = p.scales[map] == nullptr, transposed = Kind::transposed && !half;
+    float of_output[2];
+    int out[2];
+#pragma unroll
+    for (int up = 0; up < 2; ++up) {
+        out[up] = transposed ? 2 * g + up : g + 8 * up;
+        of_output[up] = half ? 1.0f : code_scale<Kind::format>();
+        if (Kind::format == FP8 && !half) of_output[up] *= __ldg(static_cast<const float*>(p.scales[map]) + output + out[up]);
+    }
+    const int activation = wide.activation[map];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            v[i] = sums[4 * c + i] * of_output[i / 2];
+            if (activation == RELU_SQUARED) v[i] = fmaxf(v[i], 0.0f) * fmaxf(v[i], 0.0f);
+            if (activation == TANH) v[i] = tanh_exp(v[i]);
+            if (activation == SIGMOID) v[i] = sigmoidf(v[i]);
+        }
+        if (p.floats[map] != nullptr) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = first_row + 8 * c + 2 * t + i % 2;
+                if (row < wide.rows) p.floats[map][static_cast<int64_t>(row) * n + output + out[i / 2]] = v[i];
+            }
+            continue;
+        }
+        // 8 rows of 16 outputs through the warp's buffer, 16 bytes a lane out of it.
+        const uint32_t buffer = buffers + (c & 1) * 16 * STAGING_PITCH;
+        if (transposed) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) put_shared(buffer + (2 * t + i) * STAGING_PITCH + 4 * g, pack_half2(v[i], v[i + 2]));
+        } else {
+            store_turned(buffer + (lane & 7) * STAGING_PITCH + (lane >> 3 & 1) * 16, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+        }
+        __syncwarp();
+        const int row = first_row + 8 * c + lane / 2;
+        if (lane < 16 && row < wide.rows) {
+            __half* const y = wide.y[map] + static_cast<int64_t>(row) * n + output + (lane & 1) * 8;
+            put_global(y, shared_u128(buffer + lane / 2 * STAGING_PITCH + (lane & 1) * 16));
+        }
+        __syncwarp();
+    }
+}
+
+// One lane: W's tiles and scales of all of this block's work into the ring.
+template <typename Kind, int ROWS, int SPLITS>
+__device__ __forceinline__ void fetch_codes(
+    const CodesLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+    using namespace hopper;
+    using Tile = CodesTile<Kind, ROWS>;
+    RingSlot<Tile::STAGES> slot(1);
+    for (int tile = first; tile < p.wide.first_tile[p.wide.count]; tile += blocks) {
+        const WidePlace at = wide_place(p.wide, tile);
+        const CUtensorMap* map = &p.wide.weights[at.map];
+        const bool half = p.scales[at.map] == nullptr;
+        const int n = p.wide.n[at.map], steps = codes_steps<Kind, SPLITS>(p.wide.k[at.map], half);
+        const uint32_t scale_bytes = Kind::grouped ? min(OUTPUTS, n - at.output) * Kind::SCALE_ITEM : 0;
+        for (int step = my_split * steps; step < (my_split + 1) * steps; ++step) {
+            wait_barrier(empty + 8 * slot.stage, slot.parity);
+            const uint32_t barrier = full + 8 * slot.stage, to = ring + slot.stage * Tile::BYTES;
+            if (half) {
+                expect_bytes(barrier, OUTPUTS * 128 + ROWS * 128);
+                copy_box(to, map, step * 64, at.output, 0, barrier, EVICT_FIRST);
+                slot.advance();
+                continue;
+            }
+            expect_bytes(barrier, Kind::WEIGHT_BYTES + Tile::INPUT_BYTES + scale_bytes);
+            if constexpr (Kind::transposed) {
+                copy_box(to, map, at.output * Kind::BITS / 8, step * Kind::DEPTH, 0, barrier, EVICT_FIRST);
+            } else {
+                copy_box(to, map, step * Kind::DEPTH * Kind::BITS / 8, at.output, 0, barrier, EVICT_FIRST);
+            }
+            if constexpr (Kind::grouped) {
+                const auto* from = static_cast<const uint8_t*>(p.scales[at.map]) +
+                                   (static_cast<int64_t>(step) * n + at.output) * Kind::SCALE_ITEM;
+                copy_line(to + Kind::WEIGHT_ROOM + Tile::INPUT_BYTES, from, scale_bytes, barrier);
+            }
+            slot.advance();
+        }
+    }
+}
+
+// One lane of another warp: x's tiles likewise, once the kernel that makes x has ended.
+template <typename Kind, int ROWS, int SPLITS>
+__device__ __forceinline__ void fetch_rows(
+    const CodesLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+    using namespace hopper;
+    using Tile = CodesTile<Kind, ROWS>;
+    RingSlot<Tile::STAGES> slot(1);
+    wait_for_inputs();
+    for (int tile = first; tile < p.wide.first_tile[p.wide.count]; tile += blocks) {
+        const WidePlace at = wide_place(p.wide, tile);
+        const bool half = p.scales[at.map] == nullptr;
+        const int steps = codes_steps<Kind, SPLITS>(p.wide.k[at.map], half), planes = half ? 1 : Kind::DEPTH / 64;
+        for (int step = my_split * steps; step < (my_split + 1) * steps; ++step) {
+            wait_barrier(empty + 8 * slot.stage, slot.parity);
+            copy_box(ring + slot.stage * Tile::BYTES + Kind::WEIGHT_ROOM, &p.wide.inputs[at.map], 0, 0, step * planes,
+                     full + 8 * slot.stage, EVICT_LAST);
+            slot.advance();
+        }
+    }
+}
+#endif
+
+template <typename Kind, int ROWS, int SPLITS>
+__global__ void __launch_bounds__(384, 1) wide_codes_kernel(const __grid_constant__ CodesLaunch p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using namespace hopper;
+    using Tile = CodesTile<Kind, ROWS>;
+    constexpr int STAGES = Tile::STAGES, STEPS = Kind::DEPTH / 16, TOGETHER = 4;
+    extern __shared__ unsigned char dynamic[];
+    const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;
+    const uint32_t staging = ring + STAGES * Tile::BYTES;
+    const uint32_t full = staging + Tile::STAGING_BYTES, empty = full + 8 * STAGES;
+    const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
+    const int my_split = blockIdx.x % SPLITS, first = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            init_barrier(full + 8 * i, 1);
+            init_barrier(empty + 8 * i, 8);  // the warps that read codes
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    let_next_start();
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int warp = __shfl_sync(FULL, tid / 32, 0);
+        if (warp == 0 && elect_lane()) {
+            fetch_codes<Kind, ROWS, SPLITS>(p, ring, full, empty, my_split, first, blocks);
+        } else if (warp == 1 && elect_lane()) {
+            fetch_rows<Kind, ROWS, SPLITS>(p, ring, full, empty, my_split, first, blocks);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int warp = threadIdx.x / 32 - 4, lane = tid % 32;
+        float sums[ROWS / 2];
+        const uint32_t mine = staging + warp * 2 * 16 * STAGING_PITCH;
+        RingSlot<STAGES> slot(0);
+        const auto release = [&](uint32_t barrier) {
+            __syncwarp();
+            if (lane == 0) arrive(barrier);
+        };
+        for (int tile = first; tile < p.wide.first_tile[p.wide.count]; tile += blocks) {
+            const WidePlace at = wide_place(p.wide, tile);
+            int add = 0;
+            uint32_t before = 0;  // the slot whose products may still run
+            const bool half = p.scales[at.map] == nullptr;
+            for (int i = codes_steps<Kind, SPLITS>(p.wide.k[at.map], half); i > 0; --i) {
+                wait_barrier(full + 8 * slot.stage, slot.parity);
+                const uint32_t stage = ring + slot.stage * Tile::BYTES, inputs = stage + Kind::WEIGHT_ROOM;
+                const uint64_t input = describe_tile(inputs);
+                if (half) {
+                    const uint64_t weight = describe_tile(stage + warp / 4 * (64 * TILE_BYTES));
+                    begin_products();
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        multiply<ROWS, false>(sums, weight + j * 32 / 16, input + j * 32 / 16, add);
+                        add = 1;
+                    }
+                    commit_products();
+                    wait_products<1>();
+                    if (before != 0) release(before);
+                    before = empty + 8 * slot.stage;
+                    slot.advance();
+                    continue;
+                }
+                const CodesReader<Kind> reader(stage, inputs + Tile::INPUT_BYTES, warp, lane);
+#pragma unroll
+                for (int part = 0; part < STEPS; part += TOGETHER) {
+                    uint32_t a[TOGETHER][4];
+#pragma unroll
+                    for (int j = 0; j < TOGETHER; ++j) reader.read(a[j], part + j);
+                    begin_products();
+#pragma unroll
+                    for (int j = 0; j < TOGETHER; ++j) {
+                        const int step = part + j;
+                        multiply_registers<ROWS>(sums, a[j], input + (step / 4 * ROWS * 128 + step % 4 * 32) / 16, add);
+                        add = 1;
+                    }
+                    commit_products();
+                    wait_products<1>();
+                    if (part == 0 && before != 0) release(before);
+                }
+                before = empty + 8 * slot.stage;
+                slot.advance();
+            }
+            wait_products<0>();
+            if (before != 0) release(before);
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+
+            constexpr int CHUNKS = ROWS / 8 / SPLITS;  // of 8 rows, that this block finishes
+            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p.wide, tile, my_split);
+            const int output = at.output + warp * 16;
+            if (output < p.wide.n[at.map]) write_codes<Kind, CHUNKS>(sums, p, at.map, output, my_split * CHUNKS * 8, mine, lane);
+        }
+    }
+#endif
+}
+
+// What the caller hands over; mirrored in Python.
+struct WideCodesMap {
+    const void* codes;   // [n, k], or [k, n] if transposed; or halves [n, k]
+    const void* scales;  // see quant.cuh; null: of halves
+    const void* x;       // [rows, k] fp16
+    void* y;             // [rows, n] fp16, or fp32
+    int n, k;
+    int activation;
+    int float_out;
+};
+
+struct WideCodesArgs {
+    WideCodesMap maps[MAX_WIDE_MAPS];
+    int count;
+    int rows;
+    int transposed;  // of all maps alike
+    int tile_rows, splits;
+    void* partial;  // see WideLaunch
+    void* counters;
+};
+
+template <typename Kind, int ROWS, int SPLITS>
+int launch_codes_kernel(const CodesLaunch& p, void* stream) {
+    constexpr int SHARED = CodesTile<Kind, ROWS>::SHARED_BYTES;
+    const auto kernel = wide_codes_kernel<Kind, ROWS, SPLITS>;
+    static bool raised[MAX_DEVICES] = {};
+    if (!raised[this_device()]) {
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+        if (error != cudaSuccess) return static_cast<int>(error);
+        raised[this_device()] = true;
+    }
+    const int units = p.wide.first_tile[p.wide.count] * SPLITS, room = this_machine().processors;
+    if (SPLITS > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
+    launch_with_shared(kernel, dim3(min(units, room)), 384, SHARED, stream, p);
+    return launch_result();
+}
+
+template <typename Kind, int ROWS>
+int launch_codes_rows(const WideCodesArgs& args, const CodesLaunch& p, void* stream) {
+    switch (args.splits) {
+        case 1: return launch_codes_kernel<Kind, ROWS, 1>(p, stream);
+        case 2: return launch_codes_kernel<Kind, ROWS, 2>(p, stream);
+        case 4: return launch_codes_kernel<Kind, ROWS, 4>(p, stream);
+    }
+    return static_cast<int>(cudaErrorInvalidValue);
+}
+
+template <typename Kind>
+int launch_codes(const WideCodesArgs& args, void* stream) {
+    if (encode_tiled() == nullptr) return static_cast<int>(cudaErrorNotSupported);
+    CodesLaunch p = {};
+    WideLaunch& wide = p.wide;
+    int tiles = 0;
+    for (int i = 0; i < args.count; ++i) {
+        const WideCodesMap& m = args.maps[i];
+        const int rows = Kind::transposed ? m.k : m.n, columns = (Kind::transposed ? m.n : m.k) * Kind::BITS / 8;
+        const bool half = m.scales == nullptr;
+        const bool done = half ? describe(&wide.weights[i], m.codes, HALVES, m.n, m.k, m.k, 1, OUTPUTS, 1)
+                               : describe(&wide.weights[i], m.codes, BYTES, rows, columns, columns, 1, 128, 1, Kind::ROW_BYTES);
+        if (!done || !describe(&wide.inputs[i], m.x, HALVES, args.rows, 64, m.k, m.k / 64, args.tile_rows, half ? 1 : 2)) {
+            return static_cast<int>(cudaErrorInvalidValue);
+        }
+        wide.y[i] = static_cast<__half*>(m.y), p.floats[i] = m.float_out ? static_cast<float*>(m.y) : nullptr;
+        p.scales[i] = m.scales;
+        wide.n[i] = m.n, wide.k[i] = m.k, wide.activation[i] = m.activation;
+        wide.first_tile[i] = tiles;
+        tiles += (m.n + OUTPUTS - 1) / OUTPUTS;
+    }
+    wide.first_tile[args.count] = tiles;
+    wide.count = args.count, wide.rows = args.rows;
+    wide.partial = static_cast<float4*>(args.partial), wide.counters = static_cast<int*>(args.counters);
+    switch (args.tile_rows) {
+        case 32: return launch_codes_rows<Kind, 32>(args, p, stream);
+        case 64: return launch_codes_rows<Kind, 64>(args, p, stream);
+        case 128: return launch_codes_rows<Kind, 128>(args, p, stream);
+        case 256: return launch_codes_rows<Kind, 256>(args, p, stream);
+    }
+    return static_cast<int>(cudaErrorInvalidValue);
+}
+
+template <Format FORMAT>
+int launch_wide_codes(const WideCodesArgs& args, void* stream) {
+    return args.transposed ? launch_codes<Codes<FORMAT, true>>(args, stream) : launch_codes<Codes<FORMAT, false>>(args, stream);
+}

@@ -1,0 +1,321 @@
+// CUDA on one CPU thread, for tests of kernels' logic: blocks one after the other, a block's threads as coroutines that
+// give way at barriers. Included before everything else (-include).
+#pragma once
+#include <cuda.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <vector>
+
+#undef __shared__
+#define __shared__ static
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
+
+namespace emulation {
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done = false;
+  int waits_for_block = 0, waits_for_warp = 0;  // barriers arrived at so far
+  std::vector<std::vector<Copy>> groups;        // of copies that were not waited for
+  std::vector<Copy> open;
+  uint32_t operands[8];
+};
+
+// An mbarrier: arrivals and bytes that its phase still wants.
+struct Barrier {
+  int arrivals, missing, bytes, phase;
+
+  void settle() {
+    if (missing > 0 || bytes != 0) return;
+    missing = arrivals;
+    ++phase;
+  }
+};
+
+// What the driver keeps in a tensor map.
+struct TensorMap {
+  const unsigned char* from;
+  int64_t item, size[3], pitch[2], box[3];
+  bool swizzled_64;
+};
+
+inline std::vector<Thread> threads;
+inline ucontext_t scheduler;
+inline int running = 0;
+inline dim3 thread_index, block_index, block_size, grid_size;
+inline std::vector<unsigned char> dynamic_shared;
+inline std::map<uint32_t, Barrier> barriers;
+inline bool lazy = true;  // copies happen when they are waited for, and not when they are asked for
+inline int processors = 4, shared_bytes = 227 << 10;
+
+inline void yield() { swapcontext(&threads[running].context, &scheduler); }
+
+// Until all threads first .. last-1 that still run have arrived as often as this one.
+inline void meet(int Thread::* count, int first, int last) {
+  const int mine = ++(threads[running].*count);
+  const auto all = [&] {
+    for (int i = first; i < last; ++i)
+      if (!threads[i].done && threads[i].*count < mine) return false;
+    return true;
+  };
+  while (!all()) yield();
+}
+inline void meet_block() { meet(&Thread::waits_for_block, 0, static_cast<int>(threads.size())); }
+inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, running / 32 * 32 + 32); }
+
+inline std::function<void()> body;
+inline void enter() {
+  body();
+  threads[running].done = true;
+  swapcontext(&threads[running].context, &scheduler);
+}
+
+inline void run_block(int number_of_threads) {
+  threads.assign(number_of_threads, {});
+  for (auto& t : threads) {
+    t.stack.resize(256 << 10);
+    getcontext(&t.context);
+    t.context.uc_stack.ss_sp = t.stack.data();
+    t.context.uc_stack.ss_size = t.stack.size();
+    t.context.uc_link = &scheduler;
+    makecontext(&t.context, reinterpret_cast<void (*)()>(enter), 0);
+  }
+  for (bool any = true; any;) {
+    any = false;
+    for (running = 0; running < number_of_threads; ++running) {
+      if (threads[running].done) continue;
+      any = true;
+      thread_index = dim3(running);
+      swapcontext(&scheduler, &threads[running].context);
+    }
+  }
+}
+
+template <typename Kernel, typename... Args>
+void launch(Kernel kernel, dim3 grid, int number_of_threads, size_t dynamic, const Args&... args) {
+  dynamic_shared.assign(dynamic, 0xff);
+  grid_size = grid, block_size = dim3(number_of_threads);
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; ++x) {
+      std::fill(dynamic_shared.begin(), dynamic_shared.end(), 0xff);
+      barriers.clear();
+      block_index = dim3(x, y);
+      body = [&] { kernel(args...); };
+      run_block(number_of_threads);
+    }
+  }
+}
+
+inline void copy(uint32_t to, const void* from, int bytes) {
+  const Copy c = {dynamic_shared.data() + to, from, bytes};
+  if (lazy) {
+    threads[running].open.push_back(c);
+  } else {
+    std::memcpy(c.to, c.from, c.bytes);
+  }
+}
+inline void end_copies() {
+  threads[running].groups.push_back(threads[running].open);
+  threads[running].open.clear();
+}
+inline void wait_copies(size_t pending) {
+  auto& groups = threads[running].groups;
+  while (groups.size() > pending) {
+    for (const Copy& c : groups.front()) std::memcpy(c.to, c.from, c.bytes);
+    groups.erase(groups.begin());
+  }
+}
+template <typename T>
+T shared(uint32_t at) {
+  T v;
+  std::memcpy(&v, dynamic_shared.data() + at, sizeof v);
+  return v;
+}
+inline uint32_t address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - dynamic_shared.data());
+}
+
+inline float half_of(uint32_t word, int which) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * which))));
+}
+// mma.m16n8k16
+inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(threads[running].operands, mine, sizeof mine);
+  meet_warp();
+  for (int i = 0; i < 4; ++i) {
+    const int n = 2 * t + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int lane = k % 8 / 2, right = k / 8;
+      const float a = half_of(threads[first + g * 4 + lane].operands[i / 2 + 2 * right], k % 2);
+      c[i] += a * half_of(threads[first + n * 4 + lane].operands[4 + right], k % 2);
+    }
+  }
+  meet_warp();
+}
+template <typename T>
+T exchange(T value, int from) {
+  static_assert(sizeof(T) == 4, "a word");
+  std::memcpy(threads[running].operands, &value, 4);
+  meet_warp();
+  T other;
+  std::memcpy(&other, threads[running / 32 * 32 + from % 32].operands, 4);
+  meet_warp();
+  return other;
+}
+
+// mbarriers, bulk copies and wgmma of Hopper.
+inline void wait_barrier(uint32_t at, uint32_t parity) {
+  while ((barriers[at].phase & 1) == static_cast<int>(parity)) yield();
+}
+inline void arrive(uint32_t at, int bytes = 0) {
+  Barrier& b = barriers[at];
+  b.bytes += bytes, --b.missing;
+  b.settle();
+}
+inline void arrived(uint32_t at, int bytes) {
+  barriers[at].bytes -= bytes;
+  barriers[at].settle();
+}
+inline uint32_t swizzled(uint32_t at, bool by_64) {
+  return by_64 ? at ^ (at >> 7 & 3) << 4 : at ^ (at >> 7 & 7) << 4;
+}
+inline CUresult encode(
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t, void* from, const cuuint64_t* size, const cuuint64_t* strides,
+    const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+    CUtensorMapFloatOOBfill) {
+  TensorMap t = {static_cast<unsigned char*>(from), type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2};
+  for (int i = 0; i < 3; ++i) t.size[i] = size[i], t.box[i] = box[i];
+  t.pitch[0] = strides[0], t.pitch[1] = strides[1], t.swizzled_64 = swizzle == CU_TENSOR_MAP_SWIZZLE_64B;
+  std::memcpy(map, &t, sizeof t);
+  const int64_t inner = t.box[0] * t.item;
+  const bool fits = inner <= (t.swizzled_64 ? 64 : 128) && strides[0] % 16 == 0 && strides[1] % 16 == 0 && box[1] <= 256;
+  return fits && reinterpret_cast<uint64_t>(from) % 16 == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+inline void copy_box(uint32_t to, const CUtensorMap* map, int inner, int outer, int plane, uint32_t barrier) {
+  TensorMap t;
+  std::memcpy(&t, map, sizeof t);
+  const int64_t row_bytes = t.box[0] * t.item;
+  for (int64_t p = 0; p < t.box[2]; ++p) {
+    for (int64_t r = 0; r < t.box[1]; ++r) {
+      for (int64_t b = 0; b < row_bytes; ++b) {
+        const int64_t column = inner + b / t.item;
+        const bool inside = column < t.size[0] && outer + r < t.size[1] && plane + p < t.size[2];
+        const int64_t at = (outer + r) * t.pitch[0] + (plane + p) * t.pitch[1] + inner * t.item + b;
+        dynamic_shared[swizzled(to + static_cast<uint32_t>((p * t.box[1] + r) * row_bytes + b), t.swizzled_64)] = inside ? t.from[at] : 0;
+      }
+    }
+  }
+  arrived(barrier, static_cast<int>(row_bytes * t.box[1] * t.box[2]));
+}
+inline void copy_line(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  std::memcpy(dynamic_shared.data() + to, from, bytes);
+  arrived(barrier, static_cast<int>(bytes));
+}
+// A warp's 16 rows of wgmma.m64nNk16, its first operand in registers; b: the address of the second.
+template <int N>
+void multiply_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  std::memcpy(threads[running].operands, a, sizeof a);
+  meet_warp();
+  for (int i = 0; i < N / 2; ++i) {
+    const int n = i / 4 * 8 + 2 * t + i % 2, low = i % 4 / 2;
+    float sum = add ? sums[i] : 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t word = threads[first + g * 4 + k % 8 / 2].operands[low + k / 8 * 2];
+      const uint32_t at = swizzled(static_cast<uint32_t>(b) + n * 128 + 2 * k, false);
+      sum += half_of(word, k % 2) * half_of(shared<uint16_t>(at), 0);
+    }
+    sums[i] = sum;
+  }
+  meet_warp();
+}
+// The same with the first operand [64][16] in shared memory as well.
+template <int N>
+void multiply_shared(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  const int row = running / 32 % 4 * 16 + running % 32 / 4, t = running % 4;
+  for (int i = 0; i < N / 2; ++i) {
+    const int n = i / 4 * 8 + 2 * t + i % 2, m = row + i % 4 / 2 * 8;
+    float sum = add ? sums[i] : 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t left = swizzled(static_cast<uint32_t>(a) + m * 128 + 2 * k, false);
+      const uint32_t right = swizzled(static_cast<uint32_t>(b) + n * 128 + 2 * k, false);
+      sum += half_of(shared<uint16_t>(left), 0) * half_of(shared<uint16_t>(right), 0);
+    }
+    sums[i] = sum;
+  }
+  meet_warp();
+}
+// stmatrix.x2.trans: two 8x8 matrices of halves, lane i giving the address of a row of matrix i / 8.
+inline void store_turned(uint32_t to, uint32_t low, uint32_t high) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  threads[running].operands[0] = to;
+  meet_warp();
+  for (int matrix = 0; matrix < 2; ++matrix) {
+    const uint32_t word = matrix == 0 ? low : high;
+    for (int i = 0; i < 2; ++i) {  // element (g, 2t + i) goes to row 2t + i, column g
+      const uint16_t value = static_cast<uint16_t>(word >> (16 * i));
+      std::memcpy(dynamic_shared.data() + threads[first + matrix * 8 + 2 * t + i].operands[0] + 2 * g, &value, 2);
+    }
+  }
+  meet_warp();
+}
+
+}  // namespace emulation
+
+#define threadIdx emulation::thread_index
+#define blockIdx emulation::block_index
+#define blockDim emulation::block_size
+#define gridDim emulation::grid_size
+#define __syncthreads() emulation::meet_block()
+#define __syncwarp() emulation::meet_warp()
+#define __threadfence() ((void)0)
+#define __expf(x) std::exp(x)
+#define __shfl_xor_sync(mask, value, offset) emulation::exchange(value, (emulation::running % 32) ^ (offset))
+#define __shfl_up_sync(mask, value, offset) \
+  emulation::exchange(value, emulation::running % 32 < static_cast<int>(offset) ? emulation::running % 32 : emulation::running % 32 - static_cast<int>(offset))
+#define __shfl_sync(mask, value, lane) emulation::exchange(value, lane)
+template <typename T>
+T __ldg(const T* p) { return *p; }
+template <typename T>
+T __ldcs(const T* p) { return *p; }
+template <typename T>
+T __ldcg(const T* p) { return *p; }
+template <typename T>
+void __stcg(T* p, const T& v) { *p = v; }
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+  return __floats2half2_rn(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
+}
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return out;
+}
+inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
+using std::max;
+using std::min;
+
+extern "C" __attribute__((visibility("default"), used)) inline void emulation_set(int processors, int shared_bytes, int lazy) {
+  emulation::processors = processors, emulation::shared_bytes = shared_bytes, emulation::lazy = lazy != 0;
+}

@@ -1,0 +1,117 @@
+"""The CUDA sources as a library for the CPU: PTX in functions of their own is replaced by what it does."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+from rwkv_batch.kernels.cuda_library import HOPPER_SIGNATURES, SIGNATURES, SOURCES
+
+HERE = Path(__file__).parent
+EARLY_LAUNCH = Path(__file__).parents[3] / "native" / "csrc" / "early_launch.cuh"
+BODIES = {
+    "copy16": "emulation::copy(to, from, 16);",
+    "copy4": "emulation::copy(to, from, 4);",
+    "into_l2": "",
+    "end_copies": "emulation::end_copies();",
+    "wait_copies": "emulation::wait_copies(PENDING);",
+    "shared16": "return emulation::shared<uint4>(at);",
+    "shared4": "return emulation::shared<uint32_t>(at);",
+    "shared2": "return emulation::shared<uint16_t>(at);",
+    "shared_address": "return emulation::address(p);",
+    "this_device": "return 0;",
+    "launch_result": "return 0;",
+    "reciprocal": "return 1.0f / x;",
+    "init_barrier": (
+        "emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"
+    ),
+    "publish_barriers": "",
+    "expect_bytes": "emulation::arrive(barrier, bytes);",
+    "arrive": "emulation::arrive(barrier);",
+    "wait_barrier": "emulation::wait_barrier(barrier, parity);",
+    "elect_lane": "return emulation::running % 32 == 0;",
+    "copy_box": "emulation::copy_box(to, map, inner, outer, plane, barrier);",
+    "copy_line": "emulation::copy_line(to, from, bytes, barrier);",
+    "describe_tile": "return address >> 4;",
+    "begin_products": "",
+    "commit_products": "",
+    "wait_products": "",
+    "shared_u16": "return emulation::shared<uint16_t>(at);",
+    "shared_u32": "return emulation::shared<uint32_t>(at);",
+    "shared_u128": "return emulation::shared<uint4>(at);",
+    "put_shared": "std::memcpy(emulation::dynamic_shared.data() + at, &v, sizeof v);",
+    "put_global": "*static_cast<uint4*>(at) = v;",
+    "store_turned": "emulation::store_turned(to, low, high);",
+    "encode_tiled": "return emulation::encode;",
+    "mma": "emulation::multiply(c, a.x[0], a.x[1], a.x[2], a.x[3], b0, b1);",
+    "this_machine": (
+        "static Machine m; m = {emulation::processors, emulation::shared_bytes, 228 << 10, 1024, true}; return m;"
+    ),
+    "launch_with_split": "emulation::launch(kernel, grid, threads, shared_bytes, args...);",
+    "launch_streaming": "emulation::launch(kernel, grid, threads, 0, args...);",
+}
+"""Function -> what its body becomes."""
+
+
+REGISTER_PRODUCT = """
+template <int N, bool TURNED>
+void multiply(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  static_assert(!TURNED, "not emulated");
+  emulation::multiply_shared<N>(sums, a << 4, b << 4, add);
+}
+""" """
+template <int N>
+void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  emulation::multiply_rows<N>(sums, a, b << 4, add);
+}
+"""
+
+
+def emulated(source: str, folder: Path) -> ctypes.CDLL:
+    """A source of csrc/ by name, compiled for the CPU. Its launchers run their kernels to the end."""
+    for path in [*SOURCES.glob("*.cu*"), *SOURCES.glob("*.h"), EARLY_LAUNCH]:
+        (folder / path.name).write_text(_without_ptx(path.read_text()))
+    out = folder / f"{source}.so"
+    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-include", str(HERE / "emulation.h")]
+    command += ["-I", _cuda_include(), "-x", "c++", str(folder / f"{source}.cu"), "-o", str(out)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(out))
+
+
+def call(library: ctypes.CDLL, name: str, *args: object) -> None:
+    """A launcher, as cuda_library.Kernels.call has it."""
+    function = library[name]
+    function.argtypes = (SIGNATURES | HOPPER_SIGNATURES)[name]
+    assert function(*args, None) == 0, f"{name} is refused"
+
+
+def _without_ptx(text: str) -> str:
+    for name, body in BODIES.items():
+        for found in reversed(list(re.finditer(rf"^[^\n=();]* &?{name}\([^;{{}}]*\) {{", text, re.MULTILINE))):
+            text = text[: found.end()] + f" {body} " + text[_end_of_block(text, found.end()) :]
+    text = re.sub(r"template <int N, bool TURNED>\n__device__[^;]*;", "", text)
+    text = re.sub(r"#define HOPPER_REGISTER_PRODUCT\(.*?\n\n", REGISTER_PRODUCT, text, flags=re.DOTALL)
+    text = re.sub(r"^HOPPER_\w*PRODUCT\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
+    text = text.replace('asm volatile("" : "+f"(sums[i])::"memory");', ";")
+    text = re.sub(r"extern __shared__ [^;]*\bdynamic\[\];", "auto* dynamic = emulation::dynamic_shared.data();", text)
+    return re.sub(r"cudaFuncSetAttribute\([^;]*\);", "cudaSuccess;", text)
+
+
+def _end_of_block(text: str, at: int) -> int:
+    depth = 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        at += 1
+    return at - 1
+
+
+def _cuda_include() -> str:
+    from native import machine
+
+    nvcc = machine.nvcc()
+    assert nvcc is not None
+    return str(Path(nvcc).resolve().parents[1] / "include")

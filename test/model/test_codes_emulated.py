@@ -1,0 +1,70 @@
+"""Hopper's products of halves with weights of 8 and 4 bits, their kernels run thread by thread on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from native import cuda_check
+from rwkv_batch.kernels import cuda_codes
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_codes import CodesMap, launch_codes
+from rwkv_batch.kernels.cuda_quant import pack
+from rwkv_batch.kernels.cuda_wide import Workspace
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+
+
+@pytest.fixture(scope="module", params=Format)
+def format_(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Format:
+    """A format, its kernels ready."""
+    found: Format = request.param
+    LIBRARIES[found] = emulated(f"wide_codes_{found}", tmp_path_factory.mktemp("emulated"))
+    return found
+
+
+LIBRARIES: dict[Format, ctypes.CDLL] = {}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches go to the emulation, which runs one block at a time: none may wait for another."""
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(LIBRARIES[Format(name.rpartition("_")[2])], name, *args)
+
+    monkeypatch.setattr(cuda_codes, "hopper_library", Kernels)
+    monkeypatch.setattr(cuda_codes, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    monkeypatch.setattr(cuda_codes, "shares_processors", lambda: True)
+    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    monkeypatch.setattr(cuda_codes, "prepare_wide", lambda device: work)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products(format_: Format, transposed: bool) -> None:
+    LIBRARIES[format_].emulation_set(2, 227 << 10, 1)
+    for rows, shapes in ((19, ((352, 512), (64, 256))), (64, ((128, 256),))):
+        maps, wanted = [], []
+        for i, (n, k) in enumerate(shapes):
+            stored = quantise(torch.randn(n, k) / k**0.5, format_)
+            packed = pack(stored, transposed)
+            x = torch.randn(rows, k).half()
+            y = torch.full((rows, n), torch.nan, dtype=torch.float32 if i else torch.float16)
+            maps.append(packed.codes_map(x, y, Activation.NONE if i else Activation.RELU_SQUARED))
+            true = x.float() @ dequantise(stored).T
+            wanted.append(true if i else true.relu().square())
+        weight, x, y = torch.randn(96, 192).half() / 14, torch.randn(rows, 192).half(), torch.full((rows, 96), torch.nan)
+        maps.append(CodesMap(None, False, 96, 192, weight, None, x, y.half(), Activation.TANH))
+        wanted.append((x.float() @ weight.float().T).tanh())
+        launch_codes(maps)
+        for m, true in zip(maps, wanted, strict=True):
+            assert ((m.y.float() - true).norm() / true.norm()).item() < 1e-3, (m.n, m.k, rows)
