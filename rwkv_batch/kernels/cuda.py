@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native import machine
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_codes import CodesMap, launch_codes
+from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
@@ -25,7 +25,6 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_into,
     quantise_rows,
 )
-from rwkv_batch.kernels.cuda_stream import TUNE, Operand, StreamMap, stream
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, fits_wide_fp8, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.step_inputs import StepInputs
@@ -33,6 +32,8 @@ from rwkv_batch.model.step_inputs import StepInputs
 MAX_WIDTH = 4096
 FFN_STEP = 64
 MAX_SPARSE_ROWS = 8
+SPARSE_ROWS_BESIDE_DENSE = 4
+"""Where the matrix is there in the other order as well."""
 SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
 SCALE_STEP = 4
@@ -205,15 +206,11 @@ class CudaOps:
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        many = value.dense is not None and rows > MAX_WIDE_ROWS and not key.packed.fits_codes(rows)  # then the activation is the next kernel's
+        many = value.dense is not None and rows > MAX_WIDE_ROWS  # then the activation is the next kernel's
         multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else Activation.RELU_SQUARED)])
-        if rows <= min(MAX_SPARSE_ROWS, TUNE["sparse_rows"]):
+        if rows <= (MAX_SPARSE_ROWS if value.dense is None else SPARSE_ROWS_BESIDE_DENSE):
             return self.sparse_value_quantised(value, hidden)
-        if value.dense is not None and TUNE["dense_value"] and (
-            value.dense.is_few(rows) or value.dense.packed.fits_codes(rows)
-        ):
-            return value.dense(hidden)
-        if value.dense is None or value.dense.is_few(rows) or value.packed.fits_codes(rows):
+        if value.dense is None or value.dense.takes_halves(rows):
             return value(hidden)
         y = torch.empty(rows, value.dense.packed.rows, dtype=x.dtype, device=x.device)
         multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=many), y)])
@@ -290,17 +287,24 @@ def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
         return is_grouped(tokens, layer.rkv[0])
     linear = layer.receptance
     assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
-    n, k, device = linear.packed.rows, linear.packed.columns, linear.packed.codes.device
-    ours = linear.is_few(tokens) or linear.packed.fits_codes(tokens) or (linear.takes_codes(device) and fits_wide_fp8(tokens, n, k, device))
-    return ours and is_grouped(tokens, layer.low_in[0])
+    packed = linear.packed
+    as_codes = linear.takes_codes(packed.codes.device) and fits_wide_fp8(
+        tokens, packed.rows, packed.columns, packed.codes.device
+    )
+    return (linear.takes_halves(tokens) or as_codes) and is_grouped(tokens, layer.low_in[0])
+
+
+def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
+    """r, k, v of a layer in small codes; none of another."""
+    return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
 
 
 def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
     """r, k, v of mixed [3, T, C] -> rkv [3, T, C], of matrices in small codes."""
     _, tokens, width = rkv.shape
-    linears = [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
+    linears = _quantised_rkv(layer)
     first = linears[0]
-    if first.is_few(tokens) or first.packed.fits_codes(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
+    if first.takes_halves(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
         multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
         return
     codes, scales = quantise_rows(mixed.view(-1, width))
@@ -309,7 +313,7 @@ def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
 
 
 def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
-    """Every map of the entrance in one launch (those in small codes in one before), the low ranks' exits in another."""
+    """Every map of the entrance in one launch or two, the low ranks' exits in another."""
     _, tokens, width = mixed.shape
     groups, rank, _ = layer.low_in.shape
     rkv = mixed.new_empty(3, tokens, width)
@@ -317,37 +321,30 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
     gate = mixed.new_empty(tokens, len(layer.gate_in))
     out = mixed.new_empty(groups + 1, tokens, width)
     first = 5 - groups
-    maps = []
-    codes: list[StreamMap] = []
-    wide: list[CodesMap] = []
-    if layer.rkv is not None:
-        maps += [Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)]
-    elif TUNE["stream"] and TUNE["one_group"] and layer.receptance.is_few(tokens):
-        codes = [
-            StreamMap(m.operand, mixed[i], rkv[i]) for i, m in enumerate((layer.receptance, layer.key, layer.value))
-        ]
-    elif TUNE["codes_group"] and layer.receptance.packed.fits_codes(tokens):
-        wide = [
-            m.packed.codes_map(mixed[i], rkv[i]) for i, m in enumerate((layer.receptance, layer.key, layer.value))
-        ]
-    else:
-        _rkv_in_codes(layer, mixed[:3], rkv)
-    maps += [
+    maps = [
         Map(layer.low_in[i], mixed[first + i], low[i], Activation.TANH if i == groups - 2 else Activation.NONE)
         for i in range(groups)
     ]
     maps.append(Map(layer.gate_in, mixed[5], gate, Activation.SIGMOID))
-    if codes:
-        stream([*(StreamMap(Operand(m.weight, *m.weight.shape), m.x, m.y, m.activation) for m in maps), *codes])
-    elif wide:
-        halves = [CodesMap(None, False, *m.weight.shape, m.weight, None, m.x, m.y, m.activation) for m in maps]
-        launch_codes([*halves, *wide])
-    else:
-        multiply(maps)
+    _enter(layer, mixed, rkv, maps)
     maps = [Map(layer.low_out[i], low[i], out[i]) for i in range(groups)]
     multiply([*maps, Map(layer.gate_out, gate, out[groups])])
     v_gate = out[0] if groups == 3 else None
     return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=out[groups], v_gate=v_gate)
+
+
+def _enter(layer: CudaLayer, mixed: Tensor, rkv: Tensor, low: list[Map]) -> None:
+    """r, k, v and the maps `low` of halves: in one launch where one kernel takes both."""
+    if layer.rkv is not None:
+        multiply([*(Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
+        return
+    linears = _quantised_rkv(layer)
+    if not linears[0].is_few(rkv.shape[1]) and linears[0].packed.fits_codes(rkv.shape[1]):
+        maps = [m.packed.codes_map(mixed[i], rkv[i]) for i, m in enumerate(linears)]
+        launch_codes([*(map_of_halves(m.weight, m.x, m.y, m.activation) for m in low), *maps])
+        return
+    _rkv_in_codes(layer, mixed[:3], rkv)
+    multiply(low)
 
 
 def _project_batched(

@@ -37,13 +37,18 @@ class CodesMap:
     activation: Activation = Activation.NONE
 
 
+def map_of_halves(weight: Tensor, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> CodesMap:
+    """A weight [n, k] of fp16 beside those in codes."""
+    return CodesMap(None, False, weight.shape[0], weight.shape[1], weight, None, x, y, activation)
+
+
 def fits_codes(rows: int, n: int, k: int, device: torch.device) -> bool:
     """Whether the kernel multiplies so many rows by [n, k]."""
     return rows <= MAX_CODES_ROWS and k % DEPTH == 0 and n % 32 == 0 and has_wide(device)
 
 
 def launch_codes(maps: Sequence[CodesMap]) -> None:
-    """Up to 8 maps over the same rows, where `fits_codes` says that it can be done: of halves, and of one format and order.
+    """Up to 8 maps over the same rows, where `fits_codes` lets them: of halves, and of one format and order.
 
     Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """

@@ -14,7 +14,7 @@ from native import build
 from native.binding import bind
 
 SOURCES = Path(__file__).parent / "csrc"
-NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "skinny_quant", "stream", "sparse_value", "quantise")
+NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "skinny_quant", "sparse_value", "quantise")
 HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4")
 MAX_MAPS = 8
 
@@ -75,24 +75,6 @@ class QuantArgs(Structure):
     """Mirrors the struct in skinny_quant.cu."""
 
     _fields_ = [("maps", QuantMapArgs * MAX_MAPS), ("count", c_int), ("rows", c_int), ("format", c_int)]
-
-
-class StreamMapArgs(Structure):
-    """Mirrors struct StreamMap in stream.cu."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "scales", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "format", "warps_k", "first_unit")],
-    ]
-
-
-class StreamArgs(Structure):
-    """Mirrors the struct in stream.cu."""
-
-    _fields_ = [
-        ("maps", StreamMapArgs * MAX_MAPS),
-        *[(name, c_int) for name in ("count", "rows", "units", "heavy", "shared_percent", "padding", "places", "variant", "prefetch")],
-    ]
 
 
 class WideMap(Structure):
@@ -164,10 +146,8 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_skinny_quant": [POINTER(QuantArgs), c_void_p],
-    "rwkv_stream": [POINTER(StreamArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
     "rwkv_sparse_value_quant": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
-    "rwkv_sparse_percent": [c_int, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }

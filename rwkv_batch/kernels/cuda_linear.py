@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda_stream import TUNE, Operand, StreamMap, fits_stream, stream
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, has_wide, launch_wide
 from rwkv_batch.model.linear import Linear
 
@@ -54,9 +53,7 @@ def is_grouped(rows: int, weight: Tensor) -> bool:
 def multiply(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows in one launch, where `is_grouped` says that it can be done."""
     rows, weight = maps[0].x.shape[0], maps[0].weight
-    if TUNE["stream"] and rows <= TUNE["half_rows"] and all(fits_stream(*m.weight.shape) for m in maps):
-        stream([StreamMap(Operand(m.weight, *m.weight.shape), m.x, m.y, m.activation) for m in maps])
-    elif is_wide(rows, weight):
+    if is_wide(rows, weight):
         launch_wide([(m.weight, m.x, m.y, m.activation) for m in maps], transposed=False)
     else:
         skinny(maps)
@@ -65,9 +62,6 @@ def multiply(maps: Sequence[Map]) -> None:
 def skinny(maps: Sequence[Map]) -> None:
     """Run up to 8 maps over the same number of rows (at most 16) in one launch. Raises ValueError for more."""
     rows = maps[0].x.shape[0]
-    if TUNE["stream"]:
-        stream([StreamMap(Operand(m.weight, *m.weight.shape), m.x, m.y, m.activation) for m in maps])
-        return
     if len(maps) > MAX_MAPS or rows > MAX_SKINNY_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_SKINNY_ROWS} rows, not {len(maps)} of {rows}")
     args = SkinnyArgs(count=len(maps), rows=rows)

@@ -1,7 +1,8 @@
 """Linear maps of 8- and 4-bit weights on the GPU.
 
 Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu).
-More: fp8 weights times fp8 activations (a scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
+More, on Hopper: the same on its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a
+scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda_stream import TUNE, Operand, StreamMap, stream
 from rwkv_batch.kernels.cuda_wide import Fp8Map, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 NUMBERS = {Format.FP8: 0, Format.INT8: 1, Format.INT4: 2}
 FEW_ROWS = {Format.FP8: 15, Format.INT8: 16, Format.INT4: 8}
 """Most rows that the streaming kernel takes, and for fp8 is asked for."""
+FEW_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT8: 8, Format.INT4: 8}
+"""The same beside Hopper's kernel of halves times codes."""
+CODES_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
+"""Most rows for that kernel; from there on, codes of fp8 times codes are faster (docs/notebook.md)."""
 INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
 OUTPUT_STEP = 32
 MAX_INPUTS = 32768
@@ -54,7 +58,7 @@ class Packed:
     def fits_codes(self, rows: int) -> bool:
         """Whether Hopper's kernel multiplies so many rows of halves by it."""
         n, k = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
-        return rows <= TUNE[f"codes_{self.format}"] and fits_codes(rows, n, k, self.codes.device)
+        return rows <= CODES_ROWS[self.format] and fits_codes(rows, n, k, self.codes.device)
 
     def codes_map(self, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> CodesMap:
         """For a launch of that kernel."""
@@ -112,17 +116,14 @@ class CudaQuantLinear(Linear):
         """How it is stored."""
         return self.packed.format
 
-    @property
-    def operand(self) -> Operand:
-        """As the streaming kernel reads it."""
-        packed = self.packed
-        return Operand(packed.codes, packed.rows, packed.columns, packed.format, packed.scales)
-
     def is_few(self, rows: int) -> bool:
         """Whether so many rows are the streaming kernel's."""
-        if TUNE["stream"]:
-            return rows <= TUNE[f"few_{self.format}"]
-        return rows <= FEW_ROWS[self.format]
+        most = FEW_ROWS_ON_HOPPER if self.packed.fits_codes(rows) else FEW_ROWS
+        return rows <= most[self.format]
+
+    def takes_halves(self, rows: int) -> bool:
+        """Whether a kernel of our own multiplies so many rows as they are."""
+        return self.is_few(rows) or self.packed.fits_codes(rows)
 
     def takes_codes(self, device: torch.device) -> bool:
         """Whether many rows are multiplied as fp8 codes."""
@@ -165,12 +166,12 @@ class CudaQuantValue(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
+        if self.dense is not None:
+            return self.dense(x)
         if self.packed.fits_codes(len(x)):
             y = x.new_empty(len(x), self.packed.columns)
             launch_codes([self.packed.codes_map(x, y)])
             return y
-        if self.dense is not None:
-            return self.dense(x)
         return torch.mm(x, self.packed.dequantised())
 
 
@@ -253,9 +254,6 @@ def multiply_codes(maps: Sequence[CodeMap]) -> None:
 def multiply_few(maps: Sequence[QuantMap]) -> None:
     """Up to 8 maps of one format over the same few rows in one launch. Raises ValueError for more, or other shapes."""
     rows, format_ = maps[0].x.shape[0], maps[0].linear.format
-    if TUNE["stream"]:
-        stream([StreamMap(m.linear.operand, m.x, m.y, m.activation) for m in maps])
-        return
     if len(maps) > MAX_MAPS or rows > FEW_ROWS[format_]:
         raise ValueError(f"a launch takes {MAX_MAPS} maps of {FEW_ROWS[format_]} rows, not {len(maps)} of {rows}")
     args = QuantArgs(count=len(maps), rows=rows, format=NUMBERS[format_])

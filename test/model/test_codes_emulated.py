@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from native import cuda_check
 from rwkv_batch.kernels import cuda_codes
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_codes import CodesMap, launch_codes
+from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
 from rwkv_batch.kernels.cuda_quant import pack
 from rwkv_batch.kernels.cuda_wide import Workspace
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
@@ -51,7 +50,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products(format_: Format, transposed: bool) -> None:
-    LIBRARIES[format_].emulation_set(2, 227 << 10, 1)
+    if format_ is Format.FP8 and transposed:
+        pytest.skip("fp8 is multiplied as stored")
+    LIBRARIES[format_].emulation_set(2, 227 << 10)
     for rows, shapes in ((19, ((352, 512), (64, 256))), (64, ((128, 256),))):
         maps, wanted = [], []
         for i, (n, k) in enumerate(shapes):
@@ -62,8 +63,12 @@ def test_products(format_: Format, transposed: bool) -> None:
             maps.append(packed.codes_map(x, y, Activation.NONE if i else Activation.RELU_SQUARED))
             true = x.float() @ dequantise(stored).T
             wanted.append(true if i else true.relu().square())
-        weight, x, y = torch.randn(96, 192).half() / 14, torch.randn(rows, 192).half(), torch.full((rows, 96), torch.nan)
-        maps.append(CodesMap(None, False, 96, 192, weight, None, x, y.half(), Activation.TANH))
+        weight, x, y = (
+            torch.randn(96, 192).half() / 14,
+            torch.randn(rows, 192).half(),
+            torch.full((rows, 96), torch.nan),
+        )
+        maps.append(map_of_halves(weight, x, y.half(), Activation.TANH))
         wanted.append((x.float() @ weight.float().T).tanh())
         launch_codes(maps)
         for m, true in zip(maps, wanted, strict=True):

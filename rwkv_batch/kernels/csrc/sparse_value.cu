@@ -258,22 +258,11 @@ struct SparseArgs {
     int rows, width, ffn;
 };
 
-static int shared_percent = -2;
-RWKV_API int rwkv_sparse_percent(int percent, void*) {
-    shared_percent = percent;
-    return 0;
-}
-
 template <typename Rows, int BATCH>
 static void launch_batch(const SparseArgs& a, const Rows& weight, void* stream) {
     const int columns = (a.width + COLUMNS - 1) / COLUMNS;
     const auto splits = [&](int share) { return (a.ffn + share - 1) / share; };
     const auto run = [&](auto kernel, int share) {
-        if (shared_percent >= -1) {
-            launch_with_split(kernel, dim3(columns, splits(share)), WARPS * 32, 0, shared_percent, stream, a.h, weight, a.y,
-                              a.partial, a.counters, a.rows, a.width, a.ffn);
-            return;
-        }
         launch_streaming(kernel, dim3(columns, splits(share)), WARPS * 32, stream, a.h, weight, a.y, a.partial, a.counters,
                          a.rows, a.width, a.ffn);
     };

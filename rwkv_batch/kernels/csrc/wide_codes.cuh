@@ -10,18 +10,8 @@
 // one piece. Bytes: W and scales once; x 2k * rows per tile of outputs, from the L2 cache.
 #pragma once
 
-#include "quant.cuh"
+#include "wide_codes_reader.cuh"
 #include "wide_maps.cuh"
-
-template <Format FORMAT, bool TRANSPOSED>
-struct Codes {
-    static constexpr Format format = FORMAT;
-    static constexpr bool transposed = TRANSPOSED, grouped = FORMAT != FP8;
-    static constexpr int DEPTH = 128, BITS = FORMAT == INT4 ? 4 : 8;
-    static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * BITS / 8, ROW_BYTES = 128 * BITS / 8;  // of a tile of W, whichever way
-    static constexpr int WEIGHT_ROOM = OUTPUTS * 128;  // a tile of halves is 64 deep
-    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
-};
 
 // A stage: W's codes, x as two tiles [ROWS][64] with the 128-byte swizzle, scales of 128 outputs.
 template <typename Kind, int ROWS>
@@ -45,109 +35,6 @@ struct CodesLaunch {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-__device__ __forceinline__ uint32_t shared_u16(uint32_t at) {
-    uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint32_t shared_u32(uint32_t at) {
-    uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint4 shared_u128(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ void put_shared(uint32_t at, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
-// Whole: nvcc splits what it may.
-__device__ __forceinline__ void put_global(void* at, const uint4& v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ uint32_t times2(uint32_t a, uint32_t b) {
-    const __half2 d = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&d);
-}
-
-// What a lane needs of a stage for its two rows of W: where its codes lie, scales and zeros, each twice in a word.
-template <typename Kind>
-struct CodesReader {
-    uint32_t at, scales[2], zeros[2];
-    int g, t, chunk;
-
-    // tile: the stage; warp: 0 .. 7 of the block's consumers.
-    __device__ __forceinline__ CodesReader(uint32_t tile, uint32_t scales_at, int warp, int lane) : g(lane / 4), t(lane & 3) {
-        if constexpr (Kind::transposed) {
-            if constexpr (Kind::format == INT4) {
-                chunk = (warp / 2 ^ t) * 16 + (warp & 1) * 8 + (g / 4) * 4;  // k / 2 % 4 is t
-            } else {
-                chunk = warp;
-            }
-            at = tile + 2 * t * Kind::ROW_BYTES;
-        } else {
-            chunk = 0;
-            at = tile + (warp * 16 + g) * Kind::ROW_BYTES;
-        }
-        if constexpr (Kind::grouped) {
-#pragma unroll
-            for (int up = 0; up < 2; ++up) {
-                const int out = warp * 16 + (Kind::transposed ? 2 * g + up : g + 8 * up);
-                const uint32_t item = Kind::format == INT4 ? shared_u32(scales_at + 4 * out) : shared_u16(scales_at + 2 * out);
-                scales[up] = __byte_perm(item, 0, 0x1010);
-                zeros[up] = __byte_perm(item, 0, 0x3232);
-            }
-        }
-    }
-
-    // Two codes in the low bytes, or of 4 bits in the low nibbles of two halves.
-    __device__ __forceinline__ uint32_t halves(uint32_t codes, int up) const {
-        if constexpr (Kind::format == FP8) return halves_of_two_e4m3(codes);
-        if constexpr (Kind::format == INT8) return times2(halves_of_two_int8(codes), scales[up]);
-        return times2(subtract2(codes | 0x64006400u, zeros[up]), scales[up]);
-    }
-
-    // The operand's registers for inputs 16 * step .. + 15: (row, k), (row + 8, k), (row, k + 8), (row + 8, k + 8).
-    __device__ __forceinline__ void read(uint32_t (&a)[4], int step) const {
-        if constexpr (!Kind::transposed) {
-#pragma unroll
-            for (int up = 0; up < 2; ++up) {
-                const uint32_t row = at + up * 8 * Kind::ROW_BYTES;
-#pragma unroll
-                for (int right = 0; right < 2; ++right) {
-                    if constexpr (Kind::format == INT4) {
-                        // 64-byte rows; 16 bytes hold two steps
-                        const uint32_t place = row + ((step / 2 ^ (g / 2)) << 4) + (step & 1) * 8 + right * 4;
-                        a[up + 2 * right] = halves(shared_u32(place) >> (4 * t) & 0x000f000fu, up);
-                    } else {
-                        const uint32_t codes = shared_u16(row + ((step ^ g) << 4) + right * 8 + 2 * t);
-                        a[up + 2 * right] = halves(codes, up);
-                    }
-                }
-            }
-        } else {
-#pragma unroll
-            for (int right = 0; right < 2; ++right) {
-                const uint32_t row = at + (16 * step + 8 * right) * Kind::ROW_BYTES;
-                if constexpr (Kind::format == INT4) {
-                    const uint32_t k0 = shared_u32(row + chunk) >> (4 * (g & 3)) & 0x000f000fu;
-                    const uint32_t k1 = shared_u32(row + Kind::ROW_BYTES + chunk) >> (4 * (g & 3)) & 0x000f000fu;
-                    a[2 * right] = halves(__byte_perm(k0, k1, 0x5410), 0);
-                    a[2 * right + 1] = halves(__byte_perm(k0, k1, 0x7632), 1);
-                } else {
-                    const uint32_t k0 = shared_u16(row + ((chunk ^ (2 * t)) << 4) + 2 * g);
-                    const uint32_t k1 = shared_u16(row + Kind::ROW_BYTES + ((chunk ^ (2 * t + 1)) << 4) + 2 * g);
-                    const uint32_t both = __byte_perm(k0, k1, 0x5140);  // (k0, k1) of the one output, of the other
-                    a[2 * right] = halves(both, 0);
-                    a[2 * right + 1] = halves(both >> 16, 1);
-                }
-            }
-        }
-    }
-};
-
 // The sums of a warp's 16 outputs of 8 * CHUNKS rows to memory. A lane's: sums[4c + i], row 8c + 2t + i % 2, output i / 2.
 template <typename Kind, int CHUNKS, int SUMS>
 __device__ __forceinline__ void write_codes(

@@ -23,19 +23,11 @@
 
 namespace emulation {
 
-struct Copy {
-  void* to;
-  const void* from;
-  int bytes;
-};
-
 struct Thread {
   ucontext_t context;
   std::vector<char> stack;
   bool done = false;
   int waits_for_block = 0, waits_for_warp = 0;  // barriers arrived at so far
-  std::vector<std::vector<Copy>> groups;        // of copies that were not waited for
-  std::vector<Copy> open;
   uint32_t operands[8];
 };
 
@@ -63,7 +55,6 @@ inline int running = 0;
 inline dim3 thread_index, block_index, block_size, grid_size;
 inline std::vector<unsigned char> dynamic_shared;
 inline std::map<uint32_t, Barrier> barriers;
-inline bool lazy = true;  // copies happen when they are waited for, and not when they are asked for
 inline int processors = 4, shared_bytes = 227 << 10;
 
 inline void yield() { swapcontext(&threads[running].context, &scheduler); }
@@ -124,25 +115,6 @@ void launch(Kernel kernel, dim3 grid, int number_of_threads, size_t dynamic, con
   }
 }
 
-inline void copy(uint32_t to, const void* from, int bytes) {
-  const Copy c = {dynamic_shared.data() + to, from, bytes};
-  if (lazy) {
-    threads[running].open.push_back(c);
-  } else {
-    std::memcpy(c.to, c.from, c.bytes);
-  }
-}
-inline void end_copies() {
-  threads[running].groups.push_back(threads[running].open);
-  threads[running].open.clear();
-}
-inline void wait_copies(size_t pending) {
-  auto& groups = threads[running].groups;
-  while (groups.size() > pending) {
-    for (const Copy& c : groups.front()) std::memcpy(c.to, c.from, c.bytes);
-    groups.erase(groups.begin());
-  }
-}
 template <typename T>
 T shared(uint32_t at) {
   T v;
@@ -316,6 +288,6 @@ inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
 using std::max;
 using std::min;
 
-extern "C" __attribute__((visibility("default"), used)) inline void emulation_set(int processors, int shared_bytes, int lazy) {
-  emulation::processors = processors, emulation::shared_bytes = shared_bytes, emulation::lazy = lazy != 0;
+extern "C" __attribute__((visibility("default"), used)) inline void emulation_set(int processors, int shared_bytes) {
+  emulation::processors = processors, emulation::shared_bytes = shared_bytes;
 }

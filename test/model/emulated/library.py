@@ -12,21 +12,11 @@ from rwkv_batch.kernels.cuda_library import HOPPER_SIGNATURES, SIGNATURES, SOURC
 HERE = Path(__file__).parent
 EARLY_LAUNCH = Path(__file__).parents[3] / "native" / "csrc" / "early_launch.cuh"
 BODIES = {
-    "copy16": "emulation::copy(to, from, 16);",
-    "copy4": "emulation::copy(to, from, 4);",
-    "into_l2": "",
-    "end_copies": "emulation::end_copies();",
-    "wait_copies": "emulation::wait_copies(PENDING);",
-    "shared16": "return emulation::shared<uint4>(at);",
-    "shared4": "return emulation::shared<uint32_t>(at);",
-    "shared2": "return emulation::shared<uint16_t>(at);",
     "shared_address": "return emulation::address(p);",
     "this_device": "return 0;",
     "launch_result": "return 0;",
     "reciprocal": "return 1.0f / x;",
-    "init_barrier": (
-        "emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"
-    ),
+    "init_barrier": ("emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"),
     "publish_barriers": "",
     "expect_bytes": "emulation::arrive(barrier, bytes);",
     "arrive": "emulation::arrive(barrier);",
@@ -55,18 +45,21 @@ BODIES = {
 """Function -> what its body becomes."""
 
 
-REGISTER_PRODUCT = """
+REGISTER_PRODUCT = (
+    """
 template <int N, bool TURNED>
 void multiply(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   static_assert(!TURNED, "not emulated");
   emulation::multiply_shared<N>(sums, a << 4, b << 4, add);
 }
-""" """
+"""
+    """
 template <int N>
 void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
   emulation::multiply_rows<N>(sums, a, b << 4, add);
 }
 """
+)
 
 
 def emulated(source: str, folder: Path) -> ctypes.CDLL:
@@ -74,7 +67,17 @@ def emulated(source: str, folder: Path) -> ctypes.CDLL:
     for path in [*SOURCES.glob("*.cu*"), *SOURCES.glob("*.h"), EARLY_LAUNCH]:
         (folder / path.name).write_text(_without_ptx(path.read_text()))
     out = folder / f"{source}.so"
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-D__CUDA_ARCH_FEAT_SM90_ALL", "-include", str(HERE / "emulation.h")]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-shared",
+        "-D__CUDA_ARCH_FEAT_SM90_ALL",
+        "-include",
+        str(HERE / "emulation.h"),
+    ]
     command += ["-I", _cuda_include(), "-x", "c++", str(folder / f"{source}.cu"), "-o", str(out)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
