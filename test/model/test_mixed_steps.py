@@ -1,0 +1,80 @@
+"""What the host writes for a graph that decodes rows and reads prompts: every row at its place, the rest padding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.runner.mixed_graphs import DECODING, PROMPTS, MixedGraphs, MixedSize, usable_mixed_sizes
+from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+
+NOBODY = 777
+NAMES = ("tokens", "token_rows", "cu_seqlens", "read_slots", "write_slots", "logit_tokens", "seats", "seats32")
+
+
+def staged() -> tuple[MixedGraphs, dict[str, Any]]:
+    """Graphs without a device, and the arrays that they fill."""
+    host = {name: np.full(600, -5, dtype=np.int64) for name in NAMES}
+
+    @contextmanager
+    def filling() -> Iterator[dict[str, Any]]:
+        yield host
+
+    mixed = object.__new__(MixedGraphs)
+    mixed.__dict__ |= {
+        "_decode": SimpleNamespace(dummy_seat=NOBODY),
+        "_single": np.arange(DECODING[-1]),
+        "_staged": SimpleNamespace(filling=filling),
+    }
+    return mixed, host
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
+    dice = random.Random(seed)
+    size = MixedSize(dice.choice(DECODING), dice.choice(PROMPTS))
+    count, rows = dice.randint(1, size.decoding), dice.randint(1, size.prompts.rows)
+    longest = (size.prompts.tokens - size.prompts.rows - 1) // rows
+    prompts = [[dice.randrange(1, 99) for _ in range(dice.randint(1, longest))] for _ in range(rows)]
+    slots = dice.sample(range(2, 4000), 2 * (count + rows))
+    reads, writes = slots[: count + rows], slots[count + rows :]
+    draws = sorted(dice.sample(range(rows), dice.randint(0, rows)))
+    seats, prompt_seats = list(range(count)), [600 + i for i in draws]
+    mixed, host = staged()
+    decoding = {"seats": seats, "read_slots": reads[:count], "write_slots": writes[:count]}
+    mixed._fill(size, decoding, step_inputs(prompts, reads[count:], writes[count:], draws), prompt_seats, [0])
+
+    first, last = size.decoding, size.decoding + size.prompts.rows + 1
+    bounds = host["cu_seqlens"][: last + 1].tolist()
+    assert bounds[0] == 0 and bounds[-1] == size.tokens and all(a < b for a, b in pairwise(bounds))
+    assert bounds[: first + 1] == list(range(first + 1)), "rows that decode have a token each"
+    tokens = [None] * first + host["tokens"][: size.prompts.tokens].tolist()
+    for i, prompt in enumerate(prompts):
+        assert tokens[bounds[first + i] : bounds[first + i + 1]] == prompt
+    for name, wanted, padding in (("read_slots", reads, ZERO_SLOT), ("write_slots", writes, DUMMY_SLOT)):
+        got = host[name][:last].tolist()
+        assert got[:count] == wanted[:count] and got[first : first + rows] == wanted[count:]
+        assert set(got[count:first] + got[first + rows :]) <= {padding}
+    for row in range(last):
+        assert set(host["token_rows"][bounds[row] : bounds[row + 1]]) == {row}
+    ends = [bounds[first + i + 1] - 1 for i in draws]
+    assert host["logit_tokens"][: first + len(ends)].tolist() == [*range(first), *ends]
+    got = host["seats"][: size.drawn].tolist()
+    assert got[:count] == seats and got[first : first + len(draws)] == prompt_seats
+    assert set(got[count:first] + got[first + len(draws) :]) <= {NOBODY}
+    assert host["seats32"][: size.drawn].tolist() == [NOBODY, *got[1:]], "row 0 draws later"
+
+
+def test_sizes_hold_what_a_step_may_have() -> None:
+    sizes = usable_mixed_sizes(300)
+    assert max(size.decoding for size in sizes) == 256
+    assert sizes == tuple(sorted(sizes, key=lambda size: size.tokens))
+    assert {size.decoding for size in usable_mixed_sizes(20)} == {8, 16, 32}
