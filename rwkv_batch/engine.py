@@ -299,10 +299,10 @@ class Engine:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
         launched: list[Launched] = []
         oldest = self._in_flight[0].parts if self._in_flight else ()
-        has_failed = False
+        may_have_ended = False
         for planned in self.machine.parts(rows):
             # The rows of a job that has failed just now have ended.
-            part = [row for row in planned if row.sequence.is_in_steps] if has_failed else planned
+            part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:
                 continue
             try:
@@ -310,10 +310,11 @@ class Engine:
                 step.launched = time.monotonic()
             except Exception as error:  # noqa: BLE001 - a device raises anything; the part's jobs end, or the engine
                 self._fail_step(part, error)
-                has_failed = True
+                may_have_ended = True
                 continue
             self.jobs.launched(part, self._next_step)
             launched.append(step)
+            may_have_ended |= step.awaits_masks
             self._draw_constrained_of(step)
         return launched
 

@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
                 "prompts left over wait for their group's turn",
             ),
             (
-                "if self._reading and (turn == 0 or self._reads_on or not rows):",
+                "if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):",
                 "if self._reading and not rows:",
                 "prompts wait until nobody decodes",
             ),

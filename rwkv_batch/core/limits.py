@@ -22,6 +22,8 @@ class Limits:
     """micro-batches that rows which decode are dealt into"""
     max_waiting_rows_per_client: int = 0
     """0: three quarters of `max_waiting_rows`"""
+    mixed_rows: int = 0
+    """rows that decode beside which prompts cost little, since both share a graph"""
 
     @property
     def rows_in_step(self) -> int:

@@ -6,7 +6,8 @@ waits until the step ends. Prompt tokens are shared out as places are: between c
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
 the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
-group's steps, and with every step while there are more of them than a step takes.
+group's steps, and with every step while there are more of them than a step takes; beside few rows that decode, where
+they share a graph, with every step, since a group that read all of them would be the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class Scheduler:
         self.places.admit()
         self._sort_in()
         rows, turn = self._decoding_rows(oldest)
-        if self._reading and (turn == 0 or self._reads_on or not rows):
-            limits = self.limits
+        limits = self.limits
+        if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):
             rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)
         return rows
 

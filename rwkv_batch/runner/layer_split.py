@@ -10,11 +10,8 @@ import torch
 
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR = 0.75
-"""What a weight of the head costs beside one of a layer, drawing included. A layer has states to read and write too,
-and prompts pass the layers and hardly the head. Measured: docs/performance.md."""
-FIRST_STAGE = 0.25
-"""What the first stage has to do besides, in layers: it waits for tokens, and embeds them."""
+HEAD_FACTOR = 1.0
+"""What a weight of the head costs beside one of a layer, drawing included; a layer has states to read and write too."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
@@ -58,9 +55,8 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
 def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Layers of each stage, in order: the slowest stage is as fast as can be, the earlier ones take what is over.
 
-    `head`: cost of head and sampler in layers, which the last stage bears, as the first does FIRST_STAGE; `speeds` of
-    the devices, relative to each other; `most` layers that each has memory for. Every stage has at least one. Raises
-    ValueError if they do not fit.
+    `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
+    other; `most` layers that each has memory for. Every stage has at least one. Raises ValueError if they do not fit.
     """
     stages = len(speeds)
     if sum(most) < layers or min(most) < 1:
@@ -69,7 +65,6 @@ def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequenc
             f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
         )
     beside = [0.0] * (stages - 1) + [head]
-    beside[0] += FIRST_STAGE
     counts = [1] * stages
     for _ in range(layers - stages):
         # Each further layer goes where the stage is done first with it.

@@ -9,6 +9,7 @@ import torch
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.errors import StartupError
+from rwkv_batch.runner.mixed_graphs import DECODING
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.arena import FIRST_FREE_SLOT
 
@@ -46,6 +47,7 @@ class Memory:
             prefill_chunk=self._config.prefill_chunk,
             prefill_tokens_beside=min(beside, prefill_tokens),
             groups=groups,
+            mixed_rows=DECODING[-1] if on_gpu else 0,
         )
 
     def _affordable_rows(self, wanted: int) -> int:

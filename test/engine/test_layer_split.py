@@ -16,10 +16,9 @@ CPU = torch.device("cpu")
 
 
 def test_the_head_counts() -> None:
-    assert deal_layers(32, 0.93, [1.0] * 4, [32] * 4) == [8, 8, 8, 8]
-    assert deal_layers(32, 2.5, [1.0] * 4, [32] * 4) == [8, 9, 9, 6]
-    assert deal_layers(32, 0.93, [1.0] * 2, [32] * 2) == [16, 16]
-    assert deal_layers(32, 3.0, [1.0] * 2, [32] * 2) == [17, 15]
+    assert deal_layers(32, 1.24, [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
+    assert deal_layers(32, 2.6, [1.0] * 4, [32] * 4) == [9, 9, 8, 6]
+    assert deal_layers(32, 1.24, [1.0] * 2, [32] * 2) == [17, 15]
     assert deal_layers(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
 
 

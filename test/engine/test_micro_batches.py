@@ -171,6 +171,23 @@ def test_one_row_is_never_held_up_by_the_number_of_groups() -> None:
     assert pipe.host == 4.0 * 50
 
 
+@pytest.mark.parametrize(("mixed_rows", "groups"), [(0, 1), (9, 1), (10, 4)])
+def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, groups: int) -> None:
+    """Prompts come before every step; groups have ten rows."""
+    pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, mixed_rows=mixed_rows))
+    pipe.plan.add(*rows_of(40, max_tokens=1000))
+    for _ in range(20):
+        pipe.turn()
+    reading = set()
+    for _ in range(8):
+        pipe.plan.add(*rows_of(1, max_tokens=1, prompt_tokens=12))
+        pipe.turn()
+        number, rows, _ = pipe.flight[-1]
+        if any(row.num_tokens > 1 for row in rows):
+            reading.add(number % 4)
+    assert len(reading) == groups
+
+
 def test_groups_take_turns_and_none_falls_behind() -> None:
     pipe = Pipe([1.0] * 3, limits(3))
     pipe.plan.add(*rows_of(30, max_tokens=1000))
