@@ -37,7 +37,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "plain": {"samplers": ("cpu",)},
     "naive": {"samplers": ("naive",)},
     "overlapped": {"overlap_on_cpu": True},
-    "pipeline": {"devices": ("cpu", "cpu"), "overlap_on_cpu": True},
+    "pipeline": {"devices": ("cpu", "cpu"), "micro_batches": 3, "overlap_on_cpu": True},
 }
 
 
