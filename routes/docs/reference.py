@@ -106,11 +106,12 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
     in_path = {one["name"]: one["example"] for one in asked if one["in"] == "path"}
     command = curl(method, path.format(**in_path), body.get("example"))
+    good = operation["responses"]["200"]["content"]
     if asked and not in_path:
         query = urlencode({one["name"]: one["example"] for one in asked if "example" in one})
-        file = "-o session.safetensors" if method == "GET" else "--data-binary @session.safetensors"
-        command = f"curl {file} '{SERVER}{path}?{query}'"
-    good = operation["responses"]["200"]["content"]
+        whither = " -o session.safetensors" if "application/json" not in good else ""
+        file = whither if method == "GET" else " --data-binary @session.safetensors"
+        command = f"curl{file} '{SERVER}{path}{'?' if query else ''}{query}'"
     answers = [f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items()]
     return Section(f"{method} {path}", text, fields, answers, errors, command)
 

@@ -24,8 +24,9 @@ from routes.table import ROUTES
 from test.serving import NO_TLS, Service
 
 BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
-TAKES_BODY = [route for route in ROUTES if route.body is not None and route.path != "/v1/states"]
-"""All but the one whose example names a file of a folder that this service does not open."""
+WANT_FILES = ("/v1/states", "/openai/v1/files", "/openai/v1/batches")
+TAKES_BODY = [route for route in ROUTES if route.body is not None and route.path not in WANT_FILES]
+"""All but those whose examples name a file that is not there."""
 NEIGHBOUR = {"contents": ["The cat", "猫"], "max_tokens": 12, "seed": 3, "ignore_eos": True, "stop_tokens": []}
 CHAT = "/v1/chat/completions"
 REFUSALS = {400, 404, 409, 413, 422, 429}
