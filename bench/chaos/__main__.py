@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 
 from bench.chaos.disturbances import Disturbances
-from bench.chaos.health import FLAT, Figures, Sampler, all_figures, at_rest, growth, name_of
+from bench.chaos.health import FLAT, Figures, Sampler, all_figures, at_rest, growth, name_of, names_of
 from bench.chaos.traffic import Client, Findings, stop
 from bench.crash import Service, check_all, misplaced, stored_names
 from bench.origin import origin
@@ -104,6 +104,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
     finally:
         stop(clients, gate)
         sampler.stop()
+    names = {pid: name_of(pid) for pid in after} | names_of(service.url)
     talks = [talk for client in clients for talk in client.talks]
     more = {what: grown(before, after, what) for what in ("threads", "files")}
     service.stop()
@@ -124,6 +125,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "more_threads": more["threads"],
         "more_files": more["files"],
         "memory_growth_an_hour": {pid: [round(part, 4) for part in one] for pid, one in found.items() if one},
+        "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
 
 

@@ -45,6 +45,12 @@ def name_of(pid: int) -> str:
     return "?"
 
 
+def names_of(url: str) -> dict[int, str]:
+    """The engine and the HTTP workers by process id, as the service calls them."""
+    processes = httpx.get(f"{url}/status", timeout=10, verify=False).json()["processes"]
+    return {processes["engine"]["pid"]: "engine"} | {one["pid"]: one["name"] for one in processes["http_workers"]}
+
+
 def all_figures(supervisor: int) -> dict[int, Figures]:
     """Of the supervisor and everything below it."""
     found = {pid: figures_of(pid) for pid in [supervisor, *descendants(supervisor)]}
