@@ -194,3 +194,30 @@ def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.Monk
     run(engine, ask("x", max_tokens=2))
     call(engine, "session_delete", session_id="c", delete_prefix=True)
     assert call(engine, "status")["free_slots"] == free
+
+
+def test_rows_that_a_failed_mask_has_ended_are_in_no_later_part(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's constrained prompt and its rows that decode: the draw of the one fails before the others are launched."""
+    launch, draw = engine.machine.launch, engine.machine.draw_constrained
+    ended: list[ScheduledRow] = []
+
+    def watched(rows: list[ScheduledRow], *after: Any) -> Launched:
+        ended.extend(row for row in rows if not row.sequence.is_in_steps)
+        return launch(rows, *after)
+
+    def failing(step: Launched) -> Any:
+        if any(row.num_tokens > 1 for row in step.rows):
+            raise RuntimeError("no mask")
+        return draw(step)
+
+    free = call(engine, "status")["free_slots"]
+    monkeypatch.setattr(engine.machine, "launch", watched)
+    monkeypatch.setattr(engine.machine, "draw_constrained", failing)
+    words = Constraint(form=Form.CHOICE, source='["yes", "no"]')
+    long = ask("y " * 1500, max_tokens=8, constraint=words)
+    job = submit(engine, *[ask("x", max_tokens=10**5, ignore_eos=True)] * 3, long).wait()
+    assert job.events[-1].error is not None and not ended
+    assert run(engine, ask("short")).finishes[0].completion_tokens == 16
+    assert call(engine, "status")["free_slots"] == free
