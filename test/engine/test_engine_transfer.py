@@ -52,7 +52,7 @@ def test_what_is_asked_at_the_end_is_refused_and_not_forgotten() -> None:
     busy, begun = threading.Event(), threading.Event()
     answers: list[object] = []
     transfer = SessionTransfer(lambda command: True, refusal)
-    transfer._thread.submit(lambda: (begun.set(), busy.wait(WAIT_S)))
+    transfer._thread.run(answers.append, lambda: (begun.set(), busy.wait(WAIT_S)), lambda _: None)
     assert begun.wait(WAIT_S)
     transfer.import_session(None, answers.append, "waits", b"")  # type: ignore[arg-type]
     transfer.close()
