@@ -227,7 +227,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "rwkv_batch/core/job_table.py",
-        JOBS,
+        (*JOBS, "test/engine/test_giving_way.py"),
         [
             (
                 "if sequence.may_draw:  # else it ended",
