@@ -91,7 +91,7 @@ expect "openai, the session again" 200 '"cached_tokens": ?[1-9]'
 post /openai/v1/completions "{\"prompt\": \"Once upon a time\", \"max_tokens\": $MAX_TOKENS}"
 expect "openai, a raw prompt" 200 '"object": ?"text_completion"'
 post /openai/v1/chat/completions "{$TALK, \"tools\": [{}]}"
-expect "openai, what is not supported" 422 '"param": ?"tools"'
+expect "openai, a wrong field" 400 '"param": ?"tools'
 
 post /translate/v1/batch-translate "{\"source_lang\": \"en\", \"target_lang\": \"zh-CN\", \"text_list\": [\"Hello world!\", \"Good morning\"], $LOCK}"
 expect "translate to Chinese" 200 '"translations": ?\[' '"detected_source_lang": ?"en"'

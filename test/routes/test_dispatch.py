@@ -103,7 +103,7 @@ def test_a_stream_is_refused_and_leaves_nothing_running(path: str) -> None:
     engine = Engine(silent=True)
     streams_unasked = path == "/big_batch/completions"
     answer = ask(engine, path, body if streams_unasked else {**body, "stream": True})
-    assert answer.status == 422 and b"stream" in answer.body
+    assert answer.status == (400 if path.startswith("/openai") else 422) and b"stream" in answer.body
     assert engine.cancelled == [job.job_id for job in engine.jobs]
 
 
