@@ -244,9 +244,10 @@ class Engine:
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
         from sampling.grammar.compiler import GrammarCompiler
+        from sampling.grammar.trial import Trials
 
-        tokenizer = self.machine.tokenizer
-        return GrammarCompiler(tokenizer.byte_table, tokenizer.encode_bytes, self.machine.vocab)
+        table, vocab = self.machine.tokenizer.byte_table, self.machine.vocab
+        return GrammarCompiler(table, self.machine.tokenizer.encode_bytes, vocab, Trials(table, vocab))
 
     def _serve(self) -> None:
         try:

@@ -74,6 +74,8 @@ class GrammarDesk:
     def close(self) -> None:
         """Begin nothing more; what has not begun is refused."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
 
     def _kept(self, constraints: set[Constraint]) -> dict[Constraint, Grammar]:
         compiler = self._compiler

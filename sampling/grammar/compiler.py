@@ -16,6 +16,7 @@ from sampling.grammar.errors import GrammarError, first_line
 from sampling.grammar.formats import narrow_formats
 from sampling.grammar.matcher import Grammar
 from sampling.grammar.schema_place import place_of_fault
+from sampling.grammar.trial import Trials
 from sampling.grammar.vocabulary import make_vocabulary
 
 if TYPE_CHECKING:
@@ -42,8 +43,15 @@ LIMITS = llguidance.LLParserLimits(
 class GrammarCompiler:
     """Compiles for one vocabulary."""
 
-    def __init__(self, byte_table: Sequence[bytes], encode: Callable[[bytes], list[int]], vocab: int) -> None:
-        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits."""
+    def __init__(
+        self,
+        byte_table: Sequence[bytes],
+        encode: Callable[[bytes], list[int]],
+        vocab: int,
+        trials: Trials | None = None,
+    ) -> None:
+        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits; `trials`: tries each grammar first."""
+        self._trials = trials
         self._vocabulary = make_vocabulary(byte_table, encode, vocab)
         self._lock = threading.Lock()
         self._kept: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
@@ -65,11 +73,24 @@ class GrammarCompiler:
             raise GrammarError(f"has {constraint.size} characters, the limit is {MAX_SOURCE_CHARACTERS}")
         found = self.kept(constraint)
         if found is None:
+            if self._trials is not None:
+                self._trials.check(constraint)
             found = Grammar(self._matcher(constraint), constraint.field)
             self._keep(constraint, found)
         if found.is_too_slow:
             raise GrammarError("its masks take too long; write it with less ambiguity")
         return found
+
+    def forget(self) -> None:
+        """Keep nothing of what was compiled."""
+        with self._lock:
+            self._kept.clear()
+            self._characters = 0
+
+    def close(self) -> None:
+        """End the processes that try grammars."""
+        if self._trials is not None:
+            self._trials.close()
 
     def _matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         matcher = self._made(_as_llguidance(constraint))

@@ -128,3 +128,30 @@ def test_a_refusal_of_openai_names_the_place(client: openai.OpenAI) -> None:
         )
     assert refused.value.param == "response_format.json_schema.schema.properties.a"
     assert "not" in str(refused.value)
+
+
+RULES = 8000
+HARMFUL = {
+    "a chain of rules": {
+        "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(RULES)) + f'r{RULES}: "a"'
+    },
+    "a chain of references": {
+        "json_schema": {
+            "$ref": "#/$defs/0",
+            "$defs": {**{str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}, "3000": {"type": "string"}},
+        }
+    },
+    "intersections": {"grammar": "start: T\nT: " + " & ".join(f"/(?s:.*)a(?s:.{{{i}}})/" for i in range(1, 60))},
+    "repetitions of repetitions": {"regex": "(((a{1000}){1000}){1000}){1000}"},
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_what_would_crash_or_stall_the_engine_is_refused(service: Service, harm: str) -> None:
+    engine = service.pids()["engine"]
+    refused = service.post("/v1/chat/completions", {"contents": ["one"], "stream": False, **DRAWS, **HARMFUL[harm]})
+    (field,) = HARMFUL[harm]
+    assert refused.status_code == 422 and refused.json()["field"].startswith(field), refused.text
+    answer = service.post("/v1/chat/completions", {"contents": ["one"], "stream": False, "choice": ["yes"]}).json()
+    assert content(answer) == ["yes"]
+    assert service.pids()["engine"] == engine
