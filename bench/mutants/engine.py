@@ -6,7 +6,14 @@ from bench.mutants.mutant import Mutant, of
 
 WORLDS = "test/simulation/test_simulation.py"
 SCHEDULER = ("test/engine/test_scheduler.py", "test/engine/test_fairness.py", "test/engine/test_giving_way.py", WORLDS)
-JOBS = (WORLDS, "test/engine/test_engine_parts.py", "test/engine/test_engine.py", "test/engine/test_engine_sessions.py")
+JOBS = (
+    "test/engine/test_row_ends.py",
+    f"{WORLDS}::test_worlds[0]",
+    "test/engine/test_engine.py",
+    "test/engine/test_engine_sessions.py",
+    "test/engine/test_engine_parts.py",
+    WORLDS,
+)
 OUTPUT = ("test/engine/test_output.py", WORLDS)
 
 MUTANTS: list[Mutant] = [
@@ -238,17 +245,20 @@ MUTANTS: list[Mutant] = [
                 "            self._keeper.take_back(sequence)\n",
                 "",
                 "each turn that ends by a stop reads its session anew",
+                "test/engine/test_engine_sessions.py::test_a_stop_makes_nothing_be_read_again",
             ),
             ("        sequence.token_ids[at] = token\n", "", "the drawn token is never known"),
             (
                 "            self._keeper.update_rollback_state(sequence)\n",
                 "            pass\n",
                 "every stop across tokens reads its session anew",
+                "test/engine/test_engine_sessions.py::test_a_stop_makes_nothing_be_read_again",
             ),
             (
                 "        sequence.job.live.pop(sequence)\n        sequence.job.live.update",
                 "        sequence.job.live.update",
                 "a forked parent stays live: each row ends twice",
+                "test/engine/test_row_ends.py::test_a_prompt_read_for_several_ends_each_row_once",
             ),
             (
                 "        self._scheduler.add_forked(children)\n",
@@ -259,6 +269,7 @@ MUTANTS: list[Mutant] = [
                 "        self._scheduler.give_up_seat(sequence)\n        sequence.phase = Phase.CLOSING\n",
                 "        sequence.phase = Phase.CLOSING\n",
                 "a turn being stored keeps its place",
+                "test/engine/test_row_ends.py::test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row",
             ),
             (
                 "            self._leased.pop(sequence, None)\n            self._send_finish",
@@ -270,7 +281,12 @@ MUTANTS: list[Mutant] = [
                 "reason, None)\n\n        self._keeper.record",
                 "a turn that was not stored is acknowledged",
             ),
-            ("        sequence.output.give_up_holding()\n", "", "held text is lost at a timeout"),
+            (
+                "        sequence.output.give_up_holding()\n",
+                "",
+                "held text is lost at a timeout",
+                "test/engine/test_row_ends.py::test_text_held_for_a_stop_is_shown_at_a_timeout",
+            ),
             (
                 "            return  # the job was cancelled meanwhile\n",
                 "            pass\n",
@@ -280,32 +296,62 @@ MUTANTS: list[Mutant] = [
                 "            job.unfinished -= 1\n",
                 "            job.unfinished -= 1 if row == sequence.row else 0\n",
                 "a cancelled job of n > 1 never ends",
+                "test/engine/test_row_ends.py::test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for",
             ),
             (
                 "if not sequence.has_answered:\n                self._end(sequence, reason)\n",
                 "if True:\n                self._end(sequence, reason)\n",
                 'a kept turn is told "timeout"',
+                "test/engine/test_row_ends.py::test_a_turn_that_is_kept_is_not_told_that_it_timed_out",
             ),
             (
                 "            elif reason is not FinishReason.TIMEOUT:\n",
                 "            else:\n",
                 'a turn being stored is told "timeout"',
+                "test/engine/test_row_ends.py::test_a_turn_that_is_kept_is_not_told_that_it_timed_out",
             ),
-            ("                self._forget_waiting(sequence)\n", "", "a queued row of a deleted session stays"),
+            (
+                "                self._forget_waiting(sequence)\n",
+                "",
+                "a queued row of a deleted session stays",
+                "test/engine/test_row_ends.py::test_a_queued_turn_of_a_deleted_session_leaves_the_queue",
+            ),
             (
                 "        self._scheduler.forget_waiting(job)\n        for sequence in list(job.live):",
                 "        for sequence in list(job.live):",
                 "rows of a cancelled job start later",
+                "test/engine/test_row_ends.py::test_continuations_of_a_cancelled_job_leave_the_queue",
             ),
-            ("        job.live.clear()  # the error is all that is sent\n", "", "rows of a failed job send more news"),
-            ("if waiting + job.num_rows > limit:", "if waiting > limit:", "one job may overfill the queue"),
-            ("if job.client and waiting + job.num_rows > share:", "if False:", "one client fills the queue"),
+            (
+                "        job.live.clear()  # the error is all that is sent\n",
+                "",
+                "rows of a failed job send more news",
+                "test/engine/test_row_ends.py::test_a_failed_job_tells_nothing_behind_its_error",
+            ),
+            (
+                "if waiting + job.num_rows > limit:",
+                "if waiting > limit:",
+                "one job may overfill the queue",
+                "test/engine/test_engine.py::test_queue_is_bounded_and_a_refused_job_leaves_nothing",
+            ),
+            (
+                "if job.client and waiting + job.num_rows > share:",
+                "if False:",
+                "one client fills the queue",
+                "test/engine/test_giving_way.py::test_a_client_has_a_queue_place_of_its_own",
+            ),
             (
                 "if any(request.session is not None for request in job.rows) and job.num_rows != 1:",
                 "if False:",
                 "two rows of a request write one session",
+                "test/engine/test_engine.py::test_what_is_no_turn_of_a_session_is_refused",
             ),
-            ("if not request.prompt or not resume:", "if not request.prompt:", "an empty turn reaches the model"),
+            (
+                "if not request.prompt or not resume:",
+                "if not request.prompt:",
+                "an empty turn reaches the model",
+                "test/engine/test_engine.py::test_what_is_no_turn_of_a_session_is_refused",
+            ),
             ("seed=(sampling.seed + i) % (1 << 64)", "seed=sampling.seed", "all n answers are the same"),
             (
                 'logit_bias={**sampling.logit_bias, END_OF_TEXT: float("-inf")}',

@@ -17,7 +17,7 @@ class Mutant:
     effect: str
     """what it does to a user"""
     tests: tuple[str, ...]
-    """expected to see it, the quickest first"""
+    """expected to see it, files or single tests, the quickest first"""
     in_ci: bool = False
 
     @property
@@ -26,10 +26,14 @@ class Mutant:
         return f"{self.file.removesuffix('.py')}: {self.effect}"
 
 
-Change = tuple[str, str, str]
+Change = tuple[str, str, str] | tuple[str, str, str, str]
+"""Snippet, replacement, effect, and the single test that is known to see it if one is."""
 
 
 def of(file: str, tests: Iterable[str], changes: Iterable[Change], ci: Iterable[int] = ()) -> list[Mutant]:
-    """Mutants of one file: (snippet, replacement, effect) each; `ci`: which of them CI runs."""
+    """Mutants of one file, each with a test of its own before `tests`; `ci`: which of them CI runs."""
     chosen, tests = set(ci), tuple(tests)
-    return [Mutant(file, *change, tests, number in chosen) for number, change in enumerate(changes)]
+    return [
+        Mutant(file, snippet, replacement, effect, (*own, *tests), number in chosen)
+        for number, (snippet, replacement, effect, *own) in enumerate(changes)
+    ]

@@ -12,10 +12,10 @@ import pytest
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.request import FinishReason
+from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model
+from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
 
 SAMPLED = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.8, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.99, seed=7
@@ -164,6 +164,23 @@ def test_wrong_ids_are_refused_by_field(engine: Engine) -> None:
         assert refusal.value.info.field == field and refusal.value.info.kind is ErrorKind.INVALID_FIELD
     with pytest.raises(ServiceError):
         run(engine, ask([]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "field"),
+    [
+        ([turn("twice", "one"), turn("twice", "two")], "session_id"),
+        ([turn("twice", "one"), ask("two")], "session_id"),
+        ([turn("twice", "one", n=2)], "session_id"),
+        ([ask("x", session=SessionTurn(session_id="empty", resume_prompt=[]))], "prompt"),
+    ],
+    ids=["two turns", "a row beside", "two continuations", "nothing to read"],
+)
+def test_what_is_no_turn_of_a_session_is_refused(engine: Engine, rows: list[GenerateRequest], field: str) -> None:
+    with pytest.raises(ServiceError) as refusal:
+        run(engine, *rows)
+    assert (refusal.value.info.kind, refusal.value.info.field) == (ErrorKind.INVALID_FIELD, field)
+    assert call(engine, "session_status", limit=10, offset=0).total == 0
 
 
 def test_logprobs_come_with_the_text(engine: Engine) -> None:

@@ -15,9 +15,9 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.request import FinishReason, Priority
+from rwkv_batch.request import FinishReason, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
-from test.harness import Running, ask, submit, tiny_model, turn
+from test.harness import TOKENIZER, Running, ask, submit, tiny_model, turn
 
 HEADER = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
 ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
@@ -223,6 +223,55 @@ def test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end(model: Path) -> 
         loop.end(submit(loop.engine, turn("twin", "one", max_tokens=3, ignore_eos=True)))
         assert loop.end(submit(loop.engine, turn("twin", " two", max_tokens=3, ignore_eos=True))).texts == again.texts
         assert loop.engine.machine.pool.delete("s") == loop.engine.machine.pool.delete("twin") == 1
+        loop.check_idle(free)
+
+
+def test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row(loop: Stepped) -> None:
+    """It is in one step more, which reads its last token for the session; a row that waits is in the same step."""
+    free = loop.free
+    first = submit(loop.engine, turn("closing", "one", max_tokens=3, ignore_eos=True))
+    others = [submit(loop.engine, ask("busy", **ENDLESS)) for _ in range(4)]
+    loop.until(lambda: any(row.phase is Phase.CLOSING for row in job_rows(loop, first)), "the turn has its answer")
+    assert loop.engine.scheduler.places.waiting_rows == 1
+    loop.step()
+    assert loop.engine.scheduler.places.waiting_rows == 0
+    assert loop.end(first).finishes[0].reason is FinishReason.LENGTH
+    for job in others:
+        loop.cancel(job)
+        loop.end(job)
+    assert loop.engine.machine.pool.delete("closing") == 1
+    loop.check_idle(free)
+
+
+def test_text_held_for_a_stop_is_shown_at_a_timeout(loop: Stepped) -> None:
+    """The text so far is the beginning of a stop string, and may not have become one."""
+    said = loop.end(submit(loop.engine, ask("hold", max_tokens=8, ignore_eos=True))).texts[0]
+    held = {**ENDLESS, "chunk_size": 1, "stop_strings": [said + b" and no further"]}
+    job = submit(loop.engine, ask("hold", **held), timeout_s=1000.0)
+    loop.until(lambda: any(len(row.output.tokens) == 4 for row in job_rows(loop, job)), "some is held")
+    tokens = job_rows(loop, job)[0].output.tokens
+    assert not job.texts
+    loop.engine.jobs.expire(time.monotonic() + 2000.0)
+    finish = loop.end(job).finishes[0]
+    assert (finish.reason, finish.completion_tokens) == (FinishReason.TIMEOUT, 4)
+    assert job.texts[0] == b"".join(TOKENIZER.byte_table[token] for token in tokens) != b""
+    loop.check_idle()
+
+
+def test_a_failed_job_tells_nothing_behind_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails while the one before is in flight, with log-probabilities of the job's prompt."""
+    with stepped(model, overlap_on_cpu=True) as loop:
+        free = loop.free
+        told = {"prompt_logprobs": PromptLogprobs(), "use_prefix_cache": False}
+        job = submit(loop.engine, ask("a prompt of many steps " * 20, max_tokens=0, **told))
+        loop.step(2)
+        assert loop.engine._in_flight and not job.done.is_set()
+        with monkeypatch.context() as patched:
+            patched.setattr(loop.engine.machine, "launch", lambda *_: 1 // 0)
+            loop.step()
+        loop.step(3)
+        assert not loop.engine._in_flight
+        assert [events.done for events in job.events].count(True) == 1 and job.events[-1].error is not None
         loop.check_idle(free)
 
 
