@@ -14,6 +14,7 @@ from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.readiness import Readiness
 from routes.wakeups import WakeUps
+from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelWish, ServedModel
 from rwkv_batch.ipc.wire import Observe
@@ -128,6 +129,8 @@ class Context:
     """Exports and imports under way: see `routes.session_files.Place`."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents made once at start, by name."""
+    defaults: DecodeDefaults = field(default_factory=DecodeDefaults)
+    """What the model brings for requests that leave it out."""
     models: Models | None = None
     """None: there is one model, which any name means."""
 

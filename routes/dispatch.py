@@ -7,10 +7,15 @@ from collections.abc import Awaitable
 
 from routes.context import Context
 from routes.exchange import current
-from routes.request.bodies import validate
+from routes.request.bodies import GenerationBody, validate
+from routes.request.decode_defaults import with_defaults
 from routes.request.generate_requests import off_loop
+from routes.request.model_names import asked_state
+from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, Stream, error_answer
 from routes.route import Route
+from rwkv_batch.calls import ListStates
+from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,19 @@ def model_context(context: Context, route: Route, data: object) -> Context:
     return context.of_model(data.get("model")) if isinstance(data, dict) and not route.is_about_models else context
 
 
+async def completed(context: Context, asked: object) -> object:
+    """What the handler gets: with the decode parameters of its tuned state and model where it leaves them out.
+
+    Raises ServiceError.
+    """
+    if not isinstance(asked, GenerationBody):
+        return asked
+    name = "" if asked.states else asked_state(asked, context.config)
+    states = await ask(context, ListStates()) if name else []
+    defaults = next((info.defaults for info in states if info.name == name), DecodeDefaults())
+    return with_defaults(asked, defaults, context.defaults)
+
+
 async def whole_answer(context: Context, route: Route, data: object, characters: int = 0) -> Answer:
     """The route's answer to a body of about so many characters that came without HTTP; never a stream.
 
@@ -60,4 +78,4 @@ async def _handled(context: Context, route: Route, data: object, characters: int
         raise ServiceError.from_info(_STREAM)
     context = model_context(context, route, data)
     body = await off_loop(characters, validate, route.body, data)
-    return await route.handle(context, body)
+    return await route.handle(context, await completed(context, body))

@@ -11,6 +11,7 @@ from pydantic import Field
 from routes.context import Context, Models
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
+from routes.request.decode_defaults import DefaultsFields, as_defaults
 from routes.request.generate_requests import invalid
 from routes.request.model_names import state_names
 from routes.request.shown import shown
@@ -56,6 +57,7 @@ def about(model: ServedModel) -> dict[str, object]:
     return {
         "id": model.wish.name, "object": "model", "created": model.since, "owned_by": "rwkv",
         "status": model.status.value, "error": model.error, "file": Path(model.wish.file).name,
+        "defaults": model.wish.defaults.given,
     }  # fmt: skip
 
 
@@ -100,6 +102,9 @@ class LoadBody(Body):
         None, ge=0.05, le=1, description="Part of a GPU's memory that this model may fill, as the flag says it."
     )
     max_running: int | None = Field(None, ge=0, le=1_000_000, description="As --max-running.")
+    defaults: DefaultsFields | None = Field(
+        None, description="Decode parameters of requests that name the model and do not give them."
+    )
     wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it is ready or failed.")
 
 
@@ -112,6 +117,11 @@ class UnloadBody(Body):
 
 async def load(context: Context, body: LoadBody) -> Reply:
     """Begin to load a model beside what is served, which goes on. GET /v1/models/{name} says how it stands."""
+    return json_answer(about(await load_model(context, body)))
+
+
+async def load_model(context: Context, body: LoadBody) -> ServedModel:
+    """The model, being loaded or, where the body waits for it, as it then stands. Raises ServiceError."""
     path = within_models(context, body.file, "file")
     name = body.name or re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-")[:64]
     if not MODEL_NAME.fullmatch(name):
@@ -124,19 +134,20 @@ async def load(context: Context, body: LoadBody) -> Reply:
         devices=tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices),
         gpu_memory_utilization=body.gpu_memory_utilization,
         max_running=body.max_running,
+        defaults=as_defaults(body.defaults, context.config),
     )
-    return json_answer(about(await _others(context).load(wish, body.wait_s or None)))
+    return await beside(context).load(wish, body.wait_s or None)
 
 
 async def unload(context: Context, body: UnloadBody) -> Reply:
     """Let a model's running answers end, store its sessions, and give its memory back."""
-    others = _others(context)
+    others = beside(context)
     await others.unload(body.name, body.wait_s or None)
     left = [one for one in others.table if one.wish.name == body.name]
     return json_answer({"id": body.name, "object": "model", "status": left[0].status.value if left else "unloaded"})
 
 
-def _others(context: Context) -> Models:
+def beside(context: Context) -> Models:
     """The models beside the service's own. Raises ServiceError where there can be none."""
     if context.models is None:
         raise invalid("name", "means no model that could be loaded or unloaded: this process serves one", "")

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import Body, Fields, MixedState
+from routes.request.decode_defaults import Defaults, as_defaults
 from routes.request.model_names import state_names
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
@@ -36,6 +37,9 @@ class StateBody(Body):
         description="How the file has its matrices: as RWKV-PEFT trains them (value_key), or transposed, as converted "
         "files have them (key_value). auto judges by the file; a wrong one answers worse and does not fail.",
     )
+    defaults: Defaults | None = Field(
+        None, description="Decode parameters of requests that name the state and do not give them."
+    )
 
 
 class StateQuery(Fields):
@@ -46,6 +50,7 @@ class StateQuery(Fields):
 
 def _shown(context: Context, info: StateInfo) -> dict[str, Any]:
     shown = {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
+    shown["defaults"] = info.defaults.given
     return shown | {"mixture": [{"name": name, "weight": weight} for name, weight in info.mixture]}
 
 
@@ -58,7 +63,8 @@ async def list_states(context: Context, query: dict[str, str]) -> Reply:
 async def add_state(context: Context, body: StateBody) -> Reply:
     """Load a tuned state; requests may name it once this is answered."""
     mixture = tuple((member.name, member.weight) for member in body.states)
-    call = AddState(body.name, body.file, body.content, mixture, body.orientation)
+    defaults = as_defaults(body.defaults, context.config)
+    call = AddState(body.name, body.file, body.content, mixture, body.orientation, defaults)
     return json_answer(_shown(context, await ask(context, call)))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
+from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError
 from state_pool.session_page import SessionPage
 
@@ -87,6 +88,8 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
     in_slot: bool = False
     mixture: list[tuple[str, float]] = []
     """Where it is a mixture under a name: its members and their weights."""
+    defaults: DecodeDefaults = DecodeDefaults()
+    """Of requests that name it."""
     error: str = ""
     """Why a kept state cannot be used."""
 
@@ -106,6 +109,10 @@ class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=T
     """Names of states with weights: this is the name of a mixture of them, and there is no file."""
     orientation: str = "auto"
     """"auto" | "value_key" | "key_value"."""
+    defaults: DecodeDefaults = DecodeDefaults()
+    """Of requests that name it."""
+    replace: bool = False
+    """A mixture may take the place of the mixture that has the name."""
 
 
 class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_like=True):

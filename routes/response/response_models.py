@@ -394,6 +394,7 @@ class Model(BaseModel):
     status: str = Field("ready", description="Of one loaded while serving: loading, ready, failed or unloading.")
     error: str = Field("", description="Why it could not be loaded.")
     file: str = Field("", description="Its file within --models-dir.")
+    defaults: dict[str, Any] = Field({}, description="Decode parameters of requests that name it and do not give them.")
 
 
 class LoadedModel(BaseModel):
@@ -430,6 +431,7 @@ class TunedStateEntry(BaseModel):
     orientation_reason: str
     created: int = Field(description="Unix time in seconds at which it was loaded.")
     mixture: list[MixtureMember] = Field(description="What it mixes, if it is a mixture under a name.")
+    defaults: dict[str, Any] = Field(description="Decode parameters of requests that name it and do not give them.")
     bytes: int
     is_kept: bool = Field(description="It is there after a restart too.")
     in_slot: bool = Field(description="A slot holds it, so that a row begins from it at once.")

@@ -15,7 +15,7 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.dispatch import model_context, settled
+from routes.dispatch import completed, model_context, settled
 from routes.exchange import REQUEST_ID, Exchange, current, request_id, work_on
 from routes.openai.errors import OPENAI_ERRORS, PREFIX
 from routes.request.bodies import validate
@@ -223,7 +223,7 @@ async def _run(context: Context, route: Route, request: Request) -> Reply:
         await context.readiness.wait_for_engine()
     if route.is_work:
         context.gate.check_draining()
-    return await route.handle(context, asked)
+    return await route.handle(context, await completed(context, asked))
 
 
 def wrap(context: Context, route: Route) -> RobynHandler:

@@ -148,7 +148,8 @@ def _connected(context: Context, model: ServedModel) -> tuple[Context, EngineCli
     client.start(f"http-{os.getpid()}")
     config = msgspec.structs.replace(context.config, model_name=model.wish.name)
     shared = {**context.shared, translate.CACHE: translate.TranslationCache(config.translate_cache)}
-    return dataclasses.replace(context, engine=client, config=config, shared=shared), client
+    defaults = model.wish.defaults
+    return dataclasses.replace(context, engine=client, config=config, shared=shared, defaults=defaults), client
 
 
 def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> Robyn:

@@ -7,6 +7,8 @@ import re
 
 import msgspec
 
+from rwkv_batch.decode_defaults import DecodeDefaults
+
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """It is part of file names, and of what requests send as `model`."""
 
@@ -24,6 +26,8 @@ class ModelWish(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     gpu_memory_utilization: float | None = None
     max_running: int | None = None
+    defaults: DecodeDefaults = DecodeDefaults()
+    """Of requests that name it."""
 
 
 class ModelStatus(enum.StrEnum):

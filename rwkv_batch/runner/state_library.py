@@ -22,8 +22,9 @@ from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
-from rwkv_batch.model.tensor_files import FileError
+from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Job
@@ -36,6 +37,15 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ".safetensors"
 _MIXTURE = ".mixture.json"
+_DEFAULTS = "decode_defaults"
+"""Key in a kept state's metadata."""
+
+
+class _KeptMixture(msgspec.Struct):
+    """A mixture's file."""
+
+    members: list[tuple[str, float]]
+    defaults: DecodeDefaults = DecodeDefaults()
 
 
 class StateLibrary:
@@ -81,15 +91,17 @@ class StateLibrary:
         for path in sorted(self._folder.glob(f"*{_MIXTURE}")) if self._folder is not None else []:
             name = path.name.removesuffix(_MIXTURE)
             try:
-                members = msgspec.json.decode(path.read_bytes(), type=list[tuple[str, float]])
-                self._infos[name] = StateInfo(name=name, mixture=members, is_kept=True)
+                kept = msgspec.json.decode(path.read_bytes(), type=_KeptMixture | list[tuple[str, float]])
+                if not isinstance(kept, _KeptMixture):  # as it was before mixtures could bring defaults
+                    kept = _KeptMixture(kept)
+                self._infos[name] = StateInfo(name=name, mixture=kept.members, defaults=kept.defaults, is_kept=True)
             except (OSError, msgspec.MsgspecError) as error:
                 logger.error("the mixture %s that was kept cannot be used: %s", name, error)
                 self._infos[name] = StateInfo(name=name, file=str(path), is_kept=True, error=str(error))
 
     def _load_at_start(self, name: str, path: Path, is_kept: bool) -> None:
         state, host = self._read(path, AUTO)
-        self._enter(name, state, host, str(path), is_kept)
+        self._enter(name, state, host, str(path), is_kept, _kept_defaults(path) if is_kept else DecodeDefaults())
 
     def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
         """Any thread. Raises FileError."""
@@ -99,7 +111,9 @@ class StateLibrary:
         except ValueError as error:
             raise FileError(f"state file {path}: {error}") from error
 
-    def _enter(self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool) -> StateInfo:
+    def _enter(
+        self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool, defaults: DecodeDefaults
+    ) -> StateInfo:
         """Raises PoolError."""
         self._pool.tuned.add(Origin(name, state.digest), host)
         logger.info("tuned state %s (%s): matrices taken as %s, %s", name, file, state.orientation, state.reason)
@@ -112,6 +126,7 @@ class StateLibrary:
             created=int(time.time()),
             bytes=self._arena.state_bytes,
             is_kept=is_kept,
+            defaults=defaults,
         )
         return info
 
@@ -137,7 +152,7 @@ class StateLibrary:
         """Read, keep and enter a state; replies when requests may name it."""
         try:
             _check(call)
-            self._check_new(call.name)
+            self._check_new(call)
             if call.mixture:
                 reply(self._add_mixture(call))
                 return
@@ -154,11 +169,12 @@ class StateLibrary:
 
         self._thread.run(reply, lambda: self._read_sent(call, path, half), was_read)
 
-    def _check_new(self, name: str) -> None:
+    def _check_new(self, call: AddState) -> None:
         """Raises PoolError if no state of that name could be added."""
-        self._pool.tuned.check_new(name)
-        if name in self._infos and self._infos[name].mixture:
-            raise NameTaken(f"there is a mixture {name!r} already; delete it first, or choose another name")
+        self._pool.tuned.check_new(call.name)
+        is_mixture = call.name in self._infos and bool(self._infos[call.name].mixture)
+        if is_mixture and not (call.replace and call.mixture):
+            raise NameTaken(f"there is a mixture {call.name!r} already; delete it first, or choose another name")
 
     def _add_mixture(self, call: AddState) -> StateInfo:
         """Enter a mixture of states that there are. Raises ServiceError, PoolError."""
@@ -166,9 +182,15 @@ class StateLibrary:
         check_members(members, self._pool)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"{call.name}{_MIXTURE}").write_bytes(msgspec.json.encode(members))
-        info = StateInfo(name=call.name, mixture=members, created=int(time.time()), is_kept=self._folder is not None)
-        self._infos[call.name] = info
+            path = self._folder / f"{call.name}{_MIXTURE}"
+            path.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
+        info = self._infos[call.name] = StateInfo(
+            name=call.name,
+            mixture=members,
+            created=int(time.time()),
+            is_kept=self._folder is not None,
+            defaults=call.defaults,
+        )
         return info
 
     def _read_sent(self, call: AddState, path: Path | None, half: Path | None) -> tuple[TunedTensor, HostTensors]:
@@ -180,7 +202,7 @@ class StateLibrary:
             except FileError as error:  # of a file that was sent, the name is nobody's business
                 raise FileError(str(error).replace(str(source), call.file or "that was sent")) from error
         if half is not None:
-            _write(half, state, {"file": call.file})
+            _write(half, state, {"file": call.file, _DEFAULTS: msgspec.json.encode(call.defaults).decode()})
         return state, host
 
     def _finish(
@@ -188,7 +210,7 @@ class StateLibrary:
     ) -> None:
         """Engine thread: the state is read and written; from here on it is there."""
         try:
-            info = self._enter(call.name, state, host, call.file or "sent", half is not None)
+            info = self._enter(call.name, state, host, call.file or "sent", half is not None, call.defaults)
         except PoolError as error:
             _unlink(half)
             reply(_as_service_error(error))
@@ -239,6 +261,14 @@ def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
         file.write(content)
         file.flush()
         yield Path(file.name)
+
+
+def _kept_defaults(path: Path) -> DecodeDefaults:
+    """What was kept with a state. Raises FileError."""
+    try:
+        return msgspec.json.decode(metadata_of(path).get(_DEFAULTS, "{}"), type=DecodeDefaults)
+    except msgspec.MsgspecError as error:
+        raise FileError(f"state file {path}: its decode parameters cannot be read: {error}") from error
 
 
 def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from demo.random_weights import write_random_model
+from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import GenerateRequest
@@ -288,6 +290,25 @@ def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp
         assert "the model has 2" in kept.error and kept.name == "sent"
         call(engine, "state_remove", name="sent")
         assert call(engine, "state_list") == [] and list((tmp_path / "s.db.states").iterdir()) == []
+
+
+def test_decode_parameters_are_kept_with_a_state_and_with_a_mixture(model: Path, tmp_path: Path) -> None:
+    db, defaults = str(tmp_path / "s.db"), DecodeDefaults(temperature=0.25, stop_tokens=("\n\n", 7))
+    mixture = [("sent", 2.0), ("", 1.0)]
+    with engine_with_states(model, db, states=()) as engine:
+        assert call(engine, "state_add", name="sent", file="poet.pth", defaults=defaults).defaults == defaults
+        call(engine, "state_add", name="old", mixture=tuple(mixture))
+        call(engine, "state_add", name="duo", mixture=tuple(mixture))
+        with pytest.raises(ServiceError, match="already"):
+            call(engine, "state_add", name="duo", mixture=tuple(mixture), defaults=defaults)
+        with pytest.raises(ServiceError, match="already"):  # only a mixture takes a mixture's place
+            call(engine, "state_add", name="duo", file="poet.pth", replace=True)
+        call(engine, "state_add", name="duo", mixture=(("sent", 1.0),), defaults=defaults, replace=True)
+    (tmp_path / "s.db.states" / "old.mixture.json").write_text(json.dumps(mixture))  # as before there were defaults
+    with engine_with_states(model, db, states=()) as engine:
+        kept = {info.name: info for info in call(engine, "state_list")}
+    assert kept["sent"].defaults == kept["duo"].defaults == defaults and kept["duo"].mixture == [("sent", 1.0)]
+    assert kept["old"].mixture == mixture and kept["old"].defaults == DecodeDefaults() and not kept["old"].error
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_every_way_to_name_a_state(tuned: Service) -> None:
     assert plain != expected
     assert said(tuned, model="rwkv7:poet") == said(tuned, model="rwkv7 poet") == expected
     assert said(tuned, model="rwkv7:poet", state="poet") == expected
-    assert said(tuned, model="something else") == said(tuned, state=None) == said(tuned, state="") == plain
+    assert said(tuned, state=None) == said(tuned, state="") == plain
 
 
 def test_every_route_takes_a_state(tuned: Service) -> None:
@@ -205,3 +205,30 @@ def test_mixtures_that_cannot_be(tuned: Service, fields: dict[str, Any], why: st
     answer = tuned.post("/v1/chat/completions", {**PLAIN, "contents": [PROMPT], **fields})
     assert answer.status_code == 422 and why in answer.json()["error"]
     assert answer.json()["field"].startswith("states")
+
+
+def test_decode_parameters_that_come_with_a_state(tuned: Service) -> None:
+    body = {"contents": [PROMPT], "stop_tokens": [], "ignore_eos": True, "stream": False}
+    defaults = {"temperature": 0, "max_tokens": 8, "alpha_presence": 0.5}
+    duo = [{"name": "poet", "weight": 2}, {}]
+    for added in ({"file": "clerk.pth"}, {"states": duo}):
+        sent = tuned.post("/v1/states", {"name": "mild", "defaults": defaults, **added}, headers=ADMIN)
+        assert sent.status_code == 200 and sent.json()["defaults"] == defaults
+        (listed,) = [one for one in tuned.get("/v1/states").json()["data"] if one["name"] == "mild"]
+        assert listed["defaults"] == defaults
+        for path in ("/v1/chat/completions", "/v2/chat/completions"):
+            own = defaults if path.startswith("/v1") else {"temperature": 0, "max_tokens": 8}
+            expected = text_of(tuned.post(path, {**body, **own, "state": "mild"}))
+            assert text_of(tuned.post(path, {**body, "model": "rwkv7:mild"})) == expected
+        shorter = text_of(tuned.post("/v1/chat/completions", {**body, "state": "mild", "max_tokens": 3}))
+        assert len(shorter) < len(text_of(tuned.post("/v1/chat/completions", {**body, "state": "mild"})))
+        httpx.delete(f"{tuned.url}/v1/states/mild", headers=ADMIN).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("defaults", "field"),
+    [({"temperature": -1}, "defaults.temperature"), ({"max_tokens": 2**40}, "defaults.max_tokens")],
+)
+def test_decode_parameters_that_no_request_could_have(tuned: Service, defaults: dict[str, Any], field: str) -> None:
+    answer = tuned.post("/v1/states", {"name": "bad", "file": "clerk.pth", "defaults": defaults}, headers=ADMIN)
+    assert answer.status_code == 422 and answer.json()["field"] == field, answer.text

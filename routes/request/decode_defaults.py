@@ -1,0 +1,62 @@
+"""Decode parameters of a tuned state or a model, and where they stand in for what a request leaves out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
+
+from routes.config import HttpConfig
+from routes.request.bodies import Fields, GenerationBody, StopTokens
+from routes.request.generate_requests import invalid
+from rwkv_batch.decode_defaults import DecodeDefaults
+
+_OTHER_NAMES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
+"""Under which dialects give the same."""
+
+
+class DefaultsFields(Fields):
+    """Decode parameters of requests that do not give them; their limits are those of the requests' fields."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
+    top_p: float | None = Field(None, ge=0, le=1, description="1 switches it off.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 switches it off.")
+    alpha_presence: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
+    alpha_frequency: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
+    alpha_decay: float | None = Field(None, ge=0, le=1, description="By which it shrinks with each token.")
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens drawn per row.")
+    stop_tokens: StopTokens | None = Field(
+        None, description="Token ids and strings that end a row, where nothing holds the text to a form."
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """A form has text only: there it is JSON."""
+    return from_json(value) if isinstance(value, str) else value
+
+
+Defaults = Annotated[DefaultsFields, BeforeValidator(_parsed)]
+
+
+def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefaults:
+    """As the engine keeps them. Raises ServiceError for what no request could ask for."""
+    if fields is None:
+        return DecodeDefaults()
+    limit = config.max_tokens_limit
+    if fields.max_tokens is not None and fields.max_tokens > limit:
+        raise invalid("defaults.max_tokens", f"must be at most {limit} (--max-tokens-limit)", fields.max_tokens)
+    return msgspec.convert(fields.model_dump(exclude_none=True), DecodeDefaults)
+
+
+def with_defaults(body: GenerationBody, defaults: DecodeDefaults, of_model: DecodeDefaults) -> GenerationBody:
+    """The body as if it had said what it leaves out; what a state brings goes before what its model brings."""
+    filled = {
+        name: value
+        for name, value in (of_model.given | defaults.given).items()
+        if name in type(body).model_fields and not {name, _OTHER_NAMES.get(name, name)} & body.model_fields_set
+    }
+    if "stop_tokens" in filled and body.constraint is not None:  # which says itself how the text ends
+        del filled["stop_tokens"]
+    return body.model_copy(update=filled) if filled else body

@@ -1,0 +1,26 @@
+"""How requests are decoded that do not say so themselves: what a tuned state or a loaded model brings. Plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """By the names that requests have; None: as the route has it."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    alpha_presence: float | None = None
+    alpha_frequency: float | None = None
+    alpha_decay: float | None = None
+    max_tokens: int | None = None
+    stop_tokens: tuple[int | str, ...] | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are there, by name, as JSON has them."""
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return values

@@ -1,0 +1,45 @@
+"""What a request leaves out is as its tuned state, then its model, has it; what it says stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from routes.openai.request import ChatBody, CompletionBody
+from routes.request.bodies import BatchBody, GenerationBody, PromptBody, validate
+from routes.request.decode_defaults import with_defaults
+from rwkv_batch.decode_defaults import DecodeDefaults
+
+STATE = DecodeDefaults(temperature=0.5, alpha_presence=0.25, max_tokens=7, stop_tokens=("\n\n", 0))
+MODEL = DecodeDefaults(temperature=0.75, top_p=0.125)
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def filled(kind: type[GenerationBody], **body: object) -> GenerationBody:
+    return with_defaults(validate(kind, body), STATE, MODEL)
+
+
+def test_what_is_left_out_comes_from_the_state_and_then_from_the_model() -> None:
+    body = filled(PromptBody, contents=["a"], top_k=3)
+    sampling = body.sampling(1)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.125, 3)
+    assert sampling.presence_penalty == 0.25 and sampling.frequency_penalty == 0.2
+    assert body.max_tokens == 7 and body.stop_tokens == ["\n\n", 0]
+
+
+def test_what_is_said_stays() -> None:
+    body = filled(PromptBody, contents=["a"], temperature=1, max_tokens=9, stop_tokens=[], alpha_presence=None)
+    assert (body.temperature, body.max_tokens, body.stop_tokens) == (1, 9, [])
+    assert body.sampling(1).presence_penalty == 0.25  # null says nothing
+
+
+@pytest.mark.parametrize("other", [{"presence_penalty": 1.5}, {"alpha_presence": 1.5}])
+def test_openais_names_say_the_same(other: dict[str, float]) -> None:
+    body = filled(ChatBody, **CHAT, max_completion_tokens=9, **other)
+    assert body.max_tokens == 9 and body.sampling(1).presence_penalty == 1.5
+    assert filled(CompletionBody, prompt="a").max_tokens == 7
+
+
+def test_a_route_takes_what_it_knows_and_a_form_ends_by_itself() -> None:
+    assert not hasattr(filled(BatchBody, contents=["a"]), "top_p")
+    held = filled(PromptBody, contents=["a"], choice=["x", "y"])
+    assert held.temperature == 0.5 and "stop_tokens" not in held.model_fields_set
