@@ -21,7 +21,7 @@ from bulk.ledger import Ledger
 from bulk.lines import LineWorker, Outcome
 from bulk.outputs import OutputFile
 from bulk.progress import Meter
-from bulk.records import Record
+from bulk.records import Record, RunError
 from bulk.run import Run
 from bulk.sidecar import Sidecar
 from routes.context import Context
@@ -83,6 +83,10 @@ class _Refusal:
         """See LineWorker."""
 
 
+class _InputError(Exception):
+    """The batch's file cannot be read, now or later; the message says why."""
+
+
 class BatchJob:
     """A batch under way."""
 
@@ -96,6 +100,12 @@ class BatchJob:
 
     async def run(self) -> None:
         """Bring the batch to its end. Raises RunError if that has to be tried again later."""
+        try:
+            await self._run_on()
+        except _InputError as error:
+            await self.fail(str(error), "invalid_file")
+
+    async def _run_on(self) -> None:
         if self.batch.status is Status.VALIDATING:
             await self._validate()
         if self.batch.status in (Status.IN_PROGRESS, Status.CANCELLING):
@@ -104,11 +114,9 @@ class BatchJob:
         if self.batch.status is Status.FINALIZING:
             await self._finalise()
 
-    async def fail(self, message: str) -> None:
+    async def fail(self, message: str, code: str = "internal") -> None:
         """End it for a fault that no later try mends."""
-        await self._becomes(
-            Status.FAILED, errors=[{"code": "internal", "message": message, "param": None, "line": None}]
-        )
+        await self._becomes(Status.FAILED, errors=[{"code": code, "message": message, "param": None, "line": None}])
 
     async def _becomes(self, status: Status, **changes: Any) -> None:
         def changed(batch: Batch) -> Batch:
@@ -132,25 +140,42 @@ class BatchJob:
         self.is_cancelled = self.batch.status is Status.CANCELLING
 
     def _mistakes(self) -> tuple[int, list[dict[str, Any]]]:
-        source = Input(str(self._store.content(self.batch.input_file_id)))
+        source = self._input()
         try:
             return mistakes(self._form.read(source.lines()), self.batch.endpoint)
+        except RunError:  # its own message names a path of the server
+            raise _InputError(f"the file {self.batch.input_file_id} ends within its compressed data") from None
         finally:
             source.close()
+
+    def _input(self) -> Input:
+        """The lines' file. Raises _InputError if it is gone."""
+        try:
+            return Input(str(self._store.content(self.batch.input_file_id)))
+        except RunError:
+            raise _InputError(f"the file {self.batch.input_file_id} was deleted") from None
 
     def _path(self, suffix: str) -> Path:
         return self._store.runs / f"{self.batch.id}{suffix}"
 
     async def _answer(self) -> Status:
         """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
-        worker = LineWorker(_Engine(self._context, self.batch), BatchTask(), _RETRY, patience=_PATIENCE)
-        ends_as = await self._run(worker)
+        ends_as = self._ended_early()
+        if ends_as is Status.COMPLETED:
+            worker = LineWorker(_Engine(self._context, self.batch), BatchTask(), _RETRY, patience=_PATIENCE)
+            ends_as = await self._run(worker)
         if ends_as is not Status.COMPLETED:
             await self._run(_Refusal(ends_as))
         return ends_as
 
+    def _ended_early(self) -> Status:
+        """How it ends if it must not go on; COMPLETED if it may."""
+        if self.is_cancelled:
+            return Status.CANCELLED
+        return Status.EXPIRED if time.time() >= self.batch.expires_at else Status.COMPLETED
+
     async def _run(self, worker: LineWorker | _Refusal) -> Status:
-        source = Input(str(self._store.content(self.batch.input_file_id)))
+        source = self._input()
         files = await asyncio.to_thread(self._open)
         try:
             ledger = Ledger(False, files.progress)
@@ -175,8 +200,8 @@ class BatchJob:
             while not running.done():
                 await asyncio.wait([running], timeout=_LOOK_S)
                 await self._count(files)
-                if may_stop and not running.done() and (self.is_cancelled or time.time() >= self.batch.expires_at):
-                    ends_as = Status.CANCELLED if self.is_cancelled else Status.EXPIRED
+                if may_stop and not running.done() and (early := self._ended_early()) is not Status.COMPLETED:
+                    ends_as = early
                     break
         finally:
             running.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -146,6 +147,26 @@ def test_a_cancelled_batch_keeps_what_was_answered(fake: Service) -> None:
     errors = lines_of(client, done.error_file_id)
     assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"} and len(errors) == 4
     wait_for(lambda: not fake.status()["running_rows"], 10, "no row runs")
+
+
+def test_a_batch_that_is_cancelled_before_it_was_looked_at_asks_nothing(fake: Service) -> None:
+    client = client_of(fake)
+    batch = begun(client, [{"custom_id": "no body"}, native_line(1)])
+    client.batches.cancel(batch.id)
+    done = ended(client, batch.id)
+    if done.in_progress_at is None and done.errors is None:
+        assert done.status == "cancelled" and done.output_file_id is None
+    else:  # it was looked at before
+        assert [one.line for one in done.errors.data] == [1]
+
+
+def test_a_batch_whose_file_cannot_be_read_fails(fake: Service) -> None:
+    client = client_of(fake)
+    content = gzip.compress(os.urandom(5000))[:3000]
+    file = client.files.create(file=("lines.jsonl.gz", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    failed = ended(client, batch.id)
+    assert failed.status == "failed" and file.id in failed.errors.data[0].message, failed
 
 
 def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
