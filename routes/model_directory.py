@@ -21,6 +21,8 @@ from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, Se
 USUAL_NAME = "rwkv7"
 """What clients send that know of one model only."""
 _RETRY_S = 2.0
+_TOLD_S = 2.0
+"""Within which what the supervisor has done is in the table; so often it is looked at anyway."""
 
 
 class ModelClient(Protocol):
@@ -143,12 +145,18 @@ class ModelDirectory:
             raise ServiceError(kind, refusal, field="name", given=wish.name if wish is not None else unload)
 
     async def _settled(self, name: str, timeout_s: float | None, ends: set[ModelStatus]) -> ServedModel:
-        """What is told of a model, at the latest after the time."""
+        """What is told of a model, at the latest after the time. Raises ServiceError if it leaves meanwhile."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
-        while (model := self.find(name)) is None or (model.status not in ends and loop.time() < deadline):
-            await self._change(max(deadline - loop.time(), 0.05))
-        return model
+        told = False
+        while True:
+            model = self.find(name)
+            if model is not None and (model.status in ends or loop.time() >= deadline):
+                return model
+            if model is None and (told or loop.time() >= deadline + _TOLD_S):
+                raise _unknown(f"name: {name!r} was unloaded before it was ready", name, "name")
+            told = model is not None
+            await self._change(min(max(deadline - loop.time(), 0.05), _TOLD_S))
 
     async def _change(self, timeout_s: float) -> None:
         """Until the supervisor tells something, or the time is over."""
@@ -173,5 +181,5 @@ def _names(asked: str) -> list[str]:
     return [asked, *(asked.partition(separator)[0] for separator in SEPARATORS if separator in asked)]
 
 
-def _unknown(message: str, asked: str) -> ServiceError:
-    return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=shown(asked))
+def _unknown(message: str, asked: str, field: str = "model") -> ServiceError:
+    return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field=field, given=shown(asked))

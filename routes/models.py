@@ -204,7 +204,7 @@ ROUTES = (
         LoadBody,
         "Load a model beside the others.",
         answer=LoadedModel,
-        errors=(ErrorKind.NAME_TAKEN,),
+        errors=(ErrorKind.NAME_TAKEN, ErrorKind.MODEL_NOT_FOUND),
         example={"file": "rwkv7-g1-0.4b.safetensors", "name": "small"},
         is_admin=True,
         is_about_models=True,

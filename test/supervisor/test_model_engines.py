@@ -144,6 +144,17 @@ def test_loading_wants_the_administrator(fake: Service) -> None:
     assert fake.post("/v1/models/unload", {"name": "good"}).status_code == 401
 
 
+def test_who_waits_for_a_model_that_is_unloaded_is_told(fake: Service) -> None:
+    answers: list[Any] = []
+    body = {"file": "slow.pth", "name": "given-up", "wait_s": 600}
+    waiting = threading.Thread(target=lambda: answers.append(fake.post("/v1/models/load", body, headers=ADMIN)))
+    waiting.start()
+    wait_for(lambda: "given-up" in fake.get("/v1/models").text, 20, "it is being loaded")
+    assert unload(fake, "given-up")["status"] == "unloaded"
+    waiting.join(20)
+    assert [answer.status_code for answer in answers] == [404], answers
+
+
 def test_a_lost_engine_of_a_model_is_started_again_alone(fake: Service) -> None:
     load(fake, "good.pth", "lost")
     everywhere(fake, "lost", "lost")
