@@ -121,7 +121,11 @@ async def submit(context: Context, job: Job) -> EventStream:
     exchange.submit(job)
     stream = EventStream(context, job)
     context.engine.submit(job, stream.sink, _settler(loop, admission))
-    await admission
+    try:
+        await admission
+    except asyncio.CancelledError:  # nobody will read it
+        stream.close()
+        raise
     return stream
 
 
@@ -148,6 +152,8 @@ def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Ca
     """A callback for another thread that settles `future`: a ServiceError is its exception, all else its result."""
 
     def settle(value: object) -> None:
+        if future.done():
+            return  # who asked has given up
         if isinstance(value, ServiceError):
             future.set_exception(value)
         else:

@@ -107,7 +107,8 @@ def test_a_stream_is_refused_and_leaves_nothing_running(path: str) -> None:
     assert engine.cancelled == [job.job_id for job in engine.jobs]
 
 
-def test_a_cancelled_question_ends_its_job() -> None:
+@pytest.mark.parametrize("turns", [0, 2])
+def test_a_cancelled_question_ends_its_job(turns: int) -> None:
     engine = Engine(silent=True)
 
     async def give_up() -> None:
@@ -115,8 +116,8 @@ def test_a_cancelled_question_ends_its_job() -> None:
         route = BY_PATH["/v1/chat/completions"]
         asking = asyncio.create_task(whole_answer(context, route, {"contents": ["a"]}))
         await engine.asked.wait()
-        await asyncio.sleep(0)  # admitted
-        await asyncio.sleep(0)
+        for _ in range(turns):  # 2: it is admitted
+            await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
