@@ -3,8 +3,8 @@
     python -m bench.mutants [--only TEXT] [--jobs 2] [--wide] [--ci] [--out FILE [--again FILE]]
                             [--timeout 600] [--test-timeout 120] [--seconds S] [--cores-each 0]
 
-Each mutant of `bench/mutants/*.py` is applied alone to a copy of the tree, never in place, and its expected tests run
-until the first failure; it counts if the test fails again alone, and passes without the change. `--wide`: a survivor
+Each mutant of `bench/mutants/*.py` is applied alone to a copy of the tree, never in place, and its expected tests run,
+single tests and files apart, until the first failure; it counts if the test fails again alone, and passes without the change. `--wide`: a survivor
 also meets every other test that starts no service. `--only`: those whose name contains the text; `--ci`: those that CI
 runs. A run that takes longer than `--timeout` is told apart: the change made something wait for ever, or the machine
 is slow. `--out` is written after each mutant, so that a run that is cut keeps what it has; with `--again` what an
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a mutant's name")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests of one mutant")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run of tests")
     parser.add_argument("--test-timeout", type=float, default=120.0, help="seconds for one test")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no mutant is begun")
     parser.add_argument("--cores-each", type=int, default=0)

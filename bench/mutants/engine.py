@@ -5,7 +5,14 @@ from __future__ import annotations
 from bench.mutants.mutant import Mutant, of
 
 WORLDS = "test/simulation/test_simulation.py"
-SCHEDULER = ("test/engine/test_scheduler.py", "test/engine/test_fairness.py", "test/engine/test_giving_way.py", WORLDS)
+SCHEDULER = (
+    "test/engine/test_scheduler.py",
+    "test/engine/test_fairness.py",
+    f"{WORLDS}::test_worlds[0]",
+    "test/engine/test_giving_way.py",
+    "test/engine/test_row_ends.py",
+    WORLDS,
+)
 JOBS = (
     "test/engine/test_row_ends.py",
     f"{WORLDS}::test_worlds[0]",
@@ -14,7 +21,7 @@ JOBS = (
     "test/engine/test_engine_parts.py",
     WORLDS,
 )
-OUTPUT = ("test/engine/test_output.py", WORLDS)
+OUTPUT = ("test/engine/test_output.py", f"{WORLDS}::test_worlds[0]", "test/engine/test_engine_sessions.py", WORLDS)
 
 MUTANTS: list[Mutant] = [
     *of(
@@ -25,65 +32,92 @@ MUTANTS: list[Mutant] = [
                 "rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)",
                 "rows += self._prefill_rows(limits.prefill_tokens_per_step)",
                 "decoding rows wait for whole prompts",
+                "test/engine/test_scheduler.py::test_fewer_prompt_tokens_are_read_while_rows_decode",
             ),
-            ("if sequence.cache_points:\n", "if False:\n", "no prompt prefix is ever cached"),
+            (
+                "if sequence.cache_points:\n",
+                "if False:\n",
+                "no prompt prefix is ever cached",
+                "test/engine/test_scheduler.py::test_a_border_ends_a_chunk",
+            ),
             (
                 "limit = min(limit, sequence.cache_points[0] - sequence.num_computed_tokens)",
                 "limit = min(limit, sequence.cache_points[0])",
                 "a second row passes the border worth caching",
+                "test/simulation/test_simulation.py::test_worlds[0]",
             ),
             (
                 "draws=is_last and sequence.draws and not ends",
                 "draws=sequence.draws and not ends",
                 "a token is drawn in the middle of a prompt",
+                "test/engine/test_scheduler.py::test_prompts_are_read_in_chunks_within_the_budget",
             ),
             (
                 "limit = min(sequence.num_uncomputed_tokens, "
                 "max(1, self.limits.prefill_chunk // (1 + len(sequence.members))))",
                 "limit = sequence.num_uncomputed_tokens",
                 "one long prompt fills a step",
+                "test/engine/test_scheduler.py::test_prompts_are_read_in_chunks_within_the_budget",
             ),
             (
                 "ScheduledRow(s, 1, s.draws, s.draws and",
                 "ScheduledRow(s, 1, True, s.draws and",
                 "a closing turn draws one more token",
+                "test/engine/test_row_ends.py::test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row",
             ),
             (
                 "        self.places.give_up_seat(sequence)\n        self.leave(sequence)\n",
                 "        self.leave(sequence)\n",
                 "`seated` and places never fall: in the end nobody runs",
+                "test/engine/test_scheduler.py::test_a_freed_seat_is_taken_in_the_next_step",
             ),
-            ("        self._running.pop(sequence, None)\n", "", "an ended row stays in the steps"),
+            (
+                "        self._running.pop(sequence, None)\n",
+                "",
+                "an ended row stays in the steps",
+                "test/engine/test_fairness.py::test_whatever_comes_and_goes[0]",
+            ),
             (
                 "        self._reading.pop(sequence, None)\n        for group",
                 "        for group",
                 "an ended prompt goes on",
+                "test/engine/test_fairness.py::test_whatever_comes_and_goes[0]",
             ),
             (
                 "        for group in self._groups:\n            group.pop(sequence, None)\n",
                 "",
                 "an ended row decodes on",
+                "test/engine/test_fairness.py::test_interactive_rows_displace_batch_rows_down_to_a_quarter[1]",
             ),
             (
                 'decoding.sort(key=attrgetter("first_slot"))',
                 'decoding.sort(key=attrgetter("first_slot"), reverse=True)',
                 "rows of a step are read from memory in the wrong order",
+                "test/engine/test_scheduler.py::test_rows_decode_in_the_order_of_their_slots",
             ),
-            ("kept = min(wanted, budget // BATCH_PART)", "kept = 0", "batch prompts starve beside interactive ones"),
+            (
+                "kept = min(wanted, budget // BATCH_PART)",
+                "kept = 0",
+                "batch prompts starve beside interactive ones",
+                "test/engine/test_fairness.py::test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter",
+            ),
             (
                 "self._reads_on = len(chunks) < len(reading)",
                 "self._reads_on = False",
                 "prompts left over wait for their group's turn",
+                "test/engine/test_scheduler.py::test_prompts_left_over_do_not_wait_for_their_groups_turn",
             ),
             (
                 "if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):",
                 "if self._reading and not rows:",
                 "prompts wait until nobody decodes",
+                "test/engine/test_scheduler.py::test_fewer_prompt_tokens_are_read_while_rows_decode",
             ),
             (
                 "        if sequence.lacks_spare_slot:\n",
                 "        if False:\n",
                 "a row admitted without a spare decodes every second step for ever",
+                "test/engine/test_session_slots.py::test_a_row_without_its_second_slot_does_not_run_ahead",
             ),
         ],
         ci=(6,),
@@ -96,16 +130,19 @@ MUTANTS: list[Mutant] = [
                 "return 2 * self.reading_for_several if self.max_running >= 8 else 1",
                 "return 2 * self.reading_for_several",
                 "with few places shared prompts and waiting turns hold all slots: nobody goes on",
+                "test/engine/test_fairness.py::test_waiting_turns_and_prompts_for_several_leave_a_slot_to_go_on_with[1]",
             ),
             (
                 "return min(max(1, self.max_running // 16), self.max_running - 1)",
                 "return 0",
                 "no place is kept for an interactive request",
+                "test/engine/test_scheduler.py::test_jobs_share_free_seats_evenly",
             ),
             (
                 "return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)",
                 "return self.max_waiting_rows",
                 "by default one client may fill the queue",
+                "test/engine/test_giving_way.py::test_a_client_has_a_queue_place_of_its_own",
             ),
         ],
     ),
@@ -117,56 +154,91 @@ MUTANTS: list[Mutant] = [
                 "self._fill(self.batch, limits.max_running, limits.reserved_places)",
                 "self._fill(self.batch, limits.max_running, 0)",
                 "batch rows take the reserved places",
+                "test/engine/test_scheduler.py::test_jobs_share_free_seats_evenly",
             ),
-            ("        self._fill(self.batch, self._batch_places, 0)\n", "", "batch rows starve"),
-            ("            self._lend()\n", "            pass\n", "with one place batch rows starve"),
+            (
+                "        self._fill(self.batch, self._batch_places, 0)\n",
+                "",
+                "batch rows starve",
+                "test/engine/test_fairness.py::test_batch_work_that_comes_into_a_flood_begins",
+            ),
+            (
+                "            self._lend()\n",
+                "            pass\n",
+                "with one place batch rows starve",
+                "test/engine/test_fairness.py::test_the_only_place_is_lent_to_batch_work_for_a_while",
+            ),
             (
                 "self._lent_steps = max(0, self._lent_steps - 1)",
                 "pass",
                 "with one place a batch row never gives it back",
+                "test/engine/test_fairness.py::test_the_only_place_is_lent_to_batch_work_for_a_while",
             ),
-            ("        self._displace()\n", "", "an interactive request waits for a bulk job's rows to end"),
+            (
+                "        self._displace()\n",
+                "",
+                "an interactive request waits for a bulk job's rows to end",
+                "test/engine/test_fairness.py::test_interactive_rows_displace_batch_rows_down_to_a_quarter[1]",
+            ),
             (
                 "if job.seated and not beside_others and not job.is_batch:",
                 "if False:",
                 "one job's rows take the last places",
+                "test/engine/test_scheduler.py::test_a_freed_seat_is_taken_in_the_next_step",
             ),
             (
                 "return reading < limits.reading_for_several and held < limits.prompts_for_several",
                 "return True",
                 "shared prompts hold all slots: nobody goes on",
+                "test/engine/test_scheduler.py::test_prompts_read_for_several_rows_never_hold_all_seats",
             ),
             (
                 "if self._slots.is_ready(sequence) and (sequence.draws",
                 "if (sequence.draws",
                 "a row starts before its session's state is there",
+                "test/engine/test_scheduler.py::test_rows_behind_a_busy_session_let_others_pass",
             ),
             (
                 "if largest is None or len(largest.running) < len(newcomer.running) + 2:",
                 "if largest is None or len(largest.running) < len(newcomer.running):",
                 "two clients displace each other for ever",
+                "test/engine/test_fairness.py::test_clients_share_the_places",
             ),
             (
                 "while turns and self.paused_rows < self._limits.max_paused:",
                 "while turns:",
                 "more rows give way than there are seats",
+                "test/engine/test_fairness.py::test_interactive_rows_displace_batch_rows_down_to_a_quarter[1]",
             ),
-            ("            self.free_seats.append(sequence.seat)\n", "", "seats run out"),
+            (
+                "            self.free_seats.append(sequence.seat)\n",
+                "",
+                "seats run out",
+                "test/engine/test_fairness.py::test_interactive_floods_leave_batch_work_its_part",
+            ),
             (
                 "next((s for s in reversed(client.running) if s.draws), None)",
                 "next((s for s in client.running if s.draws), None)",
                 "the oldest row gives way instead of the youngest",
+                "test/engine/test_fairness.py::test_paused_rows_keep_slot_and_seat_and_go_on_first",
             ),
-            ("                    self._steps.leave(victim)\n", "", "a row that gave way stays in the steps"),
+            (
+                "                    self._steps.leave(victim)\n",
+                "",
+                "a row that gave way stays in the steps",
+                "test/engine/test_fairness.py::test_interactive_rows_displace_batch_rows_down_to_a_quarter[1]",
+            ),
             (
                 "                self._steps.enter(sequence)  # it was paused",
                 "                pass",
                 "a turn that ends while paused is never stored",
+                "test/engine/test_row_ends.py::test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end",
             ),
             (
                 "self._seat(queue.start(job, index), slot)",
                 "self._seat(queue.start(job, 0), slot)",
                 "a row behind a busy session starts in another's place",
+                "test/engine/test_scheduler.py::test_rows_behind_a_busy_session_let_others_pass",
             ),
         ],
         ci=(0, 4),
@@ -179,6 +251,7 @@ MUTANTS: list[Mutant] = [
                 "self._heap = [(len(rows.running), rows.served,",
                 "self._heap = [(0, rows.served,",
                 "a client with many rows gets as many more",
+                "test/engine/test_fairness.py::test_a_client_of_many_jobs_gets_no_more_than_one_of_few",
             ),
             (
                 "        if job.waiting:\n            rows.jobs.append(job)\n",
@@ -189,31 +262,37 @@ MUTANTS: list[Mutant] = [
                 "        for sequence in sequences:\n            self._no_longer_forked(self.of(job.client), sequence)\n",
                 "",
                 "cancelled forked rows stay queued: no prompt is read for several any more",
+                "test/engine/test_fairness.py::test_queued_continuations_of_a_cancelled_job_are_forgotten",
             ),
             (
                 "        self.num_waiting -= len(sequences)\n",
                 "",
                 "cancelled rows count as waiting until the queue is full",
+                "test/engine/test_scheduler.py::test_forgetting_a_job_empties_the_queue",
             ),
             (
                 "        sequence.job.seated -= 1\n\n    def end",
                 "\n    def end",
                 "`seated` does not fall when a row gives way",
+                "test/engine/test_fairness.py::test_whatever_comes_and_goes[0]",
             ),
             (
                 "            self.num_running -= 1\n            sequence.job.seated -= 1\n",
                 "            self.num_running -= 1\n",
                 "`seated` never falls",
+                "test/engine/test_fairness.py::test_a_job_without_seats_may_take_the_reserve_again",
             ),
             (
                 "        rows.jobs.appendleft(job)\n        job.waiting.extendleft(reversed(sequences))",
                 "        rows.jobs.append(job)\n        job.waiting.extend(sequences)",
                 "rows that share a prompt wait behind all others while its slot is held",
+                "test/engine/test_scheduler.py::test_continuations_go_first",
             ),
             (
                 "            del self._clients[client]\n",
                 "            pass\n",
                 "clients that were here once are kept for ever",
+                "test/engine/test_fairness.py::test_whatever_comes_and_goes[0]",
             ),
             ("        rows.served = next(self._serial)\n", "", "turns go by name"),
         ],
@@ -222,14 +301,30 @@ MUTANTS: list[Mutant] = [
         "rwkv_batch/core/prompt_turns.py",
         SCHEDULER,
         [
-            ("    queues.rotate(-turn)\n", "", "one client's prompts always go first"),
+            (
+                "    queues.rotate(-turn)\n",
+                "",
+                "one client's prompts always go first",
+                "test/engine/test_fairness.py::test_clients_share_the_prompt_budget",
+            ),
             (
                 "count = min(chunk(sequence), share, left)",
                 "count = min(chunk(sequence), left)",
                 "one job's prompts use its client's whole part",
+                "test/engine/test_scheduler.py::test_prompt_budget_is_shared_between_jobs",
             ),
-            ("left = min(budget, max(part, share))", "left = budget", "one client's prompts use the whole step"),
-            ("    lines.rotate(-turn)\n", "", "one job's prompts always go first"),
+            (
+                "left = min(budget, max(part, share))",
+                "left = budget",
+                "one client's prompts use the whole step",
+                "test/engine/test_fairness.py::test_clients_share_the_prompt_budget",
+            ),
+            (
+                "    lines.rotate(-turn)\n",
+                "",
+                "one job's prompts always go first",
+                "test/engine/test_scheduler.py::test_long_prompts_take_turns",
+            ),
         ],
     ),
     *of(
@@ -247,7 +342,12 @@ MUTANTS: list[Mutant] = [
                 "each turn that ends by a stop reads its session anew",
                 "test/engine/test_engine_sessions.py::test_a_stop_makes_nothing_be_read_again",
             ),
-            ("        sequence.token_ids[at] = token\n", "", "the drawn token is never known"),
+            (
+                "        sequence.token_ids[at] = token\n",
+                "",
+                "the drawn token is never known",
+                "test/simulation/test_simulation.py::test_worlds[120]",
+            ),
             (
                 "            self._keeper.update_rollback_state(sequence)\n",
                 "            pass\n",
@@ -280,6 +380,7 @@ MUTANTS: list[Mutant] = [
                 "FinishReason.ERROR if error else reason, error.info if error else None)\n\n        self._keeper.record",
                 "reason, None)\n\n        self._keeper.record",
                 "a turn that was not stored is acknowledged",
+                "test/simulation/test_simulation.py::test_worlds[0]",
             ),
             (
                 "        sequence.output.give_up_holding()\n",
@@ -367,13 +468,20 @@ MUTANTS: list[Mutant] = [
                 "            if row in job.live:  # else it ended",
                 "            if True:  # else it ended",
                 "scores of an ended row",
+                "test/engine/test_row_ends.py::test_a_failed_job_tells_nothing_behind_its_error",
             ),
             (
                 "for sequence in [row.sequence for row in rows if row.ends]:",
                 "for sequence in ():",
                 "only read, never ended",
+                "test/engine/test_prompt_scoring.py::test_a_row_that_only_reads",
             ),
-            ("request.num_rows > 1 and len(request.prompt) > 1", "False", "every answer of n reads the prompt again"),
+            (
+                "request.num_rows > 1 and len(request.prompt) > 1",
+                "False",
+                "every answer of n reads the prompt again",
+                "test/engine/test_row_ends.py::test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for",
+            ),
             (
                 "            done = job.unfinished == 0\n",
                 "            done = bool(job.deltas)\n",
@@ -410,6 +518,7 @@ MUTANTS: list[Mutant] = [
                 "if _may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids, sequence.base):",
                 "if False:",
                 "rows that wait together each read the common prefix",
+                "test/engine/test_row_ends.py::test_a_border_of_a_cancelled_row_is_not_awaited",
             ),
             (
                 "sequence.token_ids = [*lease.replay, *turn.resume_prompt]",
@@ -451,21 +560,29 @@ MUTANTS: list[Mutant] = [
                 "            shared, sequence.shared = sequence.shared, None\n",
                 "a slot leaks when a shared prompt is a cached prefix",
             ),
-            ("        del sequence.token_ids[end:]\n", "", "tokens past the stop stay"),
+            (
+                "        del sequence.token_ids[end:]\n",
+                "",
+                "tokens past the stop stay",
+                "test/engine/test_engine_sessions.py::test_a_stop_inside_tokens_is_not_in_the_state",
+            ),
             (
                 "if sequence.num_computed_tokens > end and sequence.lease is not None:",
                 "if False:",
                 "a stop read ahead stays in the session",
+                "test/engine/test_engine_sessions.py::test_a_stop_inside_tokens_is_not_in_the_state",
             ),
             (
                 "        self._abandon_borders(sequence)\n        sequence.cache_points = []\n",
                 "        sequence.cache_points = []\n",
                 "a cache border of a cancelled row is awaited for ever",
+                "test/engine/test_row_ends.py::test_a_border_of_a_cancelled_row_is_not_awaited",
             ),
             (
                 "        sequence.cache_points = []\n        if sequence.shared is not None:\n            sequence.shared.drop()\n            sequence.shared = None\n",
                 "        sequence.cache_points = []\n",
                 "a shared slot is not dropped at a cancel",
+                "test/engine/test_row_ends.py::test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it",
             ),
             (
                 "        self._drop_rollback_state(sequence)\n        self._drop_spare_slot(sequence)\n        if sequence.slot",
@@ -481,6 +598,7 @@ MUTANTS: list[Mutant] = [
                 "            self.pool.release(sequence.lease)\n",
                 "            pass\n",
                 "a cancelled turn blocks its session",
+                "test/engine/test_engine_sessions.py::test_cancelled_and_timed_out_turns_leave_the_session_as_it_was",
             ),
             (
                 "self.pool.record(lease, token_ids[sequence.turn_start :], durable)",
@@ -491,11 +609,13 @@ MUTANTS: list[Mutant] = [
                 "whole + (self._tokenizer.encode_bytes(partial) if partial else [])",
                 "whole",
                 "the shown part of a cut token is missing from the session",
+                "test/engine/test_engine_sessions.py::test_a_stop_inside_tokens_is_not_in_the_state",
             ),
             (
                 "            sequence.dialogue_idx = lease.dialogue_idx\n",
                 "",
                 "a branching turn does not tell its number",
+                "test/engine/test_engine_sessions.py::test_branches_leave_their_parent_alone",
             ),
             (
                 "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state)",
@@ -528,6 +648,7 @@ MUTANTS: list[Mutant] = [
                 "self.token_ids[: self.scored.start] if self.scored else self.token_ids",
                 "self.token_ids",
                 "a scored prompt begins behind tokens that it should tell of",
+                "test/engine/test_prompt_scoring.py::test_a_cached_prefix_is_no_further_than_what_is_scored",
             ),
             (
                 "return self.spare_slot if self.keeps_last_state else self.slot",
@@ -548,6 +669,7 @@ MUTANTS: list[Mutant] = [
                 "return self.phase in (Phase.CLOSING, Phase.ANSWERED)",
                 "return self.phase is not Phase.RUNNING",
                 "a waiting row counts as one that has answered: a cancel forgets it",
+                "test/engine/test_row_ends.py::test_continuations_of_a_cancelled_job_leave_the_queue",
             ),
         ],
         ci=(1, 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.mutants.mutant import Mutant, of
 
 WORLDS = "test/simulation/test_simulation.py"
+FIRST_WORLDS = f"{WORLDS}::test_worlds[0]"
 FAULTS = "test/state_pool/test_pool_faults.py"
 SESSIONS = "test/state_pool/test_pool_sessions.py"
 EFFECTS = "test/state_pool/test_pool_effects.py"
@@ -16,12 +17,13 @@ PORTABLE = "test/state_pool/test_pool_portable.py"
 MUTANTS: list[Mutant] = [
     *of(
         "state_pool/cache/tiers.py",
-        (SESSIONS, WORLDS, MODEL, FAULTS, PREFIX),
+        (SESSIONS, EFFECTS, PREFIX, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "return len(self._pins) < max(1, self.slots.num_usable // 2)",
                 "return len(self._pins) < self.slots.num_usable",
                 "turns that wait hold all slots: nobody goes on",
+                "test/state_pool/test_pool_sessions.py::test_pressure_never_deadlocks",
             ),
             (
                 "        self._pins[slot] -= 1\n        if self._pins[slot] == 0:\n            del self._pins[slot]\n",
@@ -57,6 +59,7 @@ MUTANTS: list[Mutant] = [
                 "for session in list(index.l1) if excess > 0 else ():",
                 "for session in reversed(list(index.l1)) if excess > 0 else ():",
                 "the session used last leaves its slot first",
+                "test/state_pool/test_pool_effects.py::test_the_longest_unused_session_leaves_first",
             ),
             (
                 "if excess > 0 and not session.busy:  # those",
@@ -69,22 +72,25 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/cache/checkpoints.py",
-        (SESSIONS, FAULTS, WORLDS, MODEL),
+        (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "            if not session.deleted:\n                self._store_state(session, Checkpoint(row, host))",
                 "            self._store_state(session, Checkpoint(row, host))",
                 "a deleted session's state is stored again",
+                "test/state_pool/test_pool_faults.py::test_a_delete_overtakes_a_state_that_waits_to_be_written",
             ),
             (
                 "            if error is None:\n                mark_stored(session, job.session)",
                 "            mark_stored(session, job.session)",
                 "a state that was not stored counts as stored: it is forgotten",
+                "test/state_pool/test_pool_faults.py::test_full_tiers_over_a_full_disk_go_on_serving",
             ),
             (
                 "    if row.turn == session.turn:\n        session.log_broken = False",
                 "    session.log_broken = False",
                 "an older state clears a broken log",
+                "test/state_pool/test_pool_effects.py::test_an_older_state_does_not_mend_a_broken_log",
             ),
             (
                 "    session.disk_turn, session.disk_tokens = row.turn, row.num_tokens\n",
@@ -105,45 +111,61 @@ MUTANTS: list[Mutant] = [
                 "return session.dirty and (session.log_broken or session.log_tokens",
                 "return session.dirty and (session.log_tokens",
                 "a session with a gap in its log is never stored",
+                "test/state_pool/test_pool_effects.py::test_an_older_state_does_not_mend_a_broken_log",
             ),
         ],
     ),
     *of(
         "state_pool/cache/slots.py",
-        ("test/state_pool/test_pool_sessions.py", WORLDS),
+        (SESSIONS, FIRST_WORLDS, WORLDS),
         [
             (
                 "        self._holders[slot] += 1\n",
                 "        self._holders[slot] = 1\n",
                 "a slot is free while somebody reads it",
+                "test/state_pool/test_pool_sessions.py::test_slots_are_counted",
             ),
             (
                 "        if self._holders[slot] == 0:\n            heapq.heappush",
                 "        if self._holders[slot] <= 1:\n            heapq.heappush",
                 "a slot is given to two",
+                "test/state_pool/test_pool_sessions.py::test_slots_are_counted",
             ),
             (
                 "        slot = heapq.heappop(self._free)\n",
                 "        slot = self._free.pop()\n",
                 "the highest slot first: rows lie apart in memory",
+                "test/state_pool/test_pool_sessions.py::test_the_lowest_free_slot_is_handed_out_first",
             ),
         ],
     ),
     *of(
         "state_pool/cache/prefix_cache.py",
-        (PREFIX, WORLDS, MODEL),
+        (PREFIX, EFFECTS, FIRST_WORLDS, MODEL, WORLDS),
         [
             (
                 "return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]",
                 "return [entry for entry in bucket if ids.startswith(entry.ids)]",
                 "a hit on a prefix as long as the prompt: no token is left to read",
+                "test/state_pool/test_pool_effects.py::test_a_hit_leaves_a_token_to_compute",
             ),
-            ("or self._find(ids) is not None:", "or False:", "the same prefix is cached twice"),
-            ("        self._l1.move_to_end(entry)\n", "", "FIFO instead of LRU"),
+            (
+                "or self._find(ids) is not None:",
+                "or False:",
+                "the same prefix is cached twice",
+                "test/state_pool/test_pool_effects.py::test_the_same_prefix_is_cached_once",
+            ),
+            (
+                "        self._l1.move_to_end(entry)\n",
+                "",
+                "FIFO instead of LRU",
+                "test/state_pool/test_pool_effects.py::test_the_longest_unused_prefix_leaves_first",
+            ),
             (
                 "        del self._l2[entry]\n        entry.slot = self._tiers.load(host)\n",
                 "        entry.slot = self._tiers.load(host)\n        self._l2.pop(entry, None)\n",
                 "an entry is trimmed while it is brought back: the engine dies of it",
+                "test/state_pool/test_pool_prefix.py::test_a_hit_in_host_memory_is_not_trimmed_by_the_room_that_is_made_for_it",
             ),
             (
                 "        bucket.sort(key=lambda e: -len(e.ids))\n",
@@ -155,12 +177,23 @@ MUTANTS: list[Mutant] = [
                 "        entry.used",
                 "a cached prefix is written over while a row reads it",
             ),
-            ("if gain <= 0 or at - cached < _KEY_BYTES:", "if gain < 0:", "every prompt costs a state"),
-            ("        self._coming[ids[:at]] = None\n", "", "rows that wait together each read the common prefix"),
+            (
+                "if gain <= 0 or at - cached < _KEY_BYTES:",
+                "if gain < 0:",
+                "every prompt costs a state",
+                "test/state_pool/test_pool_prefix.py::test_prompts_that_share_nothing_cost_no_state",
+            ),
+            (
+                "        self._coming[ids[:at]] = None\n",
+                "",
+                "rows that wait together each read the common prefix",
+                "test/state_pool/test_pool_prefix.py::test_prompts_that_wait_together_are_computed_once",
+            ),
             (
                 "        self._coming.pop(_packed(tokens, base), None)\n",
                 "",
                 "a border of a cancelled row is awaited for ever",
+                "test/state_pool/test_pool_prefix.py::test_an_abandoned_border_is_not_waited_for",
             ),
             (
                 "self._longest(ids) < longest < len(ids)",
@@ -171,6 +204,7 @@ MUTANTS: list[Mutant] = [
                 "        while len(self._l2) > self._config.prefix_cache_l2:\n",
                 "        while False:\n",
                 "prefixes fill host memory",
+                "test/state_pool/test_pool_prefix.py::test_the_cache_is_bounded_on_both_tiers",
             ),
             (
                 "if self._closed or entry.slot != slot or self._tiers.slots.holders(slot) != 1:",
@@ -193,62 +227,73 @@ MUTANTS: list[Mutant] = [
                 "        while self._bytes > self._max_bytes:\n",
                 "        while False:\n",
                 "remembered prompts fill memory",
+                "test/state_pool/test_pool_prefix.py::test_recent_prompts_are_bounded",
             ),
             (
                 "self._buckets.popitem(last=False)",
                 "self._buckets.popitem(last=True)",
                 "the newest prompts are forgotten first",
+                "test/state_pool/test_pool_prefix.py::test_recent_prompts_are_bounded",
             ),
             (
                 "        if observed and ids in others:\n            others.remove(ids)\n",
                 "",
                 "a prompt resembles itself: every one costs a state",
+                "test/state_pool/test_pool_prefix.py::test_prompts_that_share_nothing_cost_no_state",
             ),
         ],
     ),
     *of(
         "state_pool/turns/turns.py",
-        (SESSIONS, DIALOGUES, FAULTS, WORLDS, MODEL),
+        (SESSIONS, EFFECTS, DIALOGUES, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "if not wait and (session.active is not None or session.queue or session.pending is not None):",
                 "if not wait and (session.active is not None or session.queue):",
                 "wait: false is not refused while the turn before is stored",
+                "test/state_pool/test_pool_effects.py::test_a_turn_that_is_being_stored_is_busy_too",
             ),
             (
                 '            if source.unusable is not None:\n                raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")\n',
                 "",
                 "a branch from an unusable dialogue",
+                "test/state_pool/test_pool_effects.py::test_no_branch_from_what_is_unusable_or_deleted",
             ),
             (
                 "if source is None or not source.exists:",
                 "if source is None:",
                 "a branch from a dialogue that was never kept",
+                "test/state_pool/test_pool_effects.py::test_no_branch_from_what_is_unusable_or_deleted",
             ),
             (
                 "        self._refuse_when_full()\n        now = time.time()\n        # Its number",
                 "        now = time.time()\n        # Its number",
                 "a branch past the disk limit",
+                "test/state_pool/test_pool_effects.py::test_no_branch_beyond_the_disk_limit",
             ),
             (
                 "            self._refuse_when_full()\n            now",
                 "            now",
                 "a new session past the disk limit",
+                "test/state_pool/test_pool_faults.py::test_the_disk_cap_refuses_new_sessions",
             ),
             (
                 '        if session.unusable is not None:\n            raise SessionUnusable(f"session {session_id!r}: {session.unusable}")\n',
                 "",
                 "a damaged session is fed",
+                "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
             (
                 "        if session.active is not None or session.pending is not None:\n            return\n",
                 "        if session.active is not None:\n            return\n",
                 "a turn begins before the one before is stored",
+                "test/state_pool/test_pool_sessions.py::test_turns_of_one_session_come_in_order",
             ),
             (
                 "            session.active = session.queue.pop(0)\n",
                 "            session.active = session.queue.pop()\n",
                 "turns of a session overtake each other",
+                "test/state_pool/test_pool_sessions.py::test_turns_of_one_session_come_in_order",
             ),
             (
                 "        turn = PendingTurn(session.turn + 1, list(tokens), on_durable)\n",
@@ -259,12 +304,19 @@ MUTANTS: list[Mutant] = [
                 '        if session.deleted:\n            error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")\n',
                 "",
                 "a deleted session's turn is acknowledged",
+                "test/state_pool/test_pool_effects.py::test_a_deleted_sessions_turn_is_not_acknowledged",
             ),
-            ("        session.num_tokens += len(turn.tokens)\n", "", "usage counts a session's history wrongly"),
+            (
+                "        session.num_tokens += len(turn.tokens)\n",
+                "",
+                "usage counts a session's history wrongly",
+                "test/state_pool/test_pool_sessions.py::test_a_new_session_begins_from_zero_and_is_resumed_without_a_copy",
+            ),
             (
                 "        if turn.slot is None:\n            self._tiers.forget(session)  # the log gives it back\n            return\n",
                 "        if turn.slot is None:\n            return\n",
                 "after a failed step a session goes on from before its acknowledged turn",
+                "test/state_pool/test_pool_sessions.py::test_a_turn_given_up_after_it_was_recorded",
             ),
             (
                 "        elif turn.slot is not None:\n            self._tiers.slots.drop(turn.slot)\n        self.advance",
@@ -275,6 +327,7 @@ MUTANTS: list[Mutant] = [
                 "            if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:\n                self._discard(lease.session)\n",
                 "            pass\n",
                 "a branch that runs outlives the delete of its session",
+                "test/state_pool/test_pool_sessions.py::test_delete_wins_over_a_running_turn",
             ),
             (
                 "self._tiers.unpin(lease.read_slot)\n            lease.pinned = False",
@@ -285,6 +338,7 @@ MUTANTS: list[Mutant] = [
                 "                self._undeleted.append(rows)\n",
                 "                pass\n",
                 "a delete that the disk refused comes undone",
+                "test/state_pool/test_pool_faults.py::test_a_failed_delete_is_told_and_tried_again",
             ),
             (
                 "        if error is not None:\n            _tell(turn, error)\n",
@@ -295,6 +349,7 @@ MUTANTS: list[Mutant] = [
                 "            lease.state, lease.error = LeaseState.FAILED, error\n",
                 "            pass\n",
                 "a turn goes on in a deleted session",
+                "test/state_pool/test_pool_sessions.py::test_delete_wins_over_a_running_turn",
             ),
             (
                 "        elif not session.exists and not session.deleted:\n            self._index.remove(session)\n",
@@ -306,12 +361,13 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/turns/lease_queue.py",
-        (SESSIONS, WORLDS, FAULTS, MODEL),
+        (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "lease.read_slot, lease.replay = source.slot, list(source.replay)",
                 "lease.read_slot, lease.replay = source.slot, []",
                 "turns after a checkpoint are forgotten",
+                "test/state_pool/test_pool_sessions.py::test_a_turn_given_up_after_it_was_recorded",
             ),
             (
                 "        if session.loading or session.unlogged or self",
@@ -338,14 +394,20 @@ MUTANTS: list[Mutant] = [
                 "        if isinstance(result, Damaged):\n            self._quarantine(session, str(result))\n",
                 "",
                 "damage is forgotten until the next turn",
+                "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
         ],
     ),
     *of(
         "state_pool/turns/import_export.py",
-        (PORTABLE, WORLDS),
+        (PORTABLE, FIRST_WORLDS, WORLDS),
         [
-            ("        if self._index.get(key) is not None:\n", "        if False:\n", "an import replaces a session"),
+            (
+                "        if self._index.get(key) is not None:\n",
+                "        if False:\n",
+                "an import replaces a session",
+                "test/state_pool/test_pool_portable.py::test_what_is_refused",
+            ),
             (
                 "            self._delete_rows((session.row,))\n",
                 "",
@@ -370,42 +432,49 @@ MUTANTS: list[Mutant] = [
                 "        if self._under_way >= AT_ONCE:\n",
                 "        if False:\n",
                 "any number of exports hold states in memory",
+                "test/state_pool/test_pool_portable.py::test_an_import_that_cannot_begin_leaves_its_place",
             ),
         ],
     ),
     *of(
         "state_pool/disk/writer.py",
-        (EFFECTS, FAULTS, "test/state_pool/test_pool_threads.py", WORLDS, SESSIONS),
+        (EFFECTS, "test/state_pool/test_pool_threads.py", SESSIONS, FIRST_WORLDS, FAULTS, WORLDS),
         [
             (
                 "        if error is not None and len(group) > 1 and not _is_outside(error):\n",
                 "        if False:\n",
                 "one bad turn fails its whole group",
+                "test/state_pool/test_pool_effects.py::test_one_bad_turn_fails_alone",
             ),
             (
                 "            while staging.chunks and (written == 0 or not self._small):\n",
                 "            while staging.chunks:\n",
                 "turns wait for a whole state",
+                "test/state_pool/test_pool_effects.py::test_a_turn_goes_before_the_rest_of_a_state",
             ),
             (
                 "        self._garbage.extend(garbage)\n        self._succeeded",
                 "        self._succeeded",
                 "pieces of deleted states are never collected",
+                "test/state_pool/test_pool_effects.py::test_pieces_of_a_deleted_state_are_collected",
             ),
             (
                 "            if old is not None:\n                self._garbage.append(old)\n",
                 "",
                 "pieces of replaced states are never collected",
+                "test/state_pool/test_pool_effects.py::test_pieces_of_a_replaced_state_are_collected",
             ),
             (
                 "            self._staging = None\n            self._garbage.append(staging.state)\n        self._report(staging.done, self._failure",
                 "            self._staging = None\n        self._report(staging.done, self._failure",
                 "pieces of failed states are never collected",
+                "test/state_pool/test_pool_effects.py::test_pieces_of_a_state_that_failed_are_collected",
             ),
             (
                 "            if isinstance(job, Delete):\n                self._forget_states(set(job.rows))\n",
                 "",
                 "a deleted session's state comes back",
+                "test/state_pool/test_pool_faults.py::test_a_delete_overtakes_a_state_that_waits_to_be_written",
             ),
             (
                 "                self._staging = None\n                self._garbage.append(staged.state)\n",
@@ -416,26 +485,31 @@ MUTANTS: list[Mutant] = [
                 "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
                 "",
                 "the log grows for ever",
+                "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
             ),
             (
                 "        if self._connection.in_transaction:\n",
                 "        if False:\n",
                 "after one failed write every other fails",
+                "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
             ),
             (
                 "        self.stats.degraded = None\n        self._wal_bytes += num_bytes",
                 "        self._wal_bytes += num_bytes",
                 "the service stays degraded after the disk has recovered",
+                "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
             ),
             (
                 "        if job.commits is not None and self._retain:\n",
                 "        if False:\n",
                 "--retain-tokens keeps nothing with durability turn",
+                "test/state_pool/test_pool_faults.py::test_a_whole_history_rebuilds_a_damaged_state",
             ),
             (
                 "        except Exception as error:  # noqa: BLE001 - a number",
                 "        except sqlite3.Error as error:  # noqa: BLE001 - a number",
                 "one import ends the writer: no turn is acknowledged any more",
+                "test/state_pool/test_pool_threads.py::test_a_number_that_sqlite_cannot_hold_is_its_jobs_failure",
             ),
             (
                 "            if self._staging is not staging:\n                return  # a delete",
@@ -447,7 +521,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/reader.py",
-        (FAULTS, "test/state_pool/test_pool_threads.py", PORTABLE, WORLDS),
+        ("test/state_pool/test_pool_threads.py", FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
         [
             (
                 '                self._connection.execute("ROLLBACK")\n',
@@ -463,6 +537,7 @@ MUTANTS: list[Mutant] = [
                 "        except Exception as error:  # out of memory",
                 "        except KeyError as error:  # out of memory",
                 "one failure ends the reader: every session on disk waits for ever",
+                "test/state_pool/test_pool_threads.py::test_a_session_that_cannot_be_read_fails_alone",
             ),
             (
                 "            return Loaded(None, replay, 4 * len(replay))\n",
@@ -473,23 +548,26 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/statements.py",
-        (FAULTS, SESSIONS, WORLDS, MODEL),
+        (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "if turn != (1 if found is None else int(found[0]) + 1):",
                 "if False:",
                 "a turn may be missing or applied twice",
+                "test/state_pool/test_pool_faults.py::test_turns_are_taken_in_order_and_once",
             ),
             (
                 "            continue\n        garbage +=",
                 "            pass\n        garbage +=",
                 "a parent is removed under dialogues that need it",
+                "test/state_pool/test_pool_sessions.py::test_what_a_delete_means",
             ),
             ("WHERE excluded.turn > turn", "", "an older state moves its session back"),
             (
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)',
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn + 1, num_tokens + 10**6)',
                 "the turn after a checkpoint leaves the log with it",
+                "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
             ),
             ("    return gone < limit\n", "    return True\n", "most pieces of a state stay for ever"),
             (
@@ -501,23 +579,31 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/verify.py",
-        (FAULTS, PORTABLE, WORLDS),
+        (FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
         [
             (
                 "            if piece_checksum(data, at) != digest or at != low + len(chunks):\n",
                 "            if at != low + len(chunks):\n",
                 "a damaged state is fed",
+                "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
             (
                 "            if turn != expected or checksum(data, session, turn) != digest:\n",
                 "            if turn != expected:\n",
                 "a damaged turn is fed",
+                "test/state_pool/test_pool_faults.py::test_a_damaged_log_is_quarantined",
             ),
-            ("        if expected != last:\n", "        if False:\n", "a missing turn is not noticed"),
+            (
+                "        if expected != last:\n",
+                "        if False:\n",
+                "a missing turn is not noticed",
+                "test/state_pool/test_pool_faults.py::test_a_damaged_log_is_quarantined",
+            ),
             (
                 '        if fingerprint != self._fingerprint:\n            return SessionUnusable(\n                f"the session belongs to another model (f',
                 '        if False:\n            return SessionUnusable(\n                f"the session belongs to another model (f',
                 "another model's state is fed",
+                "test/state_pool/test_pool_faults.py::test_another_model_is_refused_and_its_sessions_stay",
             ),
             (
                 "            replay = self._log(wanted, base, int(turn), why_not) + replay\n",

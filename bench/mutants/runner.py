@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -29,6 +30,7 @@ WIDE = ("test/engine", "test/state_pool", "test/sampling", "test/simulation")
 TOO_LATE = "none within"
 """How `Outcome.seen_by` begins when the tests did not end in time."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+_UNKNOWN = re.compile(r"^ERROR: not found: (.*)\n\(no match in any of", re.MULTILINE)
 _IS_TEST = re.compile(r"^test/\S+\.py(::|$)")
 
 
@@ -36,7 +38,7 @@ _IS_TEST = re.compile(r"^test/\S+\.py(::|$)")
 class Limits:
     """How long tests may take, in seconds."""
 
-    mutant_s: float = 600.0
+    run_s: float = 600.0
     test_s: float = 120.0
 
 
@@ -143,10 +145,15 @@ def try_mutant(trees: Trees, mutant: Mutant, unchanged: Unchanged, limits: Limit
     """Run the expected tests against a mutant, then the others if `wide`."""
     began = time.monotonic()
     with trees.changed(mutant) as tree:
-        seen_by = confirmed_failure(tree, list(mutant.tests), unchanged, limits)
-        if not seen_by and wide:
-            seen_by = confirmed_failure(tree, list(WIDE), unchanged, limits)
+        for tests in [*_runs(mutant.tests), *([list(WIDE)] if wide else [])]:
+            if seen_by := confirmed_failure(tree, tests, unchanged, limits):
+                break
     return Outcome(mutant, seen_by, round(time.monotonic() - began, 1))
+
+
+def _runs(tests: Iterable[str]) -> list[list[str]]:
+    """Single tests apart from files, in their order: a file that contains a test takes it to its own place in a run."""
+    return [list(run) for _, run in itertools.groupby(tests, lambda test: "::" in test)]
 
 
 def confirmed_failure(tree: Tree, tests: list[str], unchanged: Unchanged, limits: Limits) -> str:
@@ -169,7 +176,7 @@ def confirmed_failure(tree: Tree, tests: list[str], unchanged: Unchanged, limits
 
 
 def first_failure(tree: Tree, tests: list[str], limits: Limits, without: Iterable[str] = ()) -> str:
-    """The first test that fails there; "": all pass, or there are none."""
+    """The first test that fails there; "": all pass, or there are none. Raises ValueError if one does not exist."""
     if not tests:
         return ""
     command = ["taskset", "-c", ",".join(map(str, tree.cores))] if tree.cores else []
@@ -190,14 +197,16 @@ def first_failure(tree: Tree, tests: list[str], limits: Limits, without: Iterabl
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=limits.mutant_s)
+            output, _ = process.communicate(timeout=limits.run_s)
         except subprocess.TimeoutExpired:
-            return f"{TOO_LATE} {limits.mutant_s:g} s"
+            return f"{TOO_LATE} {limits.run_s:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError):  # services that a test did not end
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return ""
+    if (unknown := _UNKNOWN.search(output)) is not None:
+        raise ValueError(f"there is no test {unknown.group(1)}")  # pytest runs none then: it says nothing of the change
     found = _FAILED.search(output)
     return found.group(1) if found else output[-300:].strip() or f"exit status {process.returncode}"
 

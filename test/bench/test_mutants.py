@@ -49,7 +49,7 @@ def trees() -> Iterator[Trees]:
 
 @pytest.mark.parametrize("mutant", CI, ids=lambda mutant: mutant.name)
 def test_a_wrong_change_is_seen(trees: Trees, mutant: Mutant) -> None:
-    limits = Limits(mutant_s=150.0)
+    limits = Limits(run_s=150.0)
     assert try_mutant(trees, mutant, Unchanged(limits), limits).verdict == "killed"
 
 
@@ -68,6 +68,27 @@ def test_what_fails_without_any_change_is_left_out(
     unchanged = Unchanged(Limits())
     assert runner.confirmed_failure(runner.Tree(tmp_path), ["test/test_it.py"], unchanged, Limits()) == ""
     assert unchanged.failing == {f"test/test_it.py{failing}"}
+
+
+def test_a_test_that_is_not_there_has_seen_nothing(tmp_path: Path) -> None:
+    """Such as a case that has another name by now."""
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_it.py").write_text(WRONG)
+    with pytest.raises(ValueError, match=r"there is no test .*test_it\.py::test_gone"):
+        runner.first_failure(runner.Tree(tmp_path), ["test/test_it.py::test_gone"], Limits())
+
+
+def test_a_single_test_runs_before_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a file that comes later as a whole."""
+    (tmp_path / "test").mkdir()
+    (tmp_path / "it.py").write_text("works = True\n")
+    source = "import it\n\ndef test_first():\n    assert it.works\n\ndef test_known():\n    assert it.works\n"
+    (tmp_path / "test" / "test_it.py").write_text(source)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    mutant = Mutant("it.py", "True", "False", "broken", ("test/test_it.py::test_known", "test/test_it.py"))
+    with Trees(1) as trees:
+        outcome = try_mutant(trees, mutant, Unchanged(Limits()), Limits())
+    assert outcome.seen_by == "test/test_it.py::test_known"
 
 
 def test_a_failure_counts_if_the_change_is_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
