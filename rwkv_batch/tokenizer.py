@@ -43,20 +43,20 @@ class Tokenizer:
         ids, at = [], 0
         while at < len(data):
             stop = min(len(data), at + self.longest_token)
-            while data[at:stop] not in self._id_by_bytes:
+            while data[at:stop] not in self.id_by_bytes:
                 stop -= 1
-            ids.append(self._id_by_bytes[data[at:stop]])
+            ids.append(self.id_by_bytes[data[at:stop]])
             at = stop
         return ids
 
     @functools.cached_property
-    def _id_by_bytes(self) -> dict[bytes, int]:
+    def id_by_bytes(self) -> dict[bytes, int]:
         return {token: i for i, token in enumerate(self.byte_table) if token}
 
     @functools.cached_property
     def longest_token(self) -> int:
         """Bytes of the longest token."""
-        return max(map(len, self._id_by_bytes))
+        return max(map(len, self.id_by_bytes))
 
     @functools.cached_property
     def byte_table(self) -> list[bytes]:

@@ -14,7 +14,8 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
-PLACE = re.compile(r"`((?:routes|rwkv_batch|state_pool|bulk|sampling|native|supervisor|docs|bench|test)/[\w./]*)`")
+PACKAGES = "routes|rwkv_batch|state_pool|bulk|library|sampling|native|supervisor|docs|bench|test"
+PLACE = re.compile(rf"`((?:{PACKAGES})/[\w./]*)`")
 
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))

@@ -27,6 +27,7 @@ FLOORS = {
     "supervisor": 6,
     "console": 6,
     "app": 7,
+    "library": 8,
 }
 OWN = [*FLOORS, "demo", "bench", "test"]
 
@@ -93,6 +94,7 @@ UNKNOWN = {
     "state_pool": {"robyn", "torch"},
     "bulk": {"torch", "robyn"},
     "console": {"torch", "robyn", "sqlite3"},
+    "library": {"torch", "robyn", "sqlite3"},
     "supervisor": {"torch", "robyn", "sqlite3"},
     "app": {"sqlite3"},
 }

@@ -28,11 +28,14 @@ _AHEAD = 2
 
 
 class OwnEngine:
-    """Loads the model of the settings; sessions are kept in memory alone."""
+    """Loads the model of the settings."""
 
-    def __init__(self, settings: Settings) -> None:
-        pool = msgspec.structs.replace(settings.engine.pool, state_db="")
-        self._settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, pool=pool))
+    def __init__(self, settings: Settings, *, keeps_sessions: bool = False) -> None:
+        """`keeps_sessions`: in the settings' database; else in memory alone."""
+        if not keeps_sessions:
+            pool = msgspec.structs.replace(settings.engine.pool, state_db="")
+            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, pool=pool))
+        self._settings = settings
         self._context: Context | None = None
         self._engine: _Engine | None = None
 
@@ -69,8 +72,12 @@ class OwnEngine:
 
     async def close(self) -> None:
         """See Backend."""
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """The same from any thread."""
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
+            self._engine.stop()
 
 
 class _Engine:

@@ -1,0 +1,214 @@
+"""What LLM and AsyncLLM both ask: coroutines for the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bulk.backends.handlers import ask_handler
+from library.answers import Answers, all_failed, begin
+from library.engine_thread import EngineThread
+from library.errors import LLMError
+from library.outputs import Piece, RequestOutput, Score
+from library.params import SamplingParams
+from library.questions import Asking, Question, of_conversations, of_prompts
+from library.states import State, is_state, root
+from routes.context import Context
+from routes.response.event_stream import ask
+from routes.score import PATH as SCORE
+from routes.state import CACHE_LEVELS
+from routes.translate import LABEL as TRANSLATE
+from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
+from rwkv_batch.request import Priority
+from rwkv_batch.tokenizer import END_OF_TEXT
+
+_ROWS_PER_JOB = 1024
+_JOBS_AHEAD = 8
+"""Of a call, in the engine: what is read next waits there."""
+_TURNS_AHEAD = 512
+"""The same of jobs with one row."""
+_SURELY = 1e9
+"""Added to a logit: no other can be drawn."""
+_OK = 200
+_MOST_LISTED = 1_000_000
+
+Asker = Callable[[Context, Sequence[Any], int, Asking], Awaitable[list[Question]]]
+
+
+class Call:
+    """One call of many prompts, cut into jobs."""
+
+    def __init__(self, engine: EngineThread, asker: Asker, prompts: Sequence[Any], asking: Asking) -> None:
+        self._engine = engine
+        self._asker = asker
+        self._asking = asking
+        in_turns = asking.source is not None
+        size = 1 if in_turns else max(1, _ROWS_PER_JOB // max(1, asking.params.n))
+        if asking.session_id is not None:
+            size = max(1, len(prompts))  # of several prompts in a session the engine's parts say what is wrong
+        self._jobs = [(at, prompts[at : at + size]) for at in range(0, len(prompts), size)]
+        self._ahead = _TURNS_AHEAD if in_turns else _JOBS_AHEAD
+
+    async def _begin(self, first: int, prompts: Sequence[Any]) -> Answers:
+        context = self._engine.context
+        questions = await self._asker(context, prompts, first, self._asking)
+        return await begin(context, questions, first, self._asking.params.timeout_s)
+
+    async def whole(self) -> list[RequestOutput]:
+        """All answers, in the order of the prompts; on the engine's loop. Raises LLMError if all of them failed."""
+        places = asyncio.Semaphore(self._ahead)
+
+        async def one(first: int, prompts: Sequence[Any]) -> Answers:
+            async with places:
+                answers = await self._begin(first, prompts)
+                await answers.wait_finished()
+                answers.read()
+                return answers
+
+        tasks = [asyncio.ensure_future(one(*job)) for job in self._jobs]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # of no effect on those that have ended
+        return _outputs(answers)
+
+    def told(self, callback: Callable[[Piece], None]) -> list[RequestOutput]:
+        """The same on the caller's thread; `callback` gets every piece as it is made."""
+        read = []
+        for answers in self._followed():
+            read.append(answers)
+            while not answers.is_done:
+                for piece in answers.read():
+                    callback(piece)
+        return _outputs(read)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Answers as they are made; on the caller's thread. Left early, it cancels the rest. Raises LLMError."""
+        for answers in self._followed():
+            while not answers.is_done:
+                yield from answers.read()
+
+    def _followed(self) -> Iterator[Answers]:
+        """The jobs in order, each begun before the one before it is read."""
+        left, begun = deque(self._jobs), deque[Answers]()
+        try:
+            while left or begun:
+                while left and len(begun) < 2:
+                    begun.append(self._engine.wait(self._begin(*left.popleft())))
+                yield begun[0]
+                begun.popleft()
+        finally:
+            for answers in begun:
+                answers.close()
+
+    async def pieces_async(self) -> AsyncIterator[Piece]:
+        """The same for a coroutine; on the caller's loop."""
+        loop = asyncio.get_running_loop()
+        begun: Answers | None = None
+        try:
+            for job in self._jobs:
+                begun = await asyncio.wrap_future(self._engine.begin(self._begin(*job)))
+                while not begun.is_done:
+                    for piece in await loop.run_in_executor(self._engine.readers, begun.read):
+                        yield piece
+        finally:
+            if begun is not None:
+                begun.close()
+
+
+def _outputs(answers: Sequence[Answers]) -> list[RequestOutput]:
+    """Of all jobs of a call. Raises LLMError if every answer failed."""
+    if (error := all_failed(answers)) is not None:
+        raise error
+    return [output for part in answers for output in part.outputs]
+
+
+def of_prompts_call(engine: EngineThread, prompts: Sequence[str | list[int]], asking: Asking) -> Call:
+    """Continue prompts."""
+    if asking.session_id is not None and asking.source is not None:
+        raise ValueError("give session_id or state, not both")
+    return Call(engine, of_prompts, prompts, asking)
+
+
+def of_conversations_call(engine: EngineThread, conversations: Sequence[Any], asking: Asking) -> Call:
+    """Answer conversations."""
+    return Call(engine, of_conversations, conversations, asking)
+
+
+async def prefill(engine: EngineThread, prompt: str | list[int], source: State | None) -> State:
+    """Read a prompt, and keep the state: a turn whose answer ends at once, which leaves no trace."""
+    asking = Asking(SamplingParams(temperature=0, max_tokens=1), source=source or root(engine))
+    (question,) = await of_prompts(engine.context, [prompt], 0, asking)
+    sampling = msgspec.structs.replace(question.row.sampling, logit_bias={END_OF_TEXT: _SURELY})
+    question = replace(question, row=msgspec.structs.replace(question.row, sampling=sampling))
+    answers = await begin(engine.context, [question], 0, None)
+    await answers.wait_finished()
+    answers.read()
+    (output,) = _outputs([answers])
+    state = output.state
+    assert state is not None
+    return state
+
+
+async def _answer(engine: EngineThread, path: str, body: dict[str, Any]) -> Any:
+    """What a route answers. Raises LLMError."""
+    reply = await ask_handler(engine.context, path, body, client="library", priority=Priority.INTERACTIVE)
+    if reply.status != _OK:
+        told = reply.value if isinstance(reply.value, dict) else {}
+        raise LLMError(reply.reason, status=reply.status, field=told.get("field"), given=told.get("given"))
+    return reply.value
+
+
+async def translate(engine: EngineThread, texts: list[str], source: str, target: str) -> list[str]:
+    """Translations in the order of the texts."""
+    body = {"text_list": texts, "source_lang": source, "target_lang": target}
+    return [one["text"] for one in (await _answer(engine, TRANSLATE, body))["translations"]]
+
+
+async def score(
+    engine: EngineThread, contents: list[str], candidates: list[str] | list[list[str]], logprobs: bool
+) -> list[list[Score]]:
+    """Of each content its candidates' scores."""
+    body = {"contents": contents, "candidates": candidates, "logprobs": logprobs}
+    told = (await _answer(engine, SCORE, body))["scores"]
+    return [[_score(one) for one in content["candidates"]] for content in told]
+
+
+def _score(told: dict[str, Any]) -> Score:
+    return Score(
+        logprob=told["logprob"],
+        tokens=told["tokens"],
+        is_greedy=told["is_greedy"],
+        token_logprobs=told.get("token_logprobs", []),
+    )
+
+
+async def sessions(engine: EngineThread) -> dict[str, str]:
+    """Names of the sessions that are kept, newest first, and where their states lie."""
+    page = await ask(engine.context, ListSessions(_MOST_LISTED, 0))
+    return {entry.session_id: CACHE_LEVELS[entry.tier] for entry in page.sessions if not is_state(entry.session_id)}
+
+
+async def delete_session(engine: EngineThread, session_id: str) -> bool:
+    """Whether there was one."""
+    count = await ask(engine.context, DeleteSessions(session_id))
+    return count > 0
+
+
+async def save_session(engine: EngineThread, session_id: str, path: str | Path) -> None:
+    """Write a session's file."""
+    content = await ask(engine.context, ExportSession(session_id))
+    await asyncio.to_thread(Path(path).write_bytes, content)
+
+
+async def load_session(engine: EngineThread, session_id: str, path: str | Path) -> int:
+    """Make a session of a file; returns the tokens that it stands for."""
+    content = await asyncio.to_thread(Path(path).read_bytes)
+    return await ask(engine.context, ImportSession(session_id, content))

@@ -1,0 +1,51 @@
+"""From keyword arguments to settings: every flag of the command by its name."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from app import with_model
+from library.engine_thread import EngineThread
+from library.errors import LLMError
+from rwkv_batch.errors import StartupError
+from settings import SettingsError, parse_settings
+
+_FLAGS = {"model": "--model-path", "devices": "--pp-devices", "layers": "--pp-layers"}
+"""Arguments that are not called like their flag."""
+
+
+def arguments_of(given: Mapping[str, Any]) -> list[str]:
+    """The command line that keyword arguments stand for; None: not given."""
+    line = []
+    for name, value in given.items():
+        if value is not None:
+            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            line += [flag, _text(value)]
+    return line
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def started_engine(given: Mapping[str, Any]) -> EngineThread:
+    """An engine with these settings, then those of RWKV_… variables, then the command's defaults.
+
+    Sessions are kept for as long as it runs, unless `state_db` names a file. Raises ValueError, LLMError.
+    """
+    folder = None
+    if given.get("state_db") is None:
+        folder = tempfile.TemporaryDirectory(prefix="rwkv-library-")
+        given = {**given, "state_db": f"{folder.name}/sessions.db", "durability": given.get("durability") or "lazy"}
+    try:
+        settings = with_model(parse_settings(arguments_of(given), os.environ))
+        return EngineThread(settings, folder)
+    except SettingsError as error:
+        raise ValueError(str(error)) from None
+    except StartupError as error:
+        raise LLMError(str(error)) from None

@@ -1,0 +1,126 @@
+"""An engine in this process, and the event loop on a thread of its own that asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from bulk.backends.own_engine import OwnEngine
+from bulk.records import RunError
+from library.errors import LLMError, as_llm_error
+from routes.context import Context
+from routes.exchange import Exchange, work_on
+from rwkv_batch.errors import ServiceError, StartupError
+from rwkv_batch.request import Priority
+from settings import Settings
+
+Result = TypeVar("Result")
+_UNBOUNDED = 2**31 - 1
+_CLOSED = "this LLM was closed; make another one"
+_READERS = 128
+"""Streams that coroutines read at a time."""
+
+
+class EngineThread:
+    """A started engine; closed by `close`, when nobody has it any more, or with the program. Any thread may ask."""
+
+    def __init__(self, settings: Settings, folder: tempfile.TemporaryDirectory[str] | None) -> None:
+        """Loads the model. `folder`: to be removed at the end. Raises LLMError."""
+        self._own = OwnEngine(_for_one_program(settings), keeps_sessions=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="library", daemon=True)
+        self.readers = ThreadPoolExecutor(_READERS, "library-reader")
+        self._thread.start()
+        self._end = weakref.finalize(self, _end, self._own, self._loop, self._thread, self.readers, folder)
+        try:
+            self.wait(self._own.open())
+        except (RunError, StartupError) as error:
+            self.close()
+            raise LLMError(str(error)) from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def context(self) -> Context:
+        """What the routes' parts get."""
+        return self._own.context
+
+    def close(self) -> None:
+        """End the rows that still run, the engine and its threads. A second time it does nothing."""
+        self._end()
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Have `work` done on the loop; cancelling it cancels its job. Raises LLMError if the engine was closed."""
+        if not self._end.alive:
+            work.close()
+            raise LLMError(_CLOSED, status=503)
+        return asyncio.run_coroutine_threadsafe(_in_our_name(work), self._loop)
+
+    def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` returns. Raises LLMError."""
+        future = self.begin(work)
+        try:
+            return future.result()
+        except CancelledError:
+            raise LLMError(_CLOSED, status=503) from None
+        finally:
+            future.cancel()  # of no effect unless the wait was interrupted
+
+
+def _for_one_program(settings: Settings) -> Settings:
+    """Without the limits that keep clients from each other."""
+    http = msgspec.structs.replace(
+        settings.http,
+        max_contents=_UNBOUNDED,
+        max_prompt_tokens=_UNBOUNDED,
+        max_request_tokens=_UNBOUNDED,
+        stall_timeout_s=float(_UNBOUNDED),
+    )
+    engine = msgspec.structs.replace(
+        settings.engine, max_waiting_rows=_UNBOUNDED, max_waiting_rows_per_client=_UNBOUNDED
+    )
+    return msgspec.structs.replace(settings, http=http, engine=engine)
+
+
+async def _in_our_name(work: Coroutine[Any, Any, Result]) -> Result:
+    work_on(Exchange(method="POST", route="library", client="library", priority=Priority.INTERACTIVE))
+    try:
+        return await work
+    except ServiceError as error:
+        raise as_llm_error(error) from None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def _end(
+    own: OwnEngine,
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    readers: ThreadPoolExecutor,
+    folder: tempfile.TemporaryDirectory[str] | None,
+) -> None:
+    """Knows nothing of the EngineThread, whose end it is."""
+    own.stop()
+    loop.call_soon_threadsafe(loop.stop)
+    if threading.current_thread() is not thread:
+        thread.join()
+    readers.shutdown(wait=False)
+    if folder is not None:
+        folder.cleanup()

@@ -1,0 +1,25 @@
+"""What calls of the library fail with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from routes.response.http_status import HTTP_STATUS
+from rwkv_batch.errors import ErrorInfo, ServiceError
+
+
+class LLMError(Exception):
+    """A call failed. The message names the thing, the limit, the value given and the remedy."""
+
+    def __init__(self, message: str, *, status: int = 500, field: str | None = None, given: Any = None) -> None:
+        """`status`: as over HTTP; `field`: the argument at fault, where it is one, and `given` its value."""
+        super().__init__(message)
+        self.status = status
+        self.field = field
+        self.given = given
+
+
+def as_llm_error(error: ServiceError | ErrorInfo) -> LLMError:
+    """A failure of the engine or of a request's parts as the library tells it."""
+    info = error.info if isinstance(error, ServiceError) else error
+    return LLMError(info.message, status=HTTP_STATUS[info.kind], field=info.field, given=info.given)

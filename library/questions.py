@@ -1,0 +1,98 @@
+"""From prompts to the engine's rows, by the parts that make those of the routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from library.params import SamplingParams, chat_body, completion_body
+from library.states import State
+from routes.context import Context
+from routes.openai.conversation import conversation_rows
+from routes.openai.response import openai_rows
+from routes.request.generate_requests import given_stops
+from routes.request.session_turn import as_turn
+from routes.response.answer_parts import AnswerForm
+from rwkv_batch.request import GenerateRequest
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""A text, token ids, or one of both as vLLM has them: {"prompt": …}, {"prompt_token_ids": […]}."""
+Message = Mapping[str, Any]
+"""As OpenAI writes it: {"role": "user", "content": "…"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt of a call."""
+
+    row: GenerateRequest
+    prompt: str | None
+    form: AnswerForm | None = None
+    """Of a conversation's answer."""
+    source: State | None = None
+    """What the answer's state comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What holds for all prompts of a call."""
+
+    params: SamplingParams
+    streams: bool = False
+    session_id: str | None = None
+    source: State | None = None
+    think: bool = False
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """One prompt or several as a list. Raises TypeError."""
+    given: Any = prompts
+    is_one = isinstance(given, str | Mapping) or (given and all(isinstance(one, int) for one in given))
+    return [_as_prompt(one) for one in ([given] if is_one else given)]
+
+
+def _as_prompt(prompt: Any) -> str | list[int]:
+    given = prompt
+    if isinstance(prompt, Mapping):
+        given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if not isinstance(given, str | list):
+        raise TypeError(f"a prompt must be a text or a list of token ids, got {type(given).__name__}")
+    return given
+
+
+def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
+    """One conversation or several as a list."""
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+
+
+async def of_prompts(
+    context: Context, prompts: Sequence[str | list[int]], first: int, asking: Asking
+) -> list[Question]:
+    """Prompts from number `first` of the call on. Raises ServiceError."""
+    texts = list(prompts)
+    body = completion_body(texts, asking.params, first, asking.session_id, asking.streams)
+    stops = [*(given_stops(body) or ()), *body.stop_texts]
+    rows = await openai_rows(context, body, texts, stops, "prompts")
+    if asking.session_id is not None:
+        rows = await as_turn(context, rows, texts[0], asking.session_id, texts[0], "prompts")
+    if asking.source is not None:
+        (row,) = rows
+        turn = await asking.source.turn(context, row.prompt)
+        rows = [msgspec.structs.replace(row, session=turn)]
+    pairs = zip(rows, texts, strict=True)
+    return [Question(row, text if isinstance(text, str) else None, source=asking.source) for row, text in pairs]
+
+
+async def of_conversations(
+    context: Context, conversations: Sequence[list[Message]], first: int, asking: Asking
+) -> list[Question]:
+    """Conversations from number `first` of the call on. Raises ServiceError."""
+    found = []
+    for number, messages in enumerate(conversations, first):
+        body = chat_body(messages, asking.params, number, asking.session_id, asking.streams, enable_think=asking.think)
+        (row,) = await conversation_rows(context, body, "messages")
+        found.append(Question(row, context.tokenizer.decode_bytes(row.prompt).decode("utf-8", "replace"), body.form))
+    return found
