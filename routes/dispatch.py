@@ -9,13 +9,13 @@ from routes.context import Context
 from routes.exchange import current
 from routes.request.bodies import GenerationBody, validate
 from routes.request.decode_defaults import with_defaults
+from routes.request.gating import with_gating
 from routes.request.generate_requests import off_loop
 from routes.request.model_names import asked_state
 from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, Stream, error_answer
 from routes.route import Route
-from rwkv_batch.calls import ListStates
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import ListStates, StateInfo
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,10 @@ async def completed(context: Context, asked: object) -> object:
         return asked
     name = "" if asked.states else asked_state(asked, context.config)
     states = await ask(context, ListStates()) if name else []
-    defaults = next((info.defaults for info in states if info.name == name), DecodeDefaults())
-    return with_defaults(asked, defaults, context.defaults)
+    state = next((info for info in states if info.name == name), StateInfo(name=""))
+    if asked.mrss_gatingweight:
+        asked = with_gating(asked, state.mixture)
+    return with_defaults(asked, state.defaults, context.defaults)
 
 
 async def whole_answer(context: Context, route: Route, data: object, characters: int = 0) -> Answer:

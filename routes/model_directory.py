@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from routes.context import Context
-from routes.request.model_names import SEPARATORS, base_name
+from routes.request.model_names import base_name
 from routes.request.shown import shown
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
@@ -84,7 +84,8 @@ class ModelDirectory:
 
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError if it is not to be had."""
-        model = next((self.find(name) for name in _names(asked) if self.find(name) is not None), None)
+        named = [model for model in self.table if base_name(asked, model.wish.name) is not None]
+        model = max(named, key=lambda one: (asked.startswith(one.wish.name), len(one.wish.name)), default=None)
         if model is None:
             return self._own(context, asked)
         name = model.wish.name
@@ -117,7 +118,7 @@ class ModelDirectory:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
         while self.find(name) is not None and loop.time() < deadline:
-            await self._change(deadline - loop.time())
+            await self._change(min(deadline - loop.time(), _TOLD_S))
 
     def _own(self, context: Context, asked: str) -> Context:
         """The service's own model; any name is its own where no other can be loaded."""
@@ -174,11 +175,6 @@ class ModelDirectory:
         finally:
             with self._lock:
                 self._changed.discard(wake)
-
-
-def _names(asked: str) -> list[str]:
-    """The name itself, and what stands before a tuned state's."""
-    return [asked, *(asked.partition(separator)[0] for separator in SEPARATORS if separator in asked)]
 
 
 def _unknown(message: str, asked: str, field: str = "model") -> ServiceError:

@@ -34,7 +34,7 @@ _ERRORS = {
     ErrorKind.TIMEOUT: "Timed out.",
 }
 _FILE = {"type": "string", "format": "binary"}
-_UNMODELLED = {JSON: {"type": "object"}, FILE: _FILE}
+_UNMODELLED = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
 """Good answers without a model, by content type; others are text."""
 _OF_BODIES = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
 _OF_WORK = (ErrorKind.STATE_NOT_FOUND, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)

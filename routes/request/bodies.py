@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from routes.request.constraints import ConstraintFields
-from routes.request.fields import Fields
+from routes.request.fields import Fields, Number
 from routes.request.shown import shown, shown_name
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
@@ -147,6 +147,9 @@ class MixedState(Fields):
     weight: float = Field(1.0, ge=-1000, le=1000, description="Its part; below 0 what it says is avoided.")
 
 
+Weights = Annotated[list[Annotated[Number, Field(ge=-1000, le=1000)]], Field(max_length=16, fail_fast=True)]
+
+
 class MixtureFields(ModelFields):
     """What prompts that are drawn for are read from, where that may be several states."""
 
@@ -156,11 +159,17 @@ class MixtureFields(ModelFields):
         "and every token is drawn from their logits, added up by weight and divided by the weights' sum, which must "
         "be above 0. Costs as much as so many rows.",
     )
+    mrss_gatingweight: Weights = Field(
+        [], description="Other weights for the members of the mixture that `model` or `state` names, as RWKV-Infer has."
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.states and self.state:
             raise PydanticCustomError("states", "state and states cannot be given together", {"field": "states"})
+        if self.states and self.mrss_gatingweight:
+            message = "states have weights of their own: mrss_gatingweight is for a mixture that `state` names"
+            raise PydanticCustomError("states", message, {"field": "mrss_gatingweight"})
         return self
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and len(value) <= 32 else value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+"""A number that scripts also write as text."""
 
 
 class Fields(BaseModel):

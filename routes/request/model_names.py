@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from routes.config import HttpConfig
 from routes.request.bodies import ModelFields
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 SEPARATORS = (":", " ")
+_OTHER = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def plain_name(name: str) -> str:
+    """A name as it can be had here, character by character: RWKV-Infer's names may have spaces and all else."""
+    return _OTHER.sub("-", name)
 
 
 def state_names(model: str, state: str) -> list[str]:
@@ -25,8 +33,9 @@ def asked_state(body: ModelFields, config: HttpConfig) -> str:
 
 def base_name(asked: str, served: str) -> str | None:
     """`served` if a request names that model, alone or with a tuned state; else None."""
-    return served if asked == served or asked.startswith(tuple(served + one for one in SEPARATORS)) else None
+    name, rest = asked[: len(served)], asked[len(served) :]
+    return served if served in (name, plain_name(name)) and (not rest or rest[0] in SEPARATORS) else None
 
 
 def _in_model(asked: str, served: str) -> str:
-    return asked[len(served) + 1 :] if asked != served and base_name(asked, served) is not None else ""
+    return plain_name(asked[len(served) + 1 :]) if base_name(asked, served) is not None else ""

@@ -445,6 +445,12 @@ class TunedStateList(BaseModel):
     data: list[TunedStateEntry]
 
 
+class RwkvInferDone(BaseModel):
+    """It is done."""
+
+    status: Literal["success"]
+
+
 class Health(BaseModel):
     """In one word."""
 

@@ -34,7 +34,8 @@ ANSWER_404 = (
     "POST /state/delete", "POST /openai/v1/embeddings", "POST /v1/states", "DELETE /v1/states/{name}",
     "POST /v1/models/load", "POST /v1/models/unload", "POST /openai/v1/files", "GET /openai/v1/files/{file_id}",
     "DELETE /openai/v1/files/{file_id}", "POST /openai/v1/batches", "GET /openai/v1/batches/{batch_id}",
-    "POST /openai/v1/batches/{batch_id}",
+    "POST /openai/v1/batches/{batch_id}", "POST /loadmodel", "POST /removemodel", "POST /loadstatemodel",
+    "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
 """Whose examples are of what is not there, or lack a file."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 10
@@ -94,7 +95,8 @@ def test_every_route_is_described() -> None:
         "/openai/v1/chat/completions", "/openai/v1/embeddings", "/openai/v1/responses",
         "/openai/v1/completions", "/openai/v1/models", "/openai/v1/models/{model}",
         "/v1/models", "/v1/models/{model}", "/v1/models/load", "/v1/models/unload",
-        "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz",
+        "/models", "/loadmodel", "/removemodel", "/loadstatemodel", "/mrss_loadstatemodel", "/mrss_set_gatingweight",
+        "/removestatemodel", "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz",
         "/status", "/metrics", "/docs", "/openapi.json",
     ):  # fmt: skip
         assert path in DOCUMENT["paths"]

@@ -1,0 +1,325 @@
+"""RWKV-Infer's verbs, as its users script against them: other words for what /v1/models and /v1/states do.
+
+States go to the model that was loaded last, the service's own where none was. Names may have any characters there; the
+name here has '-' for those that it cannot have, and requests may write either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Field
+
+from routes.context import Context
+from routes.models import LoadBody, beside, load_model
+from routes.request.bodies import Body, Weights, validate
+from routes.request.fields import Number
+from routes.request.generate_requests import invalid
+from routes.request.model_names import base_name, plain_name, state_names
+from routes.response.event_stream import ask
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import RwkvInferDone
+from routes.route import Handler, Route
+from rwkv_batch.calls import AddState, ListStates, RemoveState, StateInfo
+from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import ModelStatus
+
+STRATEGIES = {
+    "": "", "None": "", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8",
+    "int8": "int8", "fp16i8": "int8", "bf16i8": "int8",
+}  # fmt: skip
+"""`model_strategy` -> --dtype."""
+ADAPTER_MODES = {"lora": True, "bone": False, "disha": False}
+"""`adapter_mode` -> whether `adapter_scaling` is for it."""
+_LOAD_S = 3600.0
+_AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
+_ERRORS = (
+    ErrorKind.NAME_TAKEN,
+    ErrorKind.MODEL_NOT_FOUND,
+    ErrorKind.STATE_NOT_FOUND,
+    ErrorKind.OVERLOADED,
+    *_AWAY,
+)
+_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
+
+
+class DefaultFields(Body):
+    """What a model or a state brings for requests that leave it out."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    default_temperature: Number | None = Field(None, ge=0, le=100, description="Temperature of requests without one.")
+    default_top_p: Number | None = Field(None, ge=0, le=1, description="The same of top_p.")
+
+
+class LoadModelBody(DefaultFields):
+    """A model to load beside those that are served."""
+
+    model_filename: str = Field(min_length=1, max_length=4096, description="Path of the weights within --models-dir.")
+    model_viewname: str = Field("default model", min_length=1, max_length=64, description="What requests call it.")
+    model_strategy: str = Field("", max_length=64, description=f"One of {', '.join(filter(None, STRATEGIES))}.")
+    adapter_filename: str = Field("", max_length=4096, description="Path of an adapter within --models-dir.")
+    adapter_mode: str = Field("", max_length=64, description=f"Its kind: {', '.join(ADAPTER_MODES)}.")
+    adapter_scaling: Number = Field(2.0, ge=0, le=1000, description="The scale of a LoRA.")
+    template: str = Field("world", max_length=64, description="Only world.")
+    endtoken: str | None = Field(
+        None, min_length=1, max_length=256, description="Text that ends an answer; \\n: a line."
+    )
+
+
+class LoadStateBody(DefaultFields):
+    """A tuned state to load."""
+
+    state_filename: str = Field(min_length=1, max_length=4096, description="Path of the file within --models-dir.")
+    state_viewname: str = Field(min_length=1, max_length=64, description="Requests name it as `<model> <this>`.")
+
+
+class GatingBody(DefaultFields):
+    """Weights of a mixture of states."""
+
+    state_viewname: str = Field(min_length=1, max_length=128, description="The mixture, alone or as `<model> <this>`.")
+    state_gatingweight: Weights = Field([], description="One for each state; none: all the same.")
+
+
+class LoadMixtureBody(GatingBody):
+    """Tuned states to load and mix."""
+
+    state_viewname: str = Field(min_length=1, max_length=62, description="Requests name it as `<model> <this>`.")
+    state_filenames: list[str] = Field(min_length=1, max_length=16, description="Paths within --models-dir.")
+    contain_originalstate: bool | Literal["True", "False"] = Field(
+        False, description="Whether the empty state is mixed too, as the last."
+    )
+
+
+@contextmanager
+def _their_names(**theirs: str) -> Iterator[None]:
+    """Refusals of our fields name those that the request has."""
+    try:
+        yield
+    except ServiceError as error:
+        field = error.info.field or ""
+        name = theirs.get(re.split(r"[.\[]", field)[0])
+        if name is None:
+            raise
+        message = f"{name}: {error.info.message.removeprefix(f'{field}: ')}"
+        raise ServiceError.from_info(msgspec.structs.replace(error.info, field=name, message=message)) from None
+
+
+def _loaded_last(context: Context) -> str | None:
+    """The name of the model that was loaded last beside the service's own."""
+    here = (ModelStatus.READY, ModelStatus.LOADING)
+    table = [one for one in (context.models.table if context.models is not None else ()) if one.status in here]
+    return max(table, key=lambda one: one.since).wish.name if table else None
+
+
+def _current(context: Context) -> Context:
+    """The model that states are for. Raises ServiceError while it is being loaded."""
+    return context.of_model(_loaded_last(context))
+
+
+def _defaults(body: DefaultFields, stop: str | None = None) -> DecodeDefaults:
+    stops = None if stop is None else (0, stop)
+    return DecodeDefaults(temperature=body.default_temperature, top_p=body.default_top_p, stop_tokens=stops)
+
+
+def _done() -> Reply:
+    return json_answer({"status": "success"})
+
+
+async def models(context: Context, query: dict[str, str]) -> Reply:
+    """The model that was loaded last, or the service's own, alone and with each of its states."""
+    context = _current(context)
+    name = context.config.model_name
+    states = [info.name for info in await ask(context, ListStates()) if not info.error]
+    return json_answer([{"object": "models", "id": one} for one in (name, *(state_names(name, s)[1] for s in states))])
+
+
+async def load(context: Context, body: LoadModelBody) -> Reply:
+    """Load a model beside what is served, and answer once it is ready."""
+    wish = validate(
+        LoadBody,
+        {
+            "file": body.model_filename,
+            "name": plain_name(body.model_viewname),
+            "dtype": _dtype(body),
+            "adapters": _adapters(body),
+            "defaults": _defaults(body, _end(body)).given,
+            "wait_s": _LOAD_S,
+        },
+    )
+    with _their_names(file="model_filename", name="model_viewname", adapters="adapter_filename"):
+        model = await load_model(context, wish)
+    if model.status is ModelStatus.FAILED:
+        raise invalid("model_filename", f"could not be loaded: {model.error}", body.model_filename)
+    if model.status is not ModelStatus.READY:
+        message = f"model_filename: {model.wish.name!r} is {model.status.value}; GET /v1/models/{model.wish.name} tells"
+        raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model_filename")
+    return _done()
+
+
+def _dtype(body: LoadModelBody) -> str:
+    """Raises ServiceError for numbers that are not served, or another template than the family's."""
+    if body.template != "world":
+        raise invalid("template", "must be world: the models served here have no other", body.template)
+    if body.model_strategy not in STRATEGIES:
+        names = ", ".join(filter(None, STRATEGIES))
+        raise invalid("model_strategy", f"must be one of {names}, or empty; no other is served", body.model_strategy)
+    return STRATEGIES[body.model_strategy]
+
+
+def _adapters(body: LoadModelBody) -> list[str]:
+    """Raises ServiceError for a kind that is not merged here."""
+    if not body.adapter_filename:
+        return []
+    if body.adapter_mode not in ADAPTER_MODES:
+        names = ", ".join(ADAPTER_MODES)
+        raise invalid("adapter_mode", f"must be one of {names}; others are not merged here", body.adapter_mode)
+    is_scaled = ADAPTER_MODES[body.adapter_mode]
+    return [f"{body.adapter_filename}:{body.adapter_scaling}" if is_scaled else body.adapter_filename]
+
+
+def _end(body: LoadModelBody) -> str | None:
+    """The text that ends an answer; scripts write its line breaks escaped."""
+    if body.endtoken is None:
+        return None
+    return re.sub(r"\\[nrt]", lambda found: _ESCAPES[found.group()], body.endtoken)
+
+
+async def remove(context: Context, query: dict[str, str]) -> Reply:
+    """Unload the model that was loaded last; the service's own stays."""
+    name = _loaded_last(context)
+    if name is None:
+        message = f"no model was loaded that could be removed; {context.config.model_name!r} is the service's own"
+        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message)
+    await beside(context).unload(name, _LOAD_S)
+    return _done()
+
+
+async def load_state(context: Context, body: LoadStateBody) -> Reply:
+    """Load a tuned state."""
+    with _their_names(file="state_filename", name="state_viewname"):
+        call = AddState(plain_name(body.state_viewname), body.state_filename, defaults=_defaults(body))
+        await ask(_current(context), call)
+    return _done()
+
+
+async def load_mixture(context: Context, body: LoadMixtureBody) -> Reply:
+    """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`; all of it, or nothing."""
+    context, name = _current(context), plain_name(body.state_viewname)
+    names = [f"{name}.{at}" for at in range(len(body.state_filenames))]
+    members = [*names, ""] if body.contain_originalstate in (True, "True") else names
+    mixture = _weighted(members, body.state_gatingweight)
+    added: list[str] = []
+    try:
+        with _their_names(file="state_filenames", name="state_viewname", states="state_gatingweight"):
+            for one, file in zip(names, body.state_filenames, strict=True):
+                await ask(context, AddState(one, file))
+                added.append(one)
+            await ask(context, AddState(name, mixture=mixture, defaults=_defaults(body)))
+    except ServiceError:
+        for one in added:
+            await ask(context, RemoveState(one))
+        raise
+    return _done()
+
+
+async def set_gating(context: Context, body: GatingBody) -> Reply:
+    """Give the members of a mixture other weights, and other defaults where they are given."""
+    context = _current(context)
+    given, model = body.state_viewname, context.config.model_name
+    name = plain_name(given[len(model) + 1 :] if base_name(given, model) is not None else given)
+    info = next((one for one in await ask(context, ListStates()) if one.name == name and one.mixture), None)
+    if info is None:
+        message = f"state_viewname: there is no mixture of states {name!r}; GET /v1/states lists what there is"
+        raise ServiceError(ErrorKind.STATE_NOT_FOUND, message, field="state_viewname", given=given)
+    with _their_names(states="state_gatingweight"):
+        await ask(context, _reweighted(info, body))
+    return _done()
+
+
+def _reweighted(info: StateInfo, body: GatingBody) -> AddState:
+    mixture = _weighted([name for name, _ in info.mixture], body.state_gatingweight)
+    defaults = msgspec.convert(info.defaults.given | _defaults(body).given, DecodeDefaults)
+    return AddState(info.name, mixture=mixture, defaults=defaults, replace=True)
+
+
+def _weighted(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple[str, float], ...]:
+    """Raises ServiceError unless there is a weight for each."""
+    if weights and len(weights) != len(names):
+        message = f"must have one for each of {len(names)} states, got {len(weights)}"
+        raise invalid("state_gatingweight", message, list(weights))
+    return tuple(zip(names, weights or [1.0] * len(names), strict=True))
+
+
+async def remove_states(context: Context, query: dict[str, str]) -> Reply:
+    """Forget every tuned state and mixture of that model."""
+    context = _current(context)
+    for info in await ask(context, ListStates()):
+        await ask(context, RemoveState(info.name))
+    return _done()
+
+
+def _verb(
+    path: str,
+    handle: Handler,
+    body: type[Body] | None,
+    summary: str,
+    example: dict[str, Any] | None = None,
+    *,
+    is_about_states: bool = True,
+) -> Route:
+    """A verb of administrators."""
+    return Route(
+        "POST",
+        path,
+        handle,
+        body,
+        f"RWKV-Infer's verb: {summary}.",
+        answer=RwkvInferDone,
+        errors=_ERRORS,
+        example=example,
+        is_admin=True,
+        is_about_models=True,
+        waits_for_engine=is_about_states,
+    )
+
+
+ROUTES = (
+    Route("GET", "/models", models, None, "RWKV-Infer's list of models.", errors=_AWAY, waits_for_engine=True),
+    _verb(
+        "/loadmodel",
+        load,
+        LoadModelBody,
+        "load a model",
+        {"model_filename": "models/small.pth", "model_viewname": "RWKV x070 0.4B", "model_strategy": ""},
+        is_about_states=False,
+    ),
+    _verb("/removemodel", remove, None, "unload it", is_about_states=False),
+    _verb(
+        "/loadstatemodel",
+        load_state,
+        LoadStateBody,
+        "load a tuned state",
+        {"state_filename": "states/poet.pth", "state_viewname": "Poet", "default_temperature": "1.0"},
+    ),
+    _verb(
+        "/mrss_loadstatemodel",
+        load_mixture,
+        LoadMixtureBody,
+        "load tuned states and mix them",
+        {"state_viewname": "Duo", "state_filenames": ["states/a.pth"], "contain_originalstate": "True"},
+    ),
+    _verb(
+        "/mrss_set_gatingweight",
+        set_gating,
+        GatingBody,
+        "change a mixture's weights",
+        {"state_viewname": "Duo", "state_gatingweight": ["0.7", "0.3"]},
+    ),
+    _verb("/removestatemodel", remove_states, None, "forget all tuned states"),
+)
