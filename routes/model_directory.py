@@ -109,8 +109,10 @@ class ModelDirectory:
 
     async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
         """Have a model loaded, and wait so long until it is ready or has failed; None: do not wait."""
+        failed = self.find(wish.name)  # earlier under that name, and in the table until the supervisor tells more
         await self._command(wish=wish)
-        return await self._settled(wish.name, timeout_s, {ModelStatus.READY, ModelStatus.FAILED})
+        ends = {ModelStatus.READY, ModelStatus.FAILED}
+        return await self._settled(wish.name, timeout_s, ends, failed.address if failed is not None else "")
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
         """Have a model unloaded, and wait so long until it is gone; None: do not wait."""
@@ -145,13 +147,15 @@ class ModelDirectory:
             kind = ErrorKind.NAME_TAKEN if wish is not None else ErrorKind.MODEL_NOT_FOUND
             raise ServiceError(kind, refusal, field="name", given=wish.name if wish is not None else unload)
 
-    async def _settled(self, name: str, timeout_s: float | None, ends: set[ModelStatus]) -> ServedModel:
+    async def _settled(
+        self, name: str, timeout_s: float | None, ends: set[ModelStatus], before: str = ""
+    ) -> ServedModel:
         """What is told of a model, at the latest after the time. Raises ServiceError if it leaves meanwhile."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
         told = False
         while True:
-            model = self.find(name)
+            model = next((one for one in self.table if one.wish.name == name and one.address != before), None)
             if model is not None and (model.status in ends or loop.time() >= deadline):
                 return model
             if model is None and (told or loop.time() >= deadline + _TOLD_S):
