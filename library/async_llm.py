@@ -11,7 +11,7 @@ from library import calls
 from library.llm import LLM
 from library.outputs import Piece, RequestOutput, Score
 from library.params import SamplingParams, chosen
-from library.questions import Asking, Message, Prompt, as_conversations, as_prompts
+from library.questions import Asking, Message, Prompt, as_conversations, as_prompts, as_texts
 from library.states import State
 
 Result = TypeVar("Result")
@@ -80,13 +80,15 @@ class AsyncLLM:
         asking = Asking(chosen(sampling_params, params), True, session_id, think=enable_think)
         return calls.of_conversations_call(self.llm.engine, as_conversations(messages), asking).pieces_async()
 
-    async def translate(self, texts: Sequence[str], source: str = "auto", target: str = "en") -> list[str]:
+    async def translate(self, texts: str | Sequence[str], source: str = "auto", target: str = "en") -> list[str]:
         """See LLM.translate."""
-        return await self._awaited(calls.translate(self.llm.engine, list(texts), source, target))
+        return await self._awaited(calls.translate(self.llm.engine, as_texts(texts), source, target))
 
-    async def score(self, contents: Sequence[str], candidates: Any, *, logprobs: bool = False) -> list[list[Score]]:
+    async def score(
+        self, contents: str | Sequence[str], candidates: Any, *, logprobs: bool = False
+    ) -> list[list[Score]]:
         """See LLM.score."""
-        return await self._awaited(calls.score(self.llm.engine, list(contents), candidates, logprobs))
+        return await self._awaited(calls.score(self.llm.engine, as_texts(contents), candidates, logprobs))
 
     async def prefill(self, prompt: str | list[int], *, state: State | None = None) -> State:
         """See LLM.prefill."""

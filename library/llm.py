@@ -11,7 +11,7 @@ from library import calls
 from library.configure import started_engine
 from library.outputs import Piece, RequestOutput, Score
 from library.params import SamplingParams, chosen
-from library.questions import Asking, Message, Prompt, as_conversations, as_prompts
+from library.questions import Asking, Message, Prompt, as_conversations, as_prompts, as_texts
 from library.states import State
 from rwkv_batch.tokenizer import Tokenizer
 
@@ -134,6 +134,8 @@ class LLM:
         self, call: calls.Call, stream: bool, callback: Callback | None
     ) -> list[RequestOutput] | Iterator[Piece]:
         if stream:
+            if callback is not None:
+                raise ValueError("give stream or callback, not both: a stream's pieces are its caller's")
             return call.pieces()
         return self.engine.wait(call.whole()) if callback is None else call.told(callback)
 
@@ -141,7 +143,7 @@ class LLM:
 
     def translate(self, texts: str | Sequence[str], source: str = "auto", target: str = "en") -> list[str]:
         """Translations in the order of the texts; languages by ISO code or name. Raises LLMError."""
-        return self.engine.wait(calls.translate(self.engine, _listed(texts), source, target))
+        return self.engine.wait(calls.translate(self.engine, as_texts(texts), source, target))
 
     def score(
         self,
@@ -154,7 +156,7 @@ class LLM:
 
         logprobs: tell those of single tokens too. Raises LLMError.
         """
-        return self.engine.wait(calls.score(self.engine, _listed(contents), list(candidates), logprobs))  # type: ignore[arg-type]  # validated there
+        return self.engine.wait(calls.score(self.engine, as_texts(contents), list(candidates), logprobs))  # type: ignore[arg-type]  # validated there
 
     # States and sessions -----------------------------------------------------------------------------------------
 
@@ -199,7 +201,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _listed(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)

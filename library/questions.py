@@ -63,6 +63,11 @@ def _as_prompt(prompt: Any) -> str | list[int]:
     return given
 
 
+def as_texts(texts: str | Sequence[str]) -> list[str]:
+    """One text or several as a list."""
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
     """One conversation or several as a list."""
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)

@@ -54,8 +54,11 @@ def test_scores_are_the_services(llm: LLM, service: Service) -> None:
 
 
 def test_outputs_are_in_the_order_of_the_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("library.calls._ROWS_PER_JOB", 4)  # a call of several jobs
     prompts = [f"Prompt {i}" for i in range(11)]
+    drawn = [[one.text for one in output.outputs] for output in llm.generate(prompts, n=2, seed=3, max_tokens=4)]
+    monkeypatch.setattr("library.calls._ROWS_PER_JOB", 4)  # a call of several jobs
+    again = llm.generate(prompts, n=2, seed=3, max_tokens=4)
+    assert [[one.text for one in output.outputs] for output in again] == drawn
     outputs = llm.generate(prompts, GREEDY)
     assert [output.prompt for output in outputs] == prompts and all(output.finished for output in outputs)
     assert [output.outputs[0].text for output in outputs] == [texts(llm, prompt)[0] for prompt in prompts]
@@ -141,6 +144,8 @@ def test_mistakes_name_the_field(llm: LLM) -> None:
         llm.generate("Hello", temprature=0)
     with pytest.raises(TypeError, match="not both"):
         llm.generate("Hello", GREEDY, seed=1)
+    with pytest.raises(ValueError, match="not both"):
+        llm.generate("Hello", GREEDY, stream=True, callback=print)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="token ids"):
         llm.generate([1.5])  # type: ignore[list-item]
     with pytest.raises(LLMError, match="contents"):
@@ -163,6 +168,7 @@ def test_coroutines_get_the_same(llm: LLM) -> None:
         await asyncio.sleep(0.1)
         endless.cancel()
         await asyncio.gather(endless, return_exceptions=True)
+        assert await twin.translate("Hi there", "en", "zh") == llm.translate(["Hi there"], "en", "zh")
         return [output.outputs[0].text for (output,) in outputs], streamed
 
     outputs, streamed = asyncio.run(work())
