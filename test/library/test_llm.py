@@ -30,6 +30,13 @@ def texts(llm: LLM, prompts: Any, **more: Any) -> list[str]:
     return [output.outputs[0].text for output in llm.generate(prompts, GREEDY, **more)]
 
 
+def wait_idle(llm: LLM) -> None:
+    def jobs() -> int:
+        return llm.engine.wait(ask(llm.engine.context, CountJobs("library")))
+
+    wait_for(lambda: not jobs(), 20, "the engine has nothing to do")
+
+
 def test_answers_are_the_services(llm: LLM, service: Service) -> None:
     plain = {"temperature": 0, "max_tokens": 8}
     unpenalised = {"alpha_presence": 0, "alpha_frequency": 0}  # over HTTP the family's penalties are the default
@@ -84,11 +91,7 @@ def test_a_stream_that_is_left_ends_its_rows(llm: LLM) -> None:
     stream = llm.generate("Endless", temperature=0, max_tokens=100_000, ignore_eos=True, stream=True)
     next(stream)
     stream.close()
-
-    def jobs() -> int:
-        return llm.engine.wait(ask(llm.engine.context, CountJobs("library")))
-
-    wait_for(lambda: not jobs(), 30, "the engine has nothing to do")
+    wait_idle(llm)
 
 
 def test_token_ids_and_several_answers(llm: LLM) -> None:
@@ -173,6 +176,7 @@ def test_coroutines_get_the_same(llm: LLM) -> None:
 
     outputs, streamed = asyncio.run(work())
     assert outputs == texts(llm, PROMPTS) and streamed == outputs[0]
+    wait_idle(llm)
 
 
 def test_two_in_one_process_and_their_ends(llm: LLM, tiny_model: Path) -> None:
