@@ -61,7 +61,7 @@ class Packed:
         return rows <= CODES_ROWS[self.format] and fits_codes(rows, n, k, self.codes.device)
 
     def codes_map(self, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> CodesMap:
-        """For a launch of that kernel."""
+        """For a launch of that kernel: x [B, k] fp16 is multiplied into y [B, n] fp16."""
         n, k = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
         return CodesMap(self.format, self.transposed, n, k, self.codes, self.scales, x, y, activation)
 
