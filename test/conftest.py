@@ -17,9 +17,10 @@ import pytest
 from test.serving import Service
 
 M_MMAP_THRESHOLD = -3
-with contextlib.suppress(OSError, AttributeError):
+LIBC = ctypes.CDLL(None)
+with contextlib.suppress(AttributeError):
     # Memory of engines that have ended goes back: glibc would else keep it, in an arena for each of their threads.
-    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +45,12 @@ def pytest_collection_finish() -> None:
     """What was imported stays; without it a full collection is quick, and comes soon after an engine has ended."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_goes_back() -> Iterator[None]:
+    """Engines hold themselves by their callbacks: those of a file go before the next one makes its own."""
+    yield
+    gc.collect()
+    with contextlib.suppress(AttributeError):
+        LIBC.malloc_trim(0)
