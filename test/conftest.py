@@ -16,6 +16,9 @@ import pytest
 
 from test.serving import Service
 
+ROOM_MB = 500
+"""By which memory may grow until what has ended is looked for."""
+_memory = {"most": ROOM_MB}
 M_MMAP_THRESHOLD = -3
 LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
@@ -47,10 +50,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _memory_goes_back() -> Iterator[None]:
-    """Engines hold themselves by their callbacks: those of a file go before the next one makes its own."""
+    """Engines hold themselves by their callbacks, 0.3 GB each: those that have ended go before there are many."""
     yield
-    gc.collect()
-    with contextlib.suppress(AttributeError):
-        LIBC.malloc_trim(0)
+    if _resident_mb() > _memory["most"]:
+        gc.collect()
+        with contextlib.suppress(AttributeError):
+            LIBC.malloc_trim(0)
+        _memory["most"] = _resident_mb() + ROOM_MB
+
+
+def _resident_mb() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
