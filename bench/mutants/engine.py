@@ -294,7 +294,12 @@ MUTANTS: list[Mutant] = [
                 "clients that were here once are kept for ever",
                 "test/engine/test_fairness.py::test_whatever_comes_and_goes[0]",
             ),
-            ("        rows.served = next(self._serial)\n", "", "turns go by name"),
+            (
+                "        rows.served = next(self._serial)\n",
+                "",
+                "turns go by name",
+                "test/engine/test_fairness.py::test_of_clients_with_equally_many_rows_the_one_served_longest_ago_is_next",
+            ),
         ],
     ),
     *of(

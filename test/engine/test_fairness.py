@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from rwkv_batch.core.admission import LENT_STEPS
+from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Phase, RunningJob, Sequence, SharedSlot
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
@@ -81,6 +82,18 @@ def test_clients_share_the_places() -> None:
     shares = clients(plan)
     assert shares["early"] + shares["late"] == 30
     assert shares["late"] == 8, "of batch rows, a quarter of the places may be paused"
+
+
+def test_of_clients_with_equally_many_rows_the_one_served_longest_ago_is_next() -> None:
+    queue = FairQueue()
+    for client in ("a", "b", "c"):
+        queue.add(*job(4, client=client))
+    served = []
+    for _ in range(6):
+        rows = queue.turns().take()
+        served.append(rows.client)
+        queue.end(queue.start(rows.jobs[0], 0))
+    assert served == ["a", "b", "c"] * 2
 
 
 def test_a_client_of_many_jobs_gets_no_more_than_one_of_few() -> None:
