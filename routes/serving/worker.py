@@ -143,13 +143,18 @@ def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> 
 
 
 def _connected(context: Context, model: ServedModel) -> tuple[Context, EngineClient]:
-    """The context of a model that is ready: its engine, its name, and translations of its own to remember."""
-    client = EngineClient(model.address)
+    """The context of a model that is ready: its engine, which work waits for, its name, and translations of its own."""
+    readiness = Readiness(context.config.engine_wait_s)
+    client = EngineClient(model.address, readiness.engine_changed)
     client.start(f"http-{os.getpid()}")
     config = msgspec.structs.replace(context.config, model_name=model.wish.name)
     shared = {**context.shared, translate.CACHE: translate.TranslationCache(config.translate_cache)}
-    defaults = model.wish.defaults
-    return dataclasses.replace(context, engine=client, config=config, shared=shared, defaults=defaults), client
+    return (
+        dataclasses.replace(
+            context, engine=client, readiness=readiness, config=config, shared=shared, defaults=model.wish.defaults
+        ),
+        client,
+    )
 
 
 def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> Robyn:

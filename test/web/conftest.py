@@ -25,9 +25,12 @@ PASSWORD = "芝麻开门 sesame"
 Opener = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium. Skipped without it, but not in CI."""
+    """Debian's Chromium. Skipped without it, but not in CI.
+
+    A file's own: Playwright keeps this thread's event loop running, in which no other test could run its own.
+    """
     if not CHROMIUM.exists():
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI needs a Chromium at {CHROMIUM}: apt-get install chromium")
