@@ -81,7 +81,8 @@ class LineWorker:
         try:
             known = await asyncio.to_thread(answers.answer, key)
             outcome = Outcome(known) if known is not None else await self._computed(ask)
-        except BaseException:
+        except BaseException:  # whoever waits for the same is told, and the next one asks anew
+            self.under_way.pop(key, None)
             future.cancel()
             raise
         future.set_result(outcome)

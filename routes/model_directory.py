@@ -16,10 +16,8 @@ from routes.context import Context
 from routes.request.model_names import base_name
 from routes.request.shown import shown
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
+from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, ModelWish, ServedModel
 
-USUAL_NAME = "rwkv7"
-"""What clients send that know of one model only."""
 _RETRY_S = 2.0
 _TOLD_S = 2.0
 """Within which what the supervisor has done is in the table; so often it is looked at anyway."""
@@ -139,8 +137,13 @@ class ModelDirectory:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str | None] = loop.create_future()
         number = next(self._numbers)
+
+        def settle(refusal: str | None) -> None:
+            if not answer.done():  # else nobody waits any more
+                answer.set_result(refusal)
+
         with self._lock:
-            self._waiting[number] = lambda refusal: loop.call_soon_threadsafe(answer.set_result, refusal)
+            self._waiting[number] = lambda refusal: loop.call_soon_threadsafe(settle, refusal)
         self._tell(ModelCommand(number, wish, unload))
         refusal = await answer
         if refusal is not None:

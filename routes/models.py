@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from routes.route import Route, Upload
 from rwkv_batch.calls import ListStates
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import MODEL_NAME, ModelStatus, ModelWish, ServedModel
+from rwkv_batch.models_folder import within
 
 ENDINGS = (".pth", ".safetensors")
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -166,13 +168,8 @@ def within_models(context: Context, file: str, field: str) -> Path:
     """The path of a file that a request's field names. Raises ServiceError unless it is within --models-dir."""
     if not context.config.models_dir:
         raise invalid(field, "cannot be read: no folder is open to requests; start with --models-dir", file)
-    folder = Path(context.config.models_dir).resolve()
-    try:
-        path = (folder / file).resolve()
-        is_file = path.is_relative_to(folder) and path.is_file()
-    except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a circle of links
-        is_file = False
-    if not is_file or path.suffix not in ENDINGS:
+    path = within(context.config.models_dir, file)
+    if path is None or path.suffix not in ENDINGS or not os.path.isfile(path):  # noqa: PTH113 - False for a name that is too long, too
         raise invalid(field, f"must be the path of a {' or '.join(ENDINGS)} file within --models-dir", file)
     return path
 

@@ -21,7 +21,7 @@ import msgspec
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
-from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
+from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, ModelWish, ServedModel
 from supervisor.child import Child
 
 logger = logging.getLogger("supervisor")
@@ -147,7 +147,8 @@ class ModelEngines:
 
     def _load(self, wish: ModelWish) -> str | None:
         known = self._engines.get(wish.name)
-        if wish.name == self._config.model_name or (known is not None and known.status is not ModelStatus.FAILED):
+        is_own = wish.name in (self._config.model_name, USUAL_NAME)
+        if is_own or (known is not None and known.status is not ModelStatus.FAILED):
             state = "" if known is None else f", {known.status}"
             return f"name: a model {wish.name!r} is here already{state}; unload it first, or give another name"
         resident = [engine for engine in self._engines.values() if engine.status is not ModelStatus.FAILED]
@@ -156,7 +157,9 @@ class ModelEngines:
                 f"name: {len(resident)} models are loaded already, the limit is {self._limits.count} (--max-models); "
                 "unload one first"
             )
-        self._engines.pop(wish.name, None)
+        if known is not None:
+            known.child.kill()  # it has said that it failed, and may not have ended yet
+            del self._engines[wish.name]
         self._forget_failures()
         address = os.path.join(self._folder, f"model-{next(self._numbers)}")
         config = _config_of(self._config, wish)
@@ -187,9 +190,19 @@ class ModelEngines:
         return None
 
     def _start(self, engine: ModelEngine) -> None:
+        """Start its process. Where the system has none to give, a model that has served is tried again."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(engine.told.address)
-        engine.child.start()
+        try:
+            engine.child.start()
+        except (EOFError, OSError) as error:
+            engine.child.process = None
+            delay = engine.child.plan_restart()
+            logger.error("process %s cannot be started (%r)", engine.child.name, error)
+            if engine.told.has_served:
+                logger.error("%s is tried again in %.1f s", engine.child.name, delay)
+            else:
+                self._tell(engine, ModelStatus.FAILED, error=f"its process cannot be started: {error}; load it again")
 
     def _listen(self, engine: ModelEngine) -> None:
         for subject, value in engine.child.heard():

@@ -9,6 +9,8 @@ import msgspec
 
 from rwkv_batch.decode_defaults import DecodeDefaults
 
+USUAL_NAME = "rwkv7"
+"""What clients send that know of one model only: always the service's own, whatever that is called."""
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """It is part of file names, and of what requests send as `model`."""
 

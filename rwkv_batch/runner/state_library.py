@@ -27,6 +27,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
 from rwkv_batch.model.weights import ModelShape
+from rwkv_batch.models_folder import within
 from rwkv_batch.request import Job
 from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
 from state_pool.errors import NameTaken, PoolError
@@ -242,12 +243,8 @@ class StateLibrary:
         """The path of a file that a request names. Raises ServiceError unless it is within --models-dir."""
         if not self._config.models_dir:
             raise _invalid("file", "no folder is open to requests; start with --models-dir, or send the file", file)
-        folder = Path(self._config.models_dir).resolve()
-        try:
-            path = (folder / file).resolve()
-        except (OSError, ValueError, RuntimeError):  # a null byte, a circle of links
-            path = folder
-        if path == folder or not path.is_relative_to(folder):
+        path = within(self._config.models_dir, file)
+        if path is None:
             raise _invalid("file", "must be the path of a file within --models-dir", file)
         return path
 

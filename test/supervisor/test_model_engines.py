@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
+from supervisor.model_engines import ModelEngines, ModelLimits
 from test.serving import Service, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -196,6 +201,38 @@ def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path)
         assert "Traceback" not in service.log.read_text()
     finally:
         service.close()
+
+
+class NoProcesses:
+    """A multiprocessing context of a system that has no more processes to give."""
+
+    def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it
+        return multiprocessing.Pipe()
+
+    def Process(self, **arguments: Any) -> Any:  # noqa: N802 - likewise
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+def table_of(folder: Path, context: Any) -> ModelEngines:
+    limits = ModelLimits(count=4, idle_s=0, last_words_s=1)
+    config = EngineConfig(model_path="", model_name="ours")
+    return ModelEngines(config, str(folder), LogStyle(), context, lambda *_: None, "", limits)
+
+
+def test_a_system_without_processes_fails_the_model_and_not_the_supervisor(tmp_path: Path) -> None:
+    models = table_of(tmp_path, NoProcesses())
+    assert models.obey(ModelCommand(1, ModelWish(name="small", file="x.pth"))) is None
+    models.look_after()
+    (told,) = models.table
+    assert told.status is ModelStatus.FAILED and "Resource temporarily unavailable" in told.error
+    assert models.wait_s() is None and not models.are_alive
+
+
+@pytest.mark.parametrize("name", ["ours", "rwkv7"])
+def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name: str) -> None:
+    models = table_of(tmp_path, NoProcesses())
+    assert "here already" in str(models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth"))))
+    assert models.table == ()
 
 
 def _engines(service: Service) -> set[int]:
