@@ -116,7 +116,9 @@ def as_text(figures: dict[str, float | int | None]) -> str:
         parts[0] += f" ({figures['read']:.0%} read)"
     if figures["resumed"]:
         parts.append(f"{figures['resumed']} of them before")
-    parts += [f"{figures['failed']} failed", f"{figures['lines_per_s']} lines/s", f"{figures['tokens_per_s']} tokens/s"]
+    parts += [f"{figures['failed']} failed", f"{figures['lines_per_s']} lines/s"]
+    if figures["tokens_per_s"]:  # not every route of a service tells tokens
+        parts.append(f"{figures['tokens_per_s']} tokens/s")
     if figures["eta_s"]:
         parts.append(f"{time.strftime('%H:%M:%S', time.gmtime(figures['eta_s']))} left")
     return ", ".join(parts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import llguidance
 
 from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form
-from sampling.grammar.errors import GrammarError, first_line
+from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.formats import narrow_formats
 from sampling.grammar.matcher import Grammar
 from sampling.grammar.schema_place import place_of_fault
@@ -101,7 +101,7 @@ class GrammarCompiler:
                 raise GrammarError(why, self._place(rule.source, rule.strict), rule.field)
         is_schema = constraint.form is Form.JSON_SCHEMA
         place = self._place(constraint.source, constraint.strict) if is_schema else ""
-        raise GrammarError(first_line(matcher.get_error()), place)
+        raise GrammarError(in_one_line(matcher.get_error()), place)
 
     def _place(self, schema: str, strict: bool) -> str:
         return place_of_fault(json.loads(schema), lambda part: self._fault(part, strict))
@@ -109,7 +109,7 @@ class GrammarCompiler:
     def _fault(self, schema: Any, strict: bool) -> str:
         """Why a part of a schema cannot be served; "": it can."""
         part = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), strict=strict)
-        return first_line(self._made(_as_llguidance(part)).get_error())
+        return in_one_line(self._made(_as_llguidance(part)).get_error())
 
     def _made(self, grammar: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
@@ -139,7 +139,7 @@ def _as_llguidance(constraint: Constraint) -> str:
             case Form.JSON_SCHEMA:
                 grammar = _json_grammar(constraint.source, constraint.strict)
     except ValueError as error:
-        raise GrammarError(first_line(str(error))) from error
+        raise GrammarError(in_one_line(str(error))) from error
     return grammar if not constraint.after else _behind(constraint, grammar)
 
 

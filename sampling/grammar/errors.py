@@ -14,6 +14,8 @@ class GrammarError(Exception):
         """where in a schema, as in `.properties.age`; "": the whole"""
 
 
-def first_line(error: str) -> str:
-    """The first line of what llguidance says; the rest is its inner state."""
-    return error.strip().partition("\n")[0]
+def in_one_line(error: str) -> str:
+    """What llguidance says first, and what is wrong with a regular expression; the rest is its inner state."""
+    first, *others = error.strip().split("\n")
+    why = (line.removeprefix("error: ") for line in others if line.startswith("error: "))
+    return " ".join([first, *why])

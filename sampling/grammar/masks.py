@@ -9,7 +9,7 @@ import llguidance
 import torch
 from torch import Tensor
 
-from sampling.grammar.errors import GrammarError, first_line
+from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
 
 SLOW_STEP_S = 0.05
@@ -72,7 +72,7 @@ def _error(matcher: Matcher) -> GrammarError | None:
     if matcher.grammar.is_too_slow:
         return GrammarError("its masks take too long; write it with less ambiguity")
     if matcher.state.is_error():
-        return GrammarError(f"cannot be followed any further: {first_line(matcher.state.get_error())}")
+        return GrammarError(f"cannot be followed any further: {in_one_line(matcher.state.get_error())}")
     return None
 
 

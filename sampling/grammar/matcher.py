@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sampling.grammar.errors import GrammarError, first_line
+from sampling.grammar.errors import GrammarError, in_one_line
 
 if TYPE_CHECKING:
     import llguidance
@@ -57,5 +57,5 @@ class Matcher:
         """
         state = self.state
         if not state.consume_token(token):
-            raise GrammarError(f"no token was left that the grammar allows: {first_line(state.get_error())}")
+            raise GrammarError(f"no token was left that the grammar allows: {in_one_line(state.get_error())}")
         return bool(state.is_stopped())
