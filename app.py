@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
+from native.cache_folder import VARIABLE, cache_folder
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
 from settings import Settings, SettingsError, parse_settings
@@ -17,7 +20,10 @@ from supervisor.service import Supervisor, listen
 
 logger = logging.getLogger("supervisor")
 
-__all__ = ["Supervisor", "log_style", "main", "serve", "with_model"]
+__all__ = ["Supervisor", "log_style", "main", "run", "serve", "with_model"]
+
+_NOT_INSTALLED = "test"
+"""What some measuring programs need and a wheel does not bring."""
 
 
 def log_style(settings: Settings) -> LogStyle:
@@ -29,7 +35,13 @@ def with_model(settings: Settings) -> Settings:
     """Settings with a model file: the given one, else the demo's. Raises StartupError if it cannot be read."""
     path = settings.engine.model_path
     if not path:
-        path = str(_demo_model())
+        try:
+            path = str(_demo_model())
+        except OSError as error:
+            raise StartupError(
+                f"the demo model cannot be written to {cache_folder()} ({error.strerror}); "
+                f"give --model-path, or another folder as {VARIABLE}"
+            ) from None
     try:
         if not Path(path).is_dir():  # of folders the engine says what is in them
             with open(path, "rb"):
@@ -47,7 +59,7 @@ def _demo_model() -> Path:
         path = Path(ensure_model())
         logger.info("no --model-path given: serving the built-in demo model %s", path)
         return path
-    path = Path(__file__).parent / "demo" / ".cache" / "random.pth"
+    path = cache_folder() / "random.pth"
     if not path.exists():
         from demo.random_weights import write_random_model
 
@@ -69,7 +81,32 @@ def main(arguments: list[str]) -> int:
         from console import command as console
 
         return console.main(arguments[1:], with_model)
-    return serve(arguments)
+    if arguments[:1] == ["bench"]:
+        return bench(arguments[1:])
+    return serve(arguments[1:] if arguments[:1] == ["serve"] else arguments)
+
+
+def run() -> NoReturn:
+    """The command `rwkv-batch` of an installed package."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def bench(arguments: list[str]) -> int:
+    """Run a program of bench/ by its name, as `python -m bench.NAME` does; returns the exit code."""
+    folder = Path(__file__).parent / "bench"
+    names = sorted(file.stem for file in folder.glob("*.py") if 'if __name__ == "__main__"' in file.read_text("utf-8"))
+    if not arguments or arguments[0] not in names:
+        sys.stderr.write(f"error: bench wants the name of a measuring program: {', '.join(names)}\n")
+        return 2
+    sys.argv = [f"bench {arguments[0]}", *arguments[1:]]
+    try:
+        runpy.run_module(f"bench.{arguments[0]}", run_name="__main__")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != _NOT_INSTALLED:
+            raise
+        sys.stderr.write(f"error: bench {arguments[0]} needs the tests' fakes: run it in a clone of the repository\n")
+        return 1
+    return 0
 
 
 def serve(arguments: list[str]) -> int:
@@ -89,4 +126,4 @@ def serve(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run()

@@ -10,6 +10,7 @@ import argparse
 import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -385,9 +386,15 @@ HEADINGS: dict[Section | type[ServiceConfig], str] = {
 }
 
 
+def program(command: str = "") -> str:
+    """How this program, or one of its commands, was called: what messages tell its user to type."""
+    name = Path(sys.argv[0]).name
+    return f"{name if name == 'rwkv-batch' else 'python app.py'} {command}".rstrip()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see python app.py --help")
+        raise SettingsError(f"{message}; see {program()} --help")
 
 
 class _Repeated(argparse.Action):
@@ -410,7 +417,11 @@ def _shown_default(section: Any, flag: Flag) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. Values stay text (None: not given), so that one place reads flag and environment."""
-    parser = _Parser(prog="app.py", allow_abbrev=False, description="RWKV-7 batch inference server.")
+    parser = _Parser(
+        prog=program(),
+        allow_abbrev=False,
+        description="RWKV-7 batch inference server. Other commands: batch, chat, bench, each with its own --help.",
+    )
     for section, flags in FLAGS.items():
         for flag in flags:
             text = f"{flag.help} (default: {_shown_default(section, flag)}; {flag.variable})".replace("%", "%%")

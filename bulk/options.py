@@ -12,10 +12,9 @@ from bulk import progress
 from bulk.formats.form import NAMES
 from bulk.sidecar import SUFFIX
 from bulk.tasks import OUT_FIELDS, TASKS, Plan
-from settings import SettingsError
+from settings import SettingsError, program
 
 ERRORS_SUFFIX = ".errors.jsonl"
-_PROGRAM = "app.py batch"
 _DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_tokens": (int, "most tokens drawn for a line"),
     "temperature": (float, "0 is greedy"),
@@ -56,7 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see python {_PROGRAM} --help")
+        raise SettingsError(f"{message}; see {program('batch')} --help")
 
 
 def _count(text: str) -> int:
@@ -91,7 +90,7 @@ def _template(text: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `batch`; all others are the service's."""
     parser = _Parser(
-        prog=_PROGRAM,
+        prog=program("batch"),
         allow_abbrev=False,
         description="Answer every line of a file. Flags of the engine (--model-path, --pp-devices, --dtype ...) are "
         "the service's. A run that was stopped goes on when the same command is given again.",

@@ -24,7 +24,7 @@ from console.commands import NAMES, Console
 from console.conversation import ConsoleError
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
-from settings import Settings, SettingsError, parse_settings
+from settings import Settings, SettingsError, parse_settings, program
 
 GOOD, CANNOT_RUN, BAD_FLAG = 0, 1, 2
 _HISTORY = "~/.rwkv_chat_history"
@@ -36,13 +36,13 @@ Ask = Callable[[], Awaitable[str]]
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see python app.py chat --help")
+        raise SettingsError(f"{message}; see {program('chat')} --help")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `chat`; all others are the service's."""
     parser = _Parser(
-        prog="app.py chat",
+        prog=program("chat"),
         allow_abbrev=False,
         description="Talk to the model on a terminal; /help there lists the commands. Flags of the engine "
         "(--model-path, --pp-devices, --dtype ...) are the service's.",

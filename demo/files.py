@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from native.cache_folder import cache_folder
+
 Bits = NDArray[np.uint16]  # bf16 values by their bits
 
 MAGIC = b"RWKV7CMP"
 VOCAB = 65536
 TABLES = ("emb.weight", "head.weight")
 MODEL = Path(__file__).parent / "rwkv7-demo.compact"
-CACHE = Path(__file__).parent / ".cache"
 log = logging.getLogger(__name__)
 
 
@@ -81,14 +82,14 @@ def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
 
 
 def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
-    """The standard `.safetensors` file of the demo model: found in the cache, or expanded into it.
+    """The standard `.safetensors` file of the demo model: found in the cache folder, or expanded into it.
 
-    Raises FileNotFoundError where the tree holds no trained model.
+    Raises FileNotFoundError where the tree holds no trained model, OSError if the folder cannot be written.
     """
     if not source.is_file():
         raise FileNotFoundError(f"no demo model in this tree: {source} is missing (demo/train.py makes one)")
     data = source.read_bytes()
-    folder = cache_dir or CACHE
+    folder = cache_dir or cache_folder()
     path = folder / f"rwkv7-demo-{hashlib.sha256(data).hexdigest()[:12]}.safetensors"
     if path.is_file():
         return path

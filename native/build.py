@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from native import machine
+from native.cache_folder import VARIABLE, cache_folder
 from native.nvcc import libraries_of
 
 log = logging.getLogger("native")
@@ -65,12 +66,6 @@ class Library:
         return any(source.suffix != ".cu" for source in self.sources)
 
 
-def build_dir() -> Path:
-    """Where libraries are kept: $RWKV_BUILD_DIR, else ~/.cache/rwkv-batch."""
-    chosen = os.environ.get("RWKV_BUILD_DIR")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "rwkv-batch"
-
-
 @functools.cache
 def load(library: Library) -> ctypes.CDLL:
     """The library, built if need be. BuildError if it cannot be built, OSError if it cannot be loaded."""
@@ -80,7 +75,7 @@ def load(library: Library) -> ctypes.CDLL:
 def build(library: Library) -> Path:
     """Path of the library's file, built if its content key is not in the cache. BuildError with the reason."""
     _require_tools(library)
-    folder = build_dir()
+    folder = cache_folder()
     target = folder / f"{library.name}-{content_key(library)}.so"
     if target.exists():
         return target
@@ -90,9 +85,7 @@ def build(library: Library) -> Path:
             if not target.exists():
                 _build_locked(library, target)
     except OSError as error:
-        raise BuildError(
-            f"cannot build {library.name} in {folder} (set RWKV_BUILD_DIR to change it): {error}"
-        ) from error
+        raise BuildError(f"cannot build {library.name} in {folder} (set {VARIABLE} to change it): {error}") from error
     return target
 
 

@@ -1,1 +1,36 @@
-"""The batched RWKV-7 engine: requests in, token events out. Knows no HTTP."""
+"""The batched RWKV-7 engine: requests in, token events out. Knows no HTTP.
+
+For programs, `from rwkv_batch import LLM` is `from library import LLM`: the one door upwards. It is opened when such a
+name is first asked for, so whoever imports a module of the engine loads nothing of what stands above it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from library import LLM, AsyncLLM, CompletionOutput, LLMError, Piece, RequestOutput, SamplingParams, Score, State
+    from library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
+
+__all__ = [
+    "LLM",
+    "PIPELINE",
+    "PIPELINE_ARGS",
+    "RWKV",
+    "AsyncLLM",
+    "CompletionOutput",
+    "LLMError",
+    "Piece",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+    "State",
+]
+_OF_PIPELINE = frozenset({"PIPELINE", "PIPELINE_ARGS", "RWKV"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("library.pipeline" if name in _OF_PIPELINE else "library"), name)

@@ -85,7 +85,7 @@ def test_processes_that_start_together_build_once(library: build.Library) -> Non
     assert len({paths.get(timeout=30) for _ in children}) == 1
     for child in children:
         child.join()
-    assert len(list(build.build_dir().glob("*.so"))) == 1
+    assert len(list(build.cache_folder().glob("*.so"))) == 1
 
 
 def test_cuda_without_a_gpu_is_refused_with_the_reason() -> None:
