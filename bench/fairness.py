@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app import with_model
-from bench.gpu import commit
+from bench.origin import origin
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from sampling.params import SamplingParams
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=200, help="rows of a bulk request")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each line")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     args, rest = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--state-db", str(Path(folder) / "s.db"), "--max-waiting-rows", "1000000", *rest]
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             engine.stop()
     for line in lines:
         print(json.dumps(line))
-    result = json.dumps({"bench": "fairness", "commit": commit(), **shape, "rows": args.rows, "lines": lines})
+    result = json.dumps({"bench": "fairness", **origin(args.commit), **shape, "rows": args.rows, "lines": lines})
     if args.out is not None:
         args.out.write_text(result + "\n")
     print(result)

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.origin import origin
 from bench.state_pool import TURN_TOKENS, Bench
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex, SessionKey
 
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=16)
     parser.add_argument("--folder", type=Path, help="where the databases go; default: a temporary folder")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     for times in arguments.times:
@@ -155,7 +157,8 @@ def main() -> None:
             print(json.dumps(results[-1]), flush=True)
     results.append(measure_memory())
     print(json.dumps(results[-1]), flush=True)
-    last = {"measure": "state_pool_crowd", "seconds": arguments.seconds, "running": arguments.running, "all": results}
+    shape = {"seconds": arguments.seconds, "running": arguments.running}
+    last = {"measure": "state_pool_crowd", **origin(arguments.commit), **shape, "all": results}
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(last, indent=1) + "\n")
