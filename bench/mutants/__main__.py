@@ -60,7 +60,11 @@ def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Ou
         def attempt(mutant: Mutant) -> Outcome | None:
             if time.monotonic() > until:
                 return None
-            return try_mutant(trees, mutant, unchanged, limits, arguments.wide)
+            try:
+                return try_mutant(trees, mutant, unchanged, limits, arguments.wide)
+            except (RuntimeError, ValueError) as error:  # of this mutant's tests alone: the others are tried
+                print(f"NOT TRIED {mutant.name}: {error}", flush=True)
+                return None
 
         for done in as_completed([pool.submit(attempt, mutant) for mutant in chosen]):
             if (outcome := done.result()) is not None:
