@@ -36,6 +36,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the likeliest tokens are told with each."""
 
 
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """What another engine has drawn of a row that goes on here: the next token is that of step `len(token_ids)`."""
+
+    token_ids: list[int]
+    shown: int
+    """Bytes of their text that were sent; the rest may belong to a stop."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue. Every field is decided; defaults belong to the dialects."""
 
@@ -58,6 +66,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
     """Of the prompt and of what `candidates` add to it."""
     session: SessionTurn | None = None
+    resumed: Resumed | None = None
+    """Its prompt is read with what was drawn behind it. Beside it the request is for one row."""
     use_prefix_cache: bool = True
     constraint: Constraint | None = None
     """What the whole text matches. A text that can go no further ends, with reason STOP, without an end token."""
@@ -118,6 +128,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     """Who asks: the API key's name or the address. Clients share the seats evenly; "" is a client like any other."""
     priority: Priority = Priority.AUTO
+    attempt: int = 0
+    """How often it was handed to an engine before: its client's limits were held then."""
+    tells_ids: bool = False
+    """Whether deltas name the tokens drawn, so that rows can go on elsewhere."""
     limits: ClientLimits | None = None
     """Of a client that is known by name; held over all HTTP workers by the engine process."""
 
@@ -182,6 +196,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of the next tokens of the prompt (`GenerateRequest.prompt_logprobs`); before any text, and of a prompt that
     several rows share with the first of them."""
+    token_ids: list[int] = []
+    """The `num_tokens` tokens, where `Job.tells_ids`."""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):

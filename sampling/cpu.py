@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -95,8 +96,11 @@ class CpuSampler:
         self._handle = ctypes.c_void_p(create(max_rows, vocab, penalty_exempt.data_ptr()))
         weakref.finalize(self, self._library["sampler_free"], self._handle)
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
-        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
+    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
+        """A new row takes this seat; see Sampler.
+
+        ValueError for a bad logit bias, IndexError for a seat that is not there.
+        """
         if not 0 <= seat < len(self._params):
             raise IndexError(f"seat {seat} of {len(self._params)}")
         check_bias(params, self._vocab)
@@ -105,7 +109,15 @@ class CpuSampler:
         tokens = (ctypes.c_int32 * size)(*params.logit_bias)
         values = (ctypes.c_float * size)(*params.logit_bias.values())
         parameters = packed(params, self._vocab)
-        self._library["sampler_admit"](self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
+        self._library["sampler_admit"](
+            self._handle,
+            ctypes.c_int64(seat),
+            ctypes.byref(parameters),
+            tokens,
+            values,
+            (ctypes.c_int32 * len(drawn))(*drawn),
+            ctypes.c_int64(len(drawn)),
+        )
 
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -74,12 +75,12 @@ class FlashInferSampler:
         self._filters.top_p_renorm_probs(even, torch.ones(1, device=device))
         log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
-        """A new row takes this seat. ValueError for a bad logit bias."""
-        self.table.admit(seat, params)
+    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
+        """A new row takes this seat; see Sampler. ValueError for a bad logit bias."""
+        self.table.admit(seat, params, drawn)
         noisy = params.method is Method.NOISE and not is_greedy(params)
         method = Method.NOISE if noisy else Method.STANDARD
-        self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed))
+        self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed), drawn)
 
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it. masks: see Sampler."""

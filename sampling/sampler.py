@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,8 +50,11 @@ class Sampler(Protocol):
         """`penalty_exempt_ids`: tokens that never add to the penalty count (digits, spaces, tabs)."""
         ...
 
-    def admit(self, seat: int, params: SamplingParams) -> None:
-        """A new row takes this seat: write its parameters, forget the last row's tokens, step = 0."""
+    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
+        """A new row takes this seat: write its parameters, forget the last row's tokens.
+
+        drawn: tokens that it has drawn elsewhere, which are counted; its step is their number.
+        """
         ...
 
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:

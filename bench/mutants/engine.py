@@ -694,11 +694,15 @@ MUTANTS: list[Mutant] = [
                 "the length is judged before a stop that the last allowed token completes",
             ),
             (
-                "        self._release(len(self._tail) - self._node.depth)\n",
+                "        self._release(max(0, len(self._tail) - self._node.depth))\n",
                 "        self._release(len(self._tail))\n",
                 "the beginning of a stop is shown",
             ),
-            ("            del self._tail[len(self._tail) - (self._length - self._cut) :]\n", "", "a stop is shown"),
+            (
+                "            del self._tail[max(0, len(self._tail) - (self._length - self._cut)) :]\n",
+                "",
+                "a stop is shown",
+            ),
             (
                 "if len(self.tokens) >= self._max_tokens:",
                 "if len(self.tokens) > self._max_tokens:",
@@ -724,7 +728,11 @@ MUTANTS: list[Mutant] = [
                 "        return delta",
                 "token counts of deltas add up to too much",
             ),
-            ("        self._ready.clear()\n", "", "text is sent again and again"),
+            (
+                "        self._ready.clear()\n        self._gathered = 0\n        return delta",
+                "        self._gathered = 0\n        return delta",
+                "text is sent again and again",
+            ),
             (
                 "begun = [entry for entry in self._logprobs if entry[0] < shown]",
                 "begun = list(self._logprobs)",

@@ -96,6 +96,7 @@ class JobTable:
         for request in job.rows:
             self._check_row(request)
             check_scoring(request, self._vocab)
+            check_resumed(request)
         if any(request.session is not None for request in job.rows) and job.num_rows != 1:
             raise ServiceError(
                 ErrorKind.INVALID_FIELD,
@@ -114,6 +115,7 @@ class JobTable:
             ("session", resume),
             ("stop_tokens", request.stop_ids),
             ("logit_bias", bias),
+            ("resumed", request.resumed.token_ids if request.resumed is not None else []),
         ]
         for field, ids in [*named, *(("candidates", candidate) for candidate in request.candidates)]:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
@@ -164,10 +166,12 @@ class JobTable:
     def _sequence(
         self, job: RunningJob, row: int, request: GenerateRequest, token_ids: list[int], draws: bool
     ) -> Sequence:
-        output = RowOutput(row, request, self._stop_rules.of(request), self._byte_table)
+        output = RowOutput(row, request, self._stop_rules.of(request), self._byte_table, job.spec.tells_ids)
         sequence = Sequence(job, row, request, token_ids, output, draws=draws, prompt_tokens=len(request.prompt))
         if request.constraint is not None and draws:
             sequence.matcher = Matcher(job.grammars[request.constraint])
+            for token in request.resumed.token_ids if request.resumed is not None else ():
+                sequence.matcher.advance(token)
         return sequence
 
     # A step's outcome ----------------------------------------------------------------------------------------
@@ -410,6 +414,14 @@ class JobTable:
         if not self._jobs and (self._leased or self._scheduler.has_work):
             wrong.append("rows are left without a job")
         return wrong
+
+
+def check_resumed(request: GenerateRequest) -> None:
+    """Raises ServiceError for a row that cannot go on from where it is said to be."""
+    if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
+        count = len(request.resumed.token_ids)
+        message = f"resumed: {count} tokens for {request.num_rows} rows of at most {request.max_tokens}"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="resumed", given=count)
 
 
 def _queue_is_full(waiting: str, more: int, limit: str) -> ServiceError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from rwkv_batch.core.stops import StopRules
-from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Resumed, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT
 
 WHOLE_CHUNK = 4096
@@ -23,8 +23,11 @@ def _chunk_of(request: GenerateRequest) -> int:
 class RowOutput:
     """Tokens in, deltas out. Owned by the engine thread."""
 
-    def __init__(self, row: int, request: GenerateRequest, stops: StopRules, byte_table: list[bytes]) -> None:
+    def __init__(
+        self, row: int, request: GenerateRequest, stops: StopRules, byte_table: list[bytes], tells_ids: bool = False
+    ) -> None:
         self.row = row
+        self._tells_ids = tells_ids
         self.tokens: list[int] = []
         """all tokens drawn, a stop token among them"""
         self._max_tokens = request.max_tokens
@@ -46,6 +49,18 @@ class RowOutput:
         """of the end token: it was drawn and has no text"""
         self._cut: int | None = None
         """where the shown text ends, in bytes, once a stop is met"""
+        if request.resumed is not None:
+            self._resume(request.resumed)
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Take what was drawn elsewhere, as if its text had been sent up to where it was."""
+        for token in resumed.token_ids:
+            self.push(token)
+        # Later tokens, which are drawn again, may have shown that text held here is no stop.
+        held = self._length - resumed.shown
+        self._release(max(0, len(self._tail) - held))
+        self._ready.clear()
+        self._gathered = 0
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Take a drawn token; returns why the row ends with it, if it does."""
@@ -72,13 +87,13 @@ class RowOutput:
         self._length += len(text)
         self._ends.append(self._length)
         if self._cut is not None:
-            del self._tail[len(self._tail) - (self._length - self._cut) :]
+            del self._tail[max(0, len(self._tail) - (self._length - self._cut)) :]
             self._release(len(self._tail))
             return FinishReason.STOP
         if len(self.tokens) >= self._max_tokens:
             self._release(len(self._tail))
             return FinishReason.LENGTH
-        self._release(len(self._tail) - self._node.depth)
+        self._release(max(0, len(self._tail) - self._node.depth))
         return None
 
     def _release(self, num_bytes: int) -> None:
@@ -112,7 +127,8 @@ class RowOutput:
         if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):
             return None
         logprobs = self._shown_logprobs() if self._logprobs or self._end else None
-        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, logprobs or None)
+        ids = self.tokens[len(self.tokens) - self._gathered :] if self._tells_ids else []
+        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, logprobs or None, token_ids=ids)
         self._ready.clear()
         self._gathered = 0
         return delta

@@ -132,7 +132,7 @@ class Scheduler:
             if decoding:
                 self._turn = (turn + 1) % len(self._groups)
                 decoding.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
-                rows = [ScheduledRow(s, 1, s.draws, s.draws and len(s.token_ids) > s.prompt_end) for s in decoding]
+                rows = [ScheduledRow(s, 1, s.draws, s.draws and len(s.token_ids) > s.drawn_start) for s in decoding]
                 return rows, turn % len(self._groups)
         return [], 0
 

@@ -167,6 +167,8 @@ class Sequence:
     rollback_state: RollbackState | None = None
     prompt_end: int = 0
     """where the drawn tokens begin in `token_ids`"""
+    drawn_start: int = 0
+    """where those drawn by this engine begin, behind what another one has drawn (`GenerateRequest.resumed`)"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     scored: range = NOTHING_SCORED

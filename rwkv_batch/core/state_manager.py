@@ -143,6 +143,9 @@ class StateManager:
                 sequence.tuned_slot.drop()  # a cached prefix begins from it
             sequence.tuned_slot = None
         sequence.prompt_end = len(sequence.token_ids)
+        if sequence.request.resumed is not None and sequence.draws:
+            sequence.token_ids = [*sequence.token_ids, *sequence.request.resumed.token_ids]
+        sequence.drawn_start = len(sequence.token_ids)
 
     def _start_from_session(self, sequence: Sequence) -> None:
         lease, turn = sequence.lease, sequence.request.session

@@ -57,8 +57,11 @@ class Quotas:
     _jobs: dict[str, Job] = field(default_factory=dict)
 
     def enter(self, job: Job) -> ErrorInfo | None:
-        """Count a job that comes in; why not, if its client has reached a limit. Jobs without limits pass."""
-        if job.limits is None:
+        """Count a job that comes in; why not, if its client has reached a limit. Jobs without limits pass.
+
+        So do those that go on after the loss of their engine, which had let them in.
+        """
+        if job.limits is None or job.attempt:
             return None
         with self._lock:
             client = self._clients.setdefault(job.client, _Client())

@@ -207,6 +207,20 @@ def test_a_row_draws_the_same_alone_and_in_any_company(make: Make) -> None:
             assert sampler.sample(step[seat : seat + 1].clone(), [seat]).token_ids.item() == tokens[seat].item()
 
 
+def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Make) -> None:
+    params = [*mixed_params(), SamplingParams(presence_penalty=1.5, penalty_decay=0.9, logit_bias={3: 4.0}, seed=10)]
+    vocab, exempt = 211, (3, 5)
+    logits = torch.randn(90, len(params), vocab, generator=torch.Generator().manual_seed(17)) * 2
+    seats = list(range(len(params)))
+    stayed, moved = make(vocab, params, exempt), make(vocab, params, exempt)
+    tokens = [stayed.sample(step.clone(), seats).token_ids for step in logits]
+    drawn = torch.stack(tokens[:80]).T.tolist()
+    for seat in seats:
+        moved.admit(seat, params[seat], drawn[seat])
+    for step, expected in zip(logits[80:], tokens[80:], strict=True):
+        assert torch.equal(moved.sample(step.clone(), seats).token_ids, expected)
+
+
 def test_steps_and_seeds_decide(make: Make) -> None:
     logits = torch.zeros(2, 1003)
     sampler = make(1003, [SamplingParams(seed=1), SamplingParams(seed=1)])

@@ -206,8 +206,9 @@ class Runner:
 
     def _draw(self, row: ScheduledRow, state: int) -> int:
         sequence = row.sequence
-        if len(sequence.token_ids) == sequence.prompt_end:
-            self._seats[sequence.seat] = [sequence.request.sampling.seed, 0, bans_end(sequence.request), PENDING]
+        if len(sequence.token_ids) == sequence.drawn_start:
+            step = sequence.drawn_start - sequence.prompt_end
+            self._seats[sequence.seat] = [sequence.request.sampling.seed, step, bans_end(sequence.request), PENDING]
         seat = self._seats[sequence.seat]
         seat[3] = draw_token(state, seat[0], seat[1], seat[2])
         seat[1] += 1

@@ -1,0 +1,107 @@
+"""What a job's engine has told of it, kept so that another engine can go on from there with the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed
+
+
+@dataclass(slots=True)
+class RowProgress:
+    """One row of the job as its caller numbers it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    shown: int = 0
+    """bytes of text"""
+    logprobs: int = 0
+    """tokens whose log-probabilities were told"""
+    prompt_logprobs: int = 0
+    """the same of its prompt's"""
+    has_ended: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was told of it."""
+        return bool(self.token_ids or self.prompt_logprobs or self.has_ended)
+
+    def take(self, delta: Delta) -> None:
+        """Note what is told."""
+        self.token_ids += delta.token_ids
+        self.shown += len(delta.text)
+        self.logprobs += len(delta.logprobs or ())
+        self.prompt_logprobs += len(delta.prompt_logprobs or ())
+        self.has_ended = delta.finish is not None
+
+
+class Progress:
+    """A job's rows, over all engines that it has been given to. One thread at a time."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rows = [RowProgress() for _ in range(job.num_rows)]
+        self._numbers: list[int] | None = None
+        """of the rows of the job as it was handed over last; None: as they are"""
+
+    def take(self, events: JobEvents) -> JobEvents:
+        """Note what the engine tells; returns it with the rows numbered as in the job."""
+        if self._numbers is not None:
+            deltas = [msgspec.structs.replace(delta, row=self._numbers[delta.row]) for delta in events.deltas]
+            events = msgspec.structs.replace(events, deltas=deltas)
+        for delta in events.deltas:
+            self._rows[delta.row].take(delta)
+        return events
+
+    def rest(self) -> Job | None:
+        """What is left to be done, to be handed to another engine next; None: every row has ended."""
+        rows: list[GenerateRequest] = []
+        numbers: list[int] = []
+        first = 0
+        for request in self._job.rows:
+            for one, number in self._rest_of(request, first):
+                rows.append(one)
+                numbers.extend(range(number, number + one.num_rows))
+            first += request.num_rows
+        self._numbers = numbers
+        return msgspec.structs.replace(self._job, rows=rows) if rows else None
+
+    def _rest_of(self, request: GenerateRequest, first: int) -> Iterator[tuple[GenerateRequest, int]]:
+        """What is left of a request whose first row has that number, with the number of each part's first row."""
+        told = self._rows[first : first + request.num_rows]
+        if not any(row.has_begun for row in told):
+            yield request, first
+            return
+        for i, row in enumerate(told):
+            if not row.has_ended:
+                yield _resumed(request, i, row), first + i
+
+
+def _resumed(request: GenerateRequest, i: int, told: RowProgress) -> GenerateRequest:
+    """Row i of a request as a request of its own that goes on behind what was told."""
+    prompt = request.prompt + request.candidates[i] if request.candidates else request.prompt
+    seed = (request.sampling.seed + i) % (1 << 64)
+    # Tokens whose log-probabilities were held back with their text are drawn again.
+    has_logprobs = request.sampling.top_logprobs is not None
+    token_ids = told.token_ids[: told.logprobs] if has_logprobs else told.token_ids
+    return msgspec.structs.replace(
+        request,
+        prompt=prompt,
+        candidates=[],
+        n=1,
+        sampling=msgspec.structs.replace(request.sampling, seed=seed),
+        resumed=Resumed(token_ids=list(token_ids), shown=told.shown) if token_ids else None,
+        prompt_logprobs=_rest_of_scores(request, i, told, len(prompt)),
+    )
+
+
+def _rest_of_scores(request: GenerateRequest, i: int, told: RowProgress, prompt_end: int) -> PromptLogprobs | None:
+    wanted = request.prompt_logprobs
+    if wanted is None:
+        return None
+    # The first of several rows tells what is scored of the prompt that they share.
+    is_shared = i > 0 and len(request.prompt) > 1
+    start = (max(wanted.start, len(request.prompt)) if is_shared else wanted.start) + told.prompt_logprobs
+    return msgspec.structs.replace(wanted, start=start) if start < prompt_end else None

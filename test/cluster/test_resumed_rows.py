@@ -1,0 +1,138 @@
+"""A row that another engine began goes on with the same text, from wherever it was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.progress import Progress
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed
+from sampling.grammar.constraint import Constraint, Form
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+from test.harness import Running, ask, run, started_engine, tiny_model, turn
+
+PENALISED = SamplingParams(
+    presence_penalty=0.9, frequency_penalty=0.4, penalty_decay=0.97, top_p=0.9, seed=11, logit_bias={40: 2.0}
+)
+SCORED = SamplingParams(seed=5, top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("resumed")
+    with started_engine(tiny_model(folder), PoolConfig(state_db=""), overlap_on_cpu=True) as engine:
+        yield engine
+
+
+def told(running: Running) -> list[Delta]:
+    """Everything a job has told, delta by delta."""
+    return [delta for events in running.events for delta in events.deltas]
+
+
+def joined(deltas: list[Delta]) -> dict[int, Any]:
+    """What a client makes of it: each row's text, log-probabilities and end."""
+    rows: dict[int, Any] = {}
+    for delta in deltas:
+        text, logprobs, scores, end = rows.get(delta.row, (b"", [], [], None))
+        assert end is None, "a row goes on after its end"
+        logprobs = logprobs + [(one.token, round(one.logprob, 3)) for one in delta.logprobs or ()]
+        scores = scores + [(one.token, round(one.logprob, 3)) for one in delta.prompt_logprobs or ()]
+        finish = delta.finish
+        end = None if finish is None else (finish.reason, finish.prompt_tokens, finish.completion_tokens)
+        rows[delta.row] = (text + delta.text, logprobs, scores, end)
+    return rows
+
+
+def cut_and_resumed(engine: Engine, job: Job, deltas: list[Delta], at: int) -> list[Delta]:
+    """What is told if the first engine is lost after so many deltas."""
+    progress = Progress(job)
+    before = [progress.take(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in deltas[:at]]
+    rest = progress.rest()
+    if rest is None:
+        return before
+    after = run(engine, *rest.rows, tells_ids=True)
+    return before + [progress.take(JobEvents(job_id="x", deltas=[delta])).deltas[0] for delta in told(after)]
+
+
+def stop_inside(engine: Engine, **fields: Any) -> list[bytes]:
+    """Stops that the text comes close to, again and again, and one that it meets late."""
+    text = run(engine, ask("Once", **fields)).texts[0]
+    near = {text[i : i + 6] + b"\xff" for i in range(0, len(text) - 6, 3)}
+    return [*sorted(near), text[-12:-6]]
+
+
+def cases(engine: Engine) -> dict[str, list[GenerateRequest]]:
+    one = {"chunk_size": 1, "max_tokens": 24}
+    stops = stop_inside(engine, **one)
+    return {
+        "greedy": [ask("Once upon a time", **one)],
+        "penalties": [ask("The river", sampling=PENALISED, **one)],
+        "stops": [ask("Once", stop_strings=stops, **one)],
+        "logprobs": [ask("Once", sampling=SCORED, stop_strings=stops, **one)],
+        "several": [ask("Two roads", n=3, sampling=SamplingParams(seed=3), **one), ask("Three", **one)],
+        "scored": [ask("A much longer prompt that is scored", max_tokens=0, prompt_logprobs=PromptLogprobs(top=1))],
+        "candidates": [
+            ask("It is", max_tokens=0, candidates=[[40, 41], [50, 51, 52]], prompt_logprobs=PromptLogprobs())
+        ],
+        "constrained": [
+            ask("Number:", constraint=Constraint(form=Form.REGEX, source="[0-9]{3,12}(,[a-z]{2,9}){2}"), **one)
+        ],
+        "chunks": [ask("Once", max_tokens=40, chunk_size=7, sampling=SamplingParams(seed=8))],
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["greedy", "penalties", "stops", "logprobs", "several", "scored", "candidates", "constrained", "chunks"],
+)
+def test_a_cut_row_goes_on_with_the_same_text(engine: Engine, name: str) -> None:
+    rows = cases(engine)[name]
+    whole = run(engine, *rows, tells_ids=True)
+    deltas = told(whole)
+    expected = joined(deltas)
+    for at in sorted({0, 1, 2, len(deltas) // 3, len(deltas) // 2, len(deltas) - 2, len(deltas) - 1, len(deltas)}):
+        assert joined(cut_and_resumed(engine, whole.job, deltas, max(0, at))) == expected, f"cut after delta {at}"
+
+
+def test_a_cut_turn_of_a_session_begins_from_the_state_before_it(engine: Engine) -> None:
+    for name in ("kept", "cut"):
+        run(engine, turn(name, "My name is Ada."))
+    whole = run(engine, turn("kept", " What is it?", chunk_size=1), tells_ids=True)
+    progress = Progress(whole.job)
+    for delta in told(whole)[:5]:
+        progress.take(JobEvents(job_id="x", deltas=[delta]))
+    rest = progress.rest()
+    assert rest is not None
+    request = GenerateRequest(
+        **{name: getattr(rest.rows[0], name) for name in GenerateRequest.__struct_fields__ if name != "session"},
+        session=turn("cut", " What is it?").session,
+    )
+    resumed = run(engine, request)
+    begun = b"".join(delta.text for delta in told(whole)[:5])
+    assert begun + resumed.texts[0] == whole.texts[0]
+    following = [run(engine, turn(name, " And again?")).texts[0] for name in ("kept", "cut")]
+    assert following[0] == following[1]
+
+
+def test_what_cannot_be_resumed_is_refused(engine: Engine) -> None:
+    for fields in ({"n": 2}, {"max_tokens": 2}):
+        request = ask("Once", resumed=Resumed(token_ids=[5, 6], shown=2), **fields)
+        with pytest.raises(ServiceError, match="resumed"):
+            run(engine, request)
+
+
+def test_ids_are_told_only_where_they_are_wanted(engine: Engine) -> None:
+    assert all(not delta.token_ids for delta in told(run(engine, ask("Once"))))
+    wanted = told(run(engine, ask("Once"), tells_ids=True))
+    assert [len(delta.token_ids) for delta in wanted] == [delta.num_tokens for delta in wanted]
+
+
+def test_a_job_that_has_told_nothing_is_handed_on_as_it_is() -> None:
+    job = Job(job_id="j", rows=[ask("a", n=2), ask("b")])
+    rest = Progress(job).rest()
+    assert rest is not None and rest.rows == job.rows
