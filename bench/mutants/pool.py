@@ -241,6 +241,12 @@ MUTANTS: list[Mutant] = [
                 "a prompt resembles itself: every one costs a state",
                 "test/state_pool/test_pool_prefix.py::test_prompts_that_share_nothing_cost_no_state",
             ),
+            (
+                "(0 if known else _BUCKET_BYTES)",
+                "0",
+                "short prompts take ten times the memory they may",
+                "test/state_pool/test_pool_prefix.py::test_recent_prompts_take_no_more_memory_than_they_may[33]",
+            ),
         ],
     ),
     *of(

@@ -24,7 +24,8 @@ def parse_json(body: bytes) -> object:
     body = body.removeprefix(codecs.BOM_UTF8)
     _check_size(body)
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=True)
+        # Not the values: pydantic would keep thousands of clients' short texts, passwords too, for as long as it runs.
+        return pydantic_core.from_json(body, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
         reason = str(error)
     field = _field_with_surrogate(body) if b"\\u" in body else None

@@ -1,13 +1,16 @@
-"""The beginnings that recent prompts had in common. Bounded in bytes; no states, only token ids."""
+"""The beginnings that recent prompts had in common. Bounded in bytes of memory; no states, only token ids."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import sys
+from collections import OrderedDict
 
 KEY_TOKENS = 32
 TOKEN_BYTES = 4
 _KEY_BYTES = KEY_TOKENS * TOKEN_BYTES
 _PER_BUCKET = 8
+_BUCKET_BYTES = 400
+"""What a beginning takes beside its prompts: its key, its place in the table, the tuple of its prompts."""
 
 
 class PromptHistory:
@@ -16,24 +19,25 @@ class PromptHistory:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._buckets: OrderedDict[bytes, deque[bytes]] = OrderedDict()
+        self._buckets: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of token ids held."""
+        """Bytes of memory held: prompts of a few tokens take more room to be found than for their ids."""
         return self._bytes
 
     def add(self, ids: bytes) -> None:
         """Remember a prompt's packed token ids."""
-        bucket = self._buckets.setdefault(ids[:_KEY_BYTES], deque())
-        self._buckets.move_to_end(ids[:_KEY_BYTES])
-        bucket.append(ids)
-        self._bytes += len(ids)
-        if len(bucket) > _PER_BUCKET:
-            self._bytes -= len(bucket.popleft())
+        key = ids[:_KEY_BYTES]
+        known = self._buckets.get(key, ())
+        self._bytes += sys.getsizeof(ids) + (0 if known else _BUCKET_BYTES)
+        if len(known) == _PER_BUCKET:
+            self._bytes -= sys.getsizeof(known[0])
+        self._buckets[key] = (*known[1 - _PER_BUCKET :], ids)
+        self._buckets.move_to_end(key)
         while self._bytes > self._max_bytes:
             _, forgotten = self._buckets.popitem(last=False)
-            self._bytes -= sum(map(len, forgotten))
+            self._bytes -= _BUCKET_BYTES + sum(map(sys.getsizeof, forgotten))
 
     def shared_bytes(self, ids: bytes, observed: bool) -> list[int]:
         """For each recent prompt that begins alike, how far: whole tokens, one less than the prompt at most.

@@ -38,6 +38,15 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     return "taken", None, 0
 
 
+def test_texts_of_clients_are_not_kept() -> None:
+    """pydantic remembers the strings that it parses, as many as it has room for, unless it is told not to."""
+    from routes.request.json_body import parse_json
+
+    first, second = (parse_json(b'{"password": "secret"}') for _ in range(2))
+    assert isinstance(first, dict) and isinstance(second, dict)
+    assert first["password"] is not second["password"]
+
+
 def translated(text: str) -> tuple[str, str | None, int]:
     """The same of a text to translate."""
     from routes import translate

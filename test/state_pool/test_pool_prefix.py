@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +230,22 @@ def test_output_equals_an_uncached_run(
 def test_common_beginnings(one: list[int], other: list[int]) -> None:
     expected = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     assert common_bytes(pack_tokens(one), pack_tokens(other)) == 4 * expected
+
+
+@pytest.mark.parametrize("num_tokens", [33, 200])
+def test_recent_prompts_take_no_more_memory_than_they_may(num_tokens: int) -> None:
+    """Short ones too, each with a beginning of its own, where the ids are the least of it."""
+    limit = 1 << 20
+    tracemalloc.start()
+    try:
+        recent = PromptHistory(limit)
+        for number in range(10_000):
+            recent.add(pack_tokens([number] * num_tokens))
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert limit / 2 < used < 1.1 * limit
+    assert limit / 2 < recent.num_bytes <= limit
 
 
 def test_recent_prompts_are_bounded() -> None:
