@@ -2,16 +2,19 @@
 
     python -m bench.batch [--model-path FILE] [--lines 512] [--rows 64] [--memory-lines 1000000] [--rounds 3]
 
+`taskset -c 0,1` in front gives it two cores.
+
 Measures, in rounds, each in a process of its own, lines of 8 to 100 words that are continued greedily by 32 tokens:
 - cli: lines/s of the command with its own engine and `--rows` places, from the first question to the last line synced;
 - engine: the same rows in one job of an engine with as many places, from submission to the last event;
 - peer: the `rwkv` package on the same file, one line after the other, which is all that it can.
-Ratios are of the same round, the figure is their median. What bounds cli over engine: on a CPU the command's event loop
-takes time from the cores that compute; the end of the file, when fewer rows run than there are places, is in both.
+Ratios are of the same round, the figure is their median; which of cli and engine goes first changes from round to
+round. What bounds cli over engine: on a CPU the command's event loop takes time from the cores that compute; the end of
+the file, when fewer rows run than there are places, is in both.
 - memory: the largest resident size of a process that runs the command's loop over `--memory-lines` lines with a backend
   that answers at once, less that over 1000 lines: readers, window, writer, sidecar, without a model.
 
-Without --model-path the demo model. The last line is JSON.
+Without --model-path the demo model. The peer reads .pth files alone. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import asyncio
 import json
 import os
 import random
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -31,19 +34,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.origin import origin
+
 MAX_TOKENS = 32
 PEER_LINES = 4
 WORDS = "time people water house light river stone morning winter garden letter answer music window story".split()
 TARGETS = {"cli_over_engine": 0.97, "cli_over_peer": 10.0, "memory_mb": 500.0}
 
 
-def write_lines(path: Path, count: int) -> list[str]:
-    """So many lines of different lengths; returns their texts."""
+def write_lines(path: Path, count: int) -> None:
+    """So many lines of different lengths."""
     dice = random.Random(5)
-    texts = [" ".join(dice.choices(WORDS, k=dice.randint(8, 100))) for _ in range(count)]
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
-    return texts
+        for i in range(count):
+            text = " ".join(dice.choices(WORDS, k=dice.randint(8, 100)))
+            file.write(json.dumps({"id": i, "text": text}) + "\n")
+
+
+def demo_as_pth(path: Path) -> None:
+    """The demo model in the form that the peer reads."""
+    import torch
+    from safetensors.torch import load_file
+
+    from demo.files import ensure_model
+
+    torch.save(load_file(ensure_model()), path)
 
 
 def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -51,7 +66,8 @@ def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     target = folder / "out.jsonl"
     command = [
         sys.executable,
-        "app.py",
+        "-m",
+        "app",
         "batch",
         str(options.input),
         "-o",
@@ -149,7 +165,10 @@ def measure_memory(lines: int, folder: Path) -> float:
     write_lines(source, lines)
     command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]
     assert bulk.command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not getrusage: what its parent had is in the largest size of a process that was forked and became another program.
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) / 1024
 
 
 def apart(options: argparse.Namespace, what: str, *more: str) -> Any:
@@ -162,16 +181,18 @@ def apart(options: argparse.Namespace, what: str, *more: str) -> Any:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All of it."""
-    from bench.gpu import commit
-
     rounds = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options.input = folder / "in.jsonl"
         write_lines(options.input, options.lines)
-        has_peer = bool(options.model_path) and options.model_path.endswith(".pth")
-        for _ in range(options.rounds):
-            one = {what: apart(options, what) for what in ("cli", "engine", *(["peer"] if has_peer else []))}
+        if not options.model_path:
+            options.model_path = str(folder / "demo.pth")
+            demo_as_pth(Path(options.model_path))
+        peers = ["peer"] if options.model_path.endswith(".pth") else []
+        for number in range(options.rounds):
+            ours = ["engine", "cli"] if number % 2 else ["cli", "engine"]
+            one = {what: apart(options, what) for what in (*ours, *peers)}
             print(json.dumps(one), flush=True)
             rounds.append(one)
         memory = apart(options, "memory", "--lines", str(options.memory_lines)) - apart(
@@ -185,8 +206,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if peer in rounds[0]
     }
     figures = {**ratios, "memory_mb": round(memory, 1), "memory_lines": options.memory_lines}
-    about = {"cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "commit": commit()}
-    return {"bench": "batch", "rows": options.rows, "lines": options.lines, **about, **figures, "targets": TARGETS}
+    about = {"model": Path(options.model_path).name, "load": round(os.getloadavg()[0], 2), **origin(options.commit)}
+    setting = {"rows": options.rows, "lines": options.lines, "rounds": rounds}
+    return {"bench": "batch", **about, **setting, **figures, "targets": TARGETS}
 
 
 def main() -> None:
@@ -197,6 +219,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--memory-lines", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commit", default="", help="of the code, where git does not tell it")
     parser.add_argument("--only", choices=("cli", "engine", "peer", "memory"), help=argparse.SUPPRESS)
     parser.add_argument("--input", help=argparse.SUPPRESS)
     options = parser.parse_args()
