@@ -12,8 +12,9 @@ from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import format_of
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
 
 VOCAB = 65536

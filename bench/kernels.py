@@ -28,8 +28,9 @@ from rwkv_batch.kernels.cuda_layer import CudaLayer
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.model.weights import Weights
 
 COPIES = 4
 FEW = (1, 2, 4, 8, 16)

@@ -123,8 +123,8 @@ class CpuLayer(Layer):
     args: LayerArgs
 
 
-class CpuOps(NaiveOps):
-    """The C++ backend. States in fp16 take the plain path, with packed matrices."""
+class PackedOps(NaiveOps):
+    """Plain torch but for the matrices, which are packed: what older versions of the model run on."""
 
     name = "cpu"
     make_quantised = staticmethod(make_quantised)
@@ -140,6 +140,10 @@ class CpuOps(NaiveOps):
     def make_linear(weight: Tensor) -> Linear:
         """Packs a matrix [out, in] in bf16, fp16 or fp32."""
         return CpuLinear(weight)
+
+
+class CpuOps(PackedOps):
+    """The C++ backend. States in fp16 take the plain path, with packed matrices."""
 
     @staticmethod
     def prepare_layer(layer: Layer) -> CpuLayer:

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
+from rwkv_batch.model.plain import layer_norm, longest_first, token_shift
 from rwkv_batch.model.step_inputs import StepInputs
 
 DECAY_SCALE = -0.6065306597126334
 """-exp(-0.5): log of the smallest decay."""
 GROUP_NORM_EPS = 64e-5
-
-
-def layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm over the last axis, eps 1e-5: [..., C] of any float type -> [..., C] fp32."""
-    return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)
 
 
 class NaiveOps:
@@ -42,11 +38,7 @@ class NaiveOps:
         if delta is not None:
             x = x + delta
         h = layer_norm(x, norm)
-        previous = torch.empty_like(h)
-        previous[1:] = h[:-1]
-        previous[inputs.cu_seqlens[:-1]] = shift[inputs.read_slots].float()
-        shift[inputs.write_slots] = h[inputs.cu_seqlens[1:] - 1].to(shift.dtype)
-        mixed = h + (previous - h) * mix.unsqueeze(1)
+        mixed = h + (token_shift(h, shift, inputs) - h) * mix.unsqueeze(1)
         return x, mixed.to(x.dtype)
 
     def project(self, layer: Layer, mixed: Tensor) -> Projections:
@@ -105,21 +97,13 @@ def wkv_loop(
     wkv [num_slots, H, 64 (value), 64 (key)] is read and updated. Returns y [T, H, 64].
     """
     y = torch.empty_like(r)
-    starts = inputs.cu_seqlens[:-1]
-    lengths = inputs.cu_seqlens[1:] - starts
-    order = torch.argsort(lengths, descending=True, stable=True)
-    starts, lengths = starts[order], lengths[order]
+    order, positions = longest_first(inputs)
     state = wkv[inputs.read_slots[order]].float()
-    alive = len(order)
-    counts = lengths.tolist()
-    for t in range(inputs.max_seqlen):
-        while counts[alive - 1] <= t:
-            alive -= 1
-        at = starts[:alive] + t
-        s = state[:alive]
+    for at in positions:
+        s = state[: len(at)]
         sa = s @ a[at].unsqueeze(-1)
         s = s * decay[at].unsqueeze(-2) + sa * b[at].unsqueeze(-2) + v[at].unsqueeze(-1) * k[at].unsqueeze(-2)
         y[at] = (s @ r[at].unsqueeze(-1)).squeeze(-1)
-        state[:alive] = s
+        state[: len(at)] = s
     wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
     return y

@@ -8,38 +8,43 @@ import logging
 import torch
 
 from rwkv_batch.model.ops import DoesWithout, Ops
+from rwkv_batch.model.shape import X070
 
 _BACKENDS = {
     "cuda": ("rwkv_batch.kernels.cuda", "CudaOps"),
     "cpu": ("rwkv_batch.kernels.cpu", "CpuOps"),
     "naive": ("rwkv_batch.kernels.naive", "NaiveOps"),
 }
+_OF_OLDER_VERSIONS = _BACKENDS | {"cpu": ("rwkv_batch.kernels.cpu", "PackedOps")}
 
 WITHOUT_KERNELS = (
     "%s is served WITHOUT OUR KERNELS, at about a tenth of their speed (7.2B on an H200: 459 tokens/s for 32 clients "
     "instead of 6,234): %s. Remedy: `make install-nvcc` where a compiler is missing; `--kernels cuda` refuses to start "
     "like this, `--kernels naive` accepts it in silence"
 )
+_ONLY_X070 = f"the cuda kernels are {X070}'s; {{}} runs on plain torch"
 logger = logging.getLogger(__name__)
 
 
-def choose_ops(wanted: str, device: torch.device) -> tuple[Ops, dict[str, str]]:
-    """The backend for a device and the refusals (name -> reason): of backends before it, and of kernels of its own.
+def choose_ops(wanted: str, device: torch.device, version: str = X070) -> tuple[Ops, dict[str, str]]:
+    """The backend for a device and a version of the model, and the refusals (name -> reason): of backends
+    before it, and of kernels of its own.
 
     wanted "auto" tries all in order of speed. Raises ValueError when a backend asked for by name refuses.
     """
     refusals: dict[str, str] = {}
-    for name, (module, attribute) in _BACKENDS.items():
+    backends = _BACKENDS if version == X070 else _OF_OLDER_VERSIONS
+    for name, (module, attribute) in backends.items():
         if wanted not in ("auto", name):
             continue
         try:
             backend = getattr(importlib.import_module(module), attribute)
-            reason = backend.why_not(device)
+            reason = backend.why_not(device) if name != "cuda" or version == X070 else _ONLY_X070.format(version)
         except ImportError as error:
             reason = str(error)
         if reason is None:
             ops = backend()
-            if device.type == "cuda" and name == "naive" and wanted == "auto":
+            if device.type == "cuda" and name == "naive" and wanted == "auto" and version == X070:
                 logger.warning(WITHOUT_KERNELS, device, refusals["cuda"])
             return ops, refusals | (ops.does_without(device) if isinstance(ops, DoesWithout) else {})
         refusals[name] = reason

@@ -1,8 +1,9 @@
-"""The tensors of one layer, as kernels want them."""
+"""The tensors of one layer, as kernels want them: RWKV-7's, and what layers of all versions have."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 
 from torch import Tensor
 
@@ -23,6 +24,19 @@ class Norm:
 
 
 @dataclass(slots=True)
+class LayerBase:
+    """What a layer of any version has."""
+
+    ln1: Norm
+    ln2: Norm
+
+    @property
+    def is_like_the_next(self) -> bool:
+        """Whether the layers behind it have tensors of the same forms."""
+        return True
+
+
+@dataclass(slots=True)
 class ValueResidual:
     """The gate that mixes the first layer's values into a later layer's; absent in layer 0."""
 
@@ -33,11 +47,9 @@ class ValueResidual:
 
 
 @dataclass(slots=True)
-class Layer:
-    """One layer. Vectors are fp32, linear maps in the weights' type; C width, H heads, D a low rank."""
+class Layer(LayerBase):
+    """One layer of RWKV-7. Vectors are fp32, linear maps in the weights' type; C width, H heads, D a low rank."""
 
-    ln1: Norm
-    ln2: Norm
     att_mix: Tensor
     """[6, C]: token-shift weights, in MIX_ORDER"""
     receptance: Linear
@@ -70,12 +82,26 @@ class Layer:
     ffn_value: Linear
     """4C -> C"""
 
+    @property
+    def is_like_the_next(self) -> bool:
+        """Layer 0 has no value residual."""
+        return self.v_residual is not None
 
-def linears_of(layer: Layer) -> list[Linear]:
+
+def linears_of(layer: LayerBase) -> list[Linear]:
     """All of a layer's linear maps."""
-    values = [getattr(layer, field.name) for field in fields(layer)]
-    residual = [] if layer.v_residual is None else [layer.v_residual.v1, layer.v_residual.v2]
-    return [value for value in values if isinstance(value, Linear)] + residual
+    return list(_linears_in(layer))
+
+
+def _linears_in(value: object) -> Iterator[Linear]:
+    if isinstance(value, Linear):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _linears_in(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _linears_in(getattr(value, field.name))
 
 
 @dataclass(slots=True)

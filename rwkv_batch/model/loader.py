@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from rwkv_batch.model.layer import MIX_ORDER, Layer, Norm, ValueResidual
+from rwkv_batch.model.layer import MIX_ORDER, Layer, LayerBase, Norm, ValueResidual
 from rwkv_batch.model.linear import Linear, QuantLinear
 from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.older.files import make_layer
+from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.weights import Weights
@@ -91,6 +94,9 @@ def plain_quantised(name: str, stored: Quantised) -> Linear:
     return QuantLinear(stored)
 
 
+L = TypeVar("L", bound=LayerBase)
+
+
 class LayerLoader:
     """Takes tensors out of a weight file for one stage.
 
@@ -106,6 +112,7 @@ class LayerLoader:
         make_quantised: MakeQuantised = plain_quantised,
     ) -> None:
         self._tensor = weights.tensor
+        self._names, self._shape = weights.tensors.keys(), weights.shape
         self._precision = precision
         self._make_linear = make_linear
         self._moves_matrices = moves_matrices
@@ -115,65 +122,84 @@ class LayerLoader:
 
     def embedding(self) -> Embedding:
         """The table stays as it is stored and where (memory-mapped on a CPU)."""
-        return Embedding(self._tensor("emb.weight"), self._norm("blocks.0.ln0"))
+        return Embedding(self._tensor("emb.weight"), self.norm("blocks.0.ln0"))
 
     def head(self) -> Head:
         """Norm and logits map."""
-        return Head(self._norm("ln_out"), self._linear("head.weight"))
+        return Head(self.norm("ln_out"), self.linear("head.weight"))
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a tensor of that name."""
+        return name in self._names
+
+    def older_layer(self, i: int) -> OlderLayer:
+        """Layer i of RWKV-4, 5 or 6."""
+        return make_layer(self, self._shape, i)
 
     def layer(self, i: int) -> Layer:
-        """Layer i."""
+        """Layer i of RWKV-7."""
         att, ffn = f"blocks.{i}.att", f"blocks.{i}.ffn"
         residual = None
         if i > 0:
-            residual = ValueResidual(
-                self._vector(f"{att}.v0"), self._low_rank(f"{att}.v1"), self._low_rank(f"{att}.v2")
-            )
+            residual = ValueResidual(self.vector(f"{att}.v0"), self._low_rank(f"{att}.v1"), self._low_rank(f"{att}.v2"))
         return Layer(
-            ln1=self._norm(f"blocks.{i}.ln1"),
-            ln2=self._norm(f"blocks.{i}.ln2"),
-            att_mix=torch.stack([self._vector(f"{att}.x_{name}") for name in MIX_ORDER]),
-            receptance=self._linear(f"{att}.receptance.weight"),
-            key=self._linear(f"{att}.key.weight"),
-            value=self._linear(f"{att}.value.weight"),
-            output=self._linear(f"{att}.output.weight"),
-            w0=self._vector(f"{att}.w0"),
+            ln1=self.norm(f"blocks.{i}.ln1"),
+            ln2=self.norm(f"blocks.{i}.ln2"),
+            att_mix=torch.stack([self.vector(f"{att}.x_{name}") for name in MIX_ORDER]),
+            receptance=self.linear(f"{att}.receptance.weight"),
+            key=self.linear(f"{att}.key.weight"),
+            value=self.linear(f"{att}.value.weight"),
+            output=self.linear(f"{att}.output.weight"),
+            w0=self.vector(f"{att}.w0"),
             w1=self._low_rank(f"{att}.w1"),
             w2=self._low_rank(f"{att}.w2"),
-            a0=self._vector(f"{att}.a0"),
+            a0=self.vector(f"{att}.a0"),
             a1=self._low_rank(f"{att}.a1"),
             a2=self._low_rank(f"{att}.a2"),
             g1=self._low_rank(f"{att}.g1"),
             g2=self._low_rank(f"{att}.g2"),
             v_residual=residual,
-            k_k=self._vector(f"{att}.k_k"),
-            k_a=self._vector(f"{att}.k_a"),
-            r_k=self._vector(f"{att}.r_k").view(-1, 64),
-            ln_x=self._norm(f"{att}.ln_x"),
-            ffn_mix=self._vector(f"{ffn}.x_k").unsqueeze(0),
-            ffn_key=self._linear(f"{ffn}.key.weight"),
-            ffn_value=self._linear(f"{ffn}.value.weight"),
+            k_k=self.vector(f"{att}.k_k"),
+            k_a=self.vector(f"{att}.k_a"),
+            r_k=self.vector(f"{att}.r_k").view(-1, 64),
+            ln_x=self.norm(f"{att}.ln_x"),
+            ffn_mix=self.vector(f"{ffn}.x_k").unsqueeze(0),
+            ffn_key=self.linear(f"{ffn}.key.weight"),
+            ffn_value=self.linear(f"{ffn}.value.weight"),
         )
 
-    def _vector(self, name: str) -> Tensor:
+    def vector(self, name: str) -> Tensor:
+        """A vector [C], fp32."""
         return self._tensor(name).reshape(-1).to(self._precision.device, torch.float32)
 
-    def _norm(self, name: str) -> Norm:
-        return Norm(self._vector(f"{name}.weight"), self._vector(f"{name}.bias"))
+    def norm(self, name: str) -> Norm:
+        """Scale and shift [C] of a normalisation."""
+        return Norm(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"))
 
-    def _linear(self, name: str, transpose: bool = False) -> Linear:
+    def linears(self, name: str, transpose: bool = False) -> list[Linear]:
+        """Several matrices kept as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        stored = self._tensor(name)
+        maps = [self._plain_linear(one, transpose) for one in stored]
+        release(stored)
+        return maps
+
+    def linear(self, name: str, transpose: bool = False) -> Linear:
+        """A matrix [out, in], or [in, out] with `transpose`; in small codes where the stage has them for that name."""
         storage = self._precision.storage
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:
             return self._make_quantised(name, self._quantised(name, format_))
         stored = self._tensor(name)
-        device = self._precision.device if self._moves_matrices else stored.device
-        weight = stored.to(device, self._precision.weights)
-        linear = self._make_linear(weight.T if transpose else weight)
+        linear = self._plain_linear(stored, transpose)
         kept = getattr(linear, "weight", None)
         if not (isinstance(kept, Tensor) and kept.data_ptr() == stored.data_ptr()):
             release(stored)
         return linear
+
+    def _plain_linear(self, stored: Tensor, transpose: bool) -> Linear:
+        device = self._precision.device if self._moves_matrices else stored.device
+        weight = stored.to(device, self._precision.weights)
+        return self._make_linear(weight.T if transpose else weight)
 
     def _quantised(self, name: str, format_: Format) -> Quantised:
         """The codes of a matrix: from an earlier start, or made where they will be."""
@@ -189,12 +215,12 @@ class LayerLoader:
 
     def _low_rank(self, name: str) -> Linear:
         """Stored [in, out] for x @ w; a Linear wants [out, in]."""
-        return self._linear(name, transpose=True)
+        return self.linear(name, transpose=True)
 
 
-def load_layers(loader: LayerLoader, weights: Weights, first: int, last: int) -> Iterator[Layer]:
+def load_layers(make: Callable[[int], L], weights: Weights, first: int, last: int) -> Iterator[L]:
     """Layers first .. last-1, with a progress bar when the file is large enough to make one wait."""
-    return (loader.layer(i) for i in _progress(range(first, last), weights))
+    return (make(i) for i in _progress(range(first, last), weights))
 
 
 def _progress(numbers: range, weights: Weights) -> Iterator[int]:

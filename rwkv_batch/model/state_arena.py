@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import HEAD_SIZE
+from rwkv_batch.model.shape import ModelShape
 
 
 class StateArena:
     """Slots of recurrent state for the layers of one stage.
 
-    wkv:   [num_slots, layers, H, 64 (value), 64 (key)], fp32 or fp16
+    wkv:   [num_slots, layers, H, 64 (value), 64 (key)], fp32 or fp16; other versions: see `ModelShape.wkv`
     shift: [num_slots, layers, 2, C]; 0 = the last ln1 output (time mix), 1 = the last ln2 output (channel mix)
 
     In a GPU's memory layers come before slots: a step goes through all slots of one layer, and states that lie together
@@ -24,12 +24,11 @@ class StateArena:
         self,
         num_slots: int,
         num_layers: int,
-        width: int,
+        shape: ModelShape,
         device: torch.device,
         wkv_dtype: torch.dtype,
         shift_dtype: torch.dtype,
     ) -> None:
-        heads = width // HEAD_SIZE
         self.num_slots = num_slots
 
         def slots(dtype: torch.dtype, *size: int) -> Tensor:
@@ -37,11 +36,11 @@ class StateArena:
                 return torch.zeros(num_slots, num_layers, *size, dtype=dtype, device=device)
             return torch.zeros(num_layers, num_slots, *size, dtype=dtype, device=device).transpose(0, 1)
 
-        self.wkv = slots(wkv_dtype, heads, HEAD_SIZE, HEAD_SIZE)
-        self.shift = slots(shift_dtype, 2, width)
+        self.wkv = slots(wkv_dtype, *shape.wkv)
+        self.shift = slots(shift_dtype, 2, shape.width)
 
     def layer_wkv(self, layer: int) -> Tensor:
-        """View [num_slots, H, 64, 64] of one layer; strided over slots."""
+        """View [num_slots, H, 64, 64] of one layer, or as the version has it; strided over slots."""
         return self.wkv[:, layer]
 
     def att_shift(self, layer: int) -> Tensor:
@@ -51,8 +50,3 @@ class StateArena:
     def ffn_shift(self, layer: int) -> Tensor:
         """View [num_slots, C]: token-shift state of the channel mix."""
         return self.shift[:, layer, 1]
-
-    @staticmethod
-    def slot_bytes(num_layers: int, width: int, wkv_dtype: torch.dtype, shift_dtype: torch.dtype) -> int:
-        """Bytes of one slot."""
-        return num_layers * width * (HEAD_SIZE * wkv_dtype.itemsize + 2 * shift_dtype.itemsize)

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import HEAD_SIZE
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.tensor_files import FileError, Kind, metadata_of, read_tensors
-from rwkv_batch.model.weights import FLOATS, ModelShape
+from rwkv_batch.model.weights import FLOATS
 
 AUTO, VALUE_KEY, KEY_VALUE = "auto", "value_key", "key_value"
 ORIENTATION = "orientation"
@@ -70,10 +70,12 @@ def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) 
 
 def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> list[Tensor]:
     """The layers' tensors in order, each [H, 64, 64] or [1, H, 64, 64]."""
+    if shape.version == "RWKV-4":
+        raise FileError(f"state file {path}: RWKV-4 takes no tuned states, its state has no matrices")
     found = {int(m.group(1)): tensor for name, tensor in tensors.items() if (m := _NAME.search(name))}
     others = [name for name in tensors if not _NAME.search(name)]
     if any(name.endswith("att.time_offset") for name in others):
-        raise FileError(f"state file {path} has 'att.time_offset' tensors: it is of RWKV-6, this model is RWKV-7")
+        raise FileError(f"state file {path} has 'att.time_offset' tensors of RWKV-6's, which are not served")
     if not found:
         have = ", ".join(others[:_SHOWN]) or "nothing"
         raise FileError(f"state file {path} has no 'blocks.N.att.time_state' (it has {have}); it is no tuned state")
@@ -87,7 +89,7 @@ def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> lis
             f"state file {path} has {len(found)} layers (up to number {max(found)}), the model has {shape.layers}; "
             "it was tuned for another model"
         )
-    wanted = (shape.heads, HEAD_SIZE, HEAD_SIZE)
+    wanted = shape.wkv
     for i, tensor in found.items():
         if tuple(tensor.shape) not in (wanted, (1, *wanted)):
             raise FileError(

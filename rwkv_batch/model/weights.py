@@ -18,6 +18,8 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.hugging_face import is_folder, native_names, read_folder
 from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.older import files as older
+from rwkv_batch.model.shape import X070, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
@@ -25,13 +27,11 @@ FOREIGN = (
     (re.compile(r"ffn\.s_emb"), "RWKV-7a (rwkv7a-*, keys 'ffn.s_emb*')"),
     (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
     (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')"),
-    (re.compile(r"att\.time_maa_"), "RWKV-6 (keys 'att.time_maa_*')"),
-    (re.compile(r"att\.time_faaaa"), "RWKV-5 (keys 'att.time_faaaa')"),
-    (re.compile(r"att\.time_(first|decay|mix_k)"), "RWKV-4 or 5 (keys 'att.time_*')"),
     (re.compile(r"^model\.layers\."), "a transformers model that is no RWKV-7 (keys 'model.layers.*')"),
     (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
     (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
 )
+PILE_VOCABULARY = 50277
 NEVER_USED = frozenset(f"blocks.0.att.{name}" for name in ("v0", "v1", "v2"))
 """Present in some files; the first layer has no value residual."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -42,29 +42,6 @@ SAMPLE_RUNS = 4
 
 class WeightsError(StartupError):
     """A weight file cannot be served; the message says why and what would help."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes read from the tensors."""
-
-    layers: int
-    width: int
-    vocab: int
-    ffn: int
-    decay_rank: int
-    a_rank: int
-    v_rank: int
-    gate_rank: int
-
-    @property
-    def heads(self) -> int:
-        """Heads of 64."""
-        return self.width // HEAD_SIZE
-
-    def describe(self) -> str:
-        """One line for people."""
-        return f"{self.layers} layers x {self.width} ({self.heads} heads), vocabulary {self.vocab}"
 
 
 Change = Callable[[Tensor], Tensor]
@@ -129,16 +106,26 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
         met = [name for name in tensors if pattern.search(name)]
         if met:
             raise WeightsError(
-                f"model file {path} is {what}, met in {', '.join(met[:3])}; only RWKV-7 'x070' weights are served"
+                f"model file {path} is {what}, met in {', '.join(met[:3])}; RWKV-7 'x070' and RWKV-6, 5 and 4 "
+                "'World' weights are served"
             )
-    for name in ("emb.weight", "blocks.0.att.r_k", "blocks.0.att.w1", "head.weight"):
+    version = older.version_of(tensors) or X070
+    marks = ("blocks.0.att.r_k", "blocks.0.att.w1") if version == X070 else ()
+    for name in ("emb.weight", *marks, "head.weight"):
         if name not in tensors:
-            raise WeightsError(f"model file {path} is not RWKV-7: it has no {name!r} (it has {len(tensors)} tensors)")
+            raise WeightsError(
+                f"model file {path} is not {version}: it has no {name!r} (it has {len(tensors)} tensors)"
+            )
     numbers = {int(m.group(1)) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))}
     layers = max(numbers) + 1
     if numbers != set(range(layers)):
         missing = min(set(range(layers)) - numbers)
         raise WeightsError(f"model file {path} has {layers} layers but none numbered {missing}; the file is incomplete")
+    return _shape(tensors, layers) if version == X070 else older.shape_of(tensors, version, layers)
+
+
+def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
+    """RWKV-7's."""
     last = f"blocks.{layers - 1}.att"
 
     def size(name: str, axis: int) -> int:
@@ -158,14 +145,17 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
     )
 
 
+def outside_layers(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors of no layer, in all versions."""
+    norms = (f"{norm}.{part}" for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias"))
+    table = (shape.vocab, shape.width)
+    return {"emb.weight": table, "head.weight": table, **dict.fromkeys(norms, (shape.width,))}
+
+
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor such a model must have; vectors as [C] (files may store [1, 1, C])."""
+    """Name -> shape of every tensor that a model of RWKV-7 must have; vectors as [C] (files may store [1, 1, C])."""
     c, f = shape.width, shape.ffn
-    wanted: dict[str, tuple[int, ...]] = {
-        "emb.weight": (shape.vocab, c),
-        "head.weight": (shape.vocab, c),
-        **{f"{norm}.{part}": (c,) for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias")},
-    }
+    wanted = outside_layers(shape)
     for i in range(shape.layers):
         block = f"blocks.{i}"
         wanted |= {f"{block}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
@@ -183,28 +173,39 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _check(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
-    if shape.width == 0 or shape.width % HEAD_SIZE:
+    if shape.width == 0 or shape.width % shape.head_size:
         raise WeightsError(
             f"model file {path}: 'emb.weight' is {tuple(tensors['emb.weight'].shape)}; "
-            f"the width must be a multiple of the head size {HEAD_SIZE}"
+            f"the width must be a multiple of the head size {shape.head_size}"
         )
-    expected = expected_shapes(shape)
+    if shape.vocab == PILE_VOCABULARY:
+        raise WeightsError(
+            f"model file {path} is a {shape.version} of the vocabulary of the Pile ({PILE_VOCABULARY} tokens); 'World' "
+            "weights are served"
+        )
+    if shape.version == X070:
+        expected = expected_shapes(shape)
+    else:
+        expected = outside_layers(shape) | older.expected_shapes(shape, tensors)
     for name, wanted in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
-            raise WeightsError(f"model file {path} lacks the tensor {name!r} of shape {wanted}; the file is incomplete")
+            raise WeightsError(
+                f"model file {path} ({shape.version}) lacks the tensor {name!r} of shape {wanted}; the file is "
+                "incomplete"
+            )
         _check_tensor(path, name, tensor, wanted)
     unknown = [name for name in tensors if name not in expected and name not in NEVER_USED]
     if unknown:
         raise WeightsError(
-            f"model file {path} has {len(unknown)} tensors that RWKV-7 'x070' does not have "
+            f"model file {path} has {len(unknown)} tensors that {shape.version} does not have "
             f"({', '.join(unknown[:3])}); it is another model"
         )
 
 
 def _check_tensor(path: Path, name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
-    squeezed = tuple(tensor.shape[2:]) if tensor.dim() == 3 and tensor.shape[:2] == (1, 1) else tuple(tensor.shape)
-    if squeezed != wanted or 0 in wanted:
+    squeezed = tuple(size for size in tensor.shape if size != 1) if tensor.dim() == 3 else tuple(tensor.shape)
+    if wanted not in (squeezed, tuple(tensor.shape)) or 0 in wanted:
         raise WeightsError(f"model file {path}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {wanted}")
     if tensor.dtype not in FLOATS:
         raise WeightsError(

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.layer import LayerBase
 from rwkv_batch.model.linear import Linear
 
 PLACES = 2
@@ -24,25 +24,25 @@ class FlatLayer:
 
     flat: Tensor
     """[bytes] uint8"""
-    layer: Layer
+    layer: LayerBase
 
 
-class StreamedLayers(Sequence[Layer]):
+class StreamedLayers(Sequence[LayerBase]):
     """A stage's layers: the first ones stay on the device, the others take turns there. Iterated once a forward.
 
     Of the others, an index gives the copy in the host's memory. Layers that take turns are of one form: layer 0, which
     has no v-residual, is none of them.
     """
 
-    def __init__(self, layers: Iterator[Layer], resident: int, device: torch.device) -> None:
+    def __init__(self, layers: Iterator[LayerBase], resident: int, device: torch.device) -> None:
         """Takes the layers one by one: those that do not stay leave the device before the next one is made."""
         self._device = device
-        self._resident: list[Layer] = []
+        self._resident: list[LayerBase] = []
         self._hosts: list[FlatLayer] = []
         self._places: list[FlatLayer] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         for layer in layers:
-            if len(self._resident) < resident or layer.v_residual is None:
+            if len(self._resident) < resident or not layer.is_like_the_next:
                 self._resident.append(layer)
                 continue
             if len(self._places) < PLACES:
@@ -50,7 +50,7 @@ class StreamedLayers(Sequence[Layer]):
             self._hosts.append(flatten(layer, torch.device("cpu"), pinned=self._side is not None))
 
     @property
-    def on_device(self) -> list[Layer]:
+    def on_device(self) -> list[LayerBase]:
         """What the device holds: the layers that stay, and the places of the others."""
         return [*self._resident, *(place.layer for place in self._places)]
 
@@ -63,13 +63,13 @@ class StreamedLayers(Sequence[Layer]):
         return len(self._resident) + len(self._hosts)
 
     @overload
-    def __getitem__(self, index: int) -> Layer: ...
+    def __getitem__(self, index: int) -> LayerBase: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Layer]: ...
-    def __getitem__(self, index: int | slice) -> Layer | list[Layer]:
+    def __getitem__(self, index: slice) -> list[LayerBase]: ...
+    def __getitem__(self, index: int | slice) -> LayerBase | list[LayerBase]:
         return [*self._resident, *(host.layer for host in self._hosts)][index]
 
-    def __iter__(self) -> Iterator[Layer]:
+    def __iter__(self) -> Iterator[LayerBase]:
         """Each layer when its turn has come; what was launched on the current stream for the last one has used it."""
         self._let_copies_wait()
         for place, host in zip(self._places, self._hosts, strict=False):
@@ -105,7 +105,7 @@ class StreamedLayers(Sequence[Layer]):
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def flatten(layer: Layer, device: torch.device, pinned: bool = False) -> FlatLayer:
+def flatten(layer: LayerBase, device: torch.device, pinned: bool = False) -> FlatLayer:
     """A copy of a layer, its tensors in one piece of memory on `device`; those that share memory share it there too."""
     tensors = {id(tensor): tensor for tensor in _tensors_in(layer)}
     spans: dict[int, tuple[int, int]] = {}
@@ -146,6 +146,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _tensors_in(getattr(value, field.name))
+    elif isinstance(value, list):
+        for part in value:
+            yield from _tensors_in(part)
     elif isinstance(value, Linear):
         for part in vars(value).values():
             yield from _tensors_in(part)

@@ -389,6 +389,7 @@ class ModelRunner:
         return {
             "model": self._config.model_name,
             "model_file": self.weights.path.name,
+            "model_version": shape.version,
             "model_shape": {"layers": shape.layers, "width": shape.width, "heads": shape.heads, "vocab": shape.vocab},
             "parameters": self.weights.num_parameters,
             "fingerprint": self.weights.fingerprint,

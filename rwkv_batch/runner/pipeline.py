@@ -41,7 +41,8 @@ class Pipeline:
             )
         self.kernel_refusals: dict[str, str] = {}
         self.stages: list[Stage] = []
-        precisions = [precision_for(device, dtype, wkv_state) for device in self.devices]
+        version = weights.shape.version
+        precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
         places = split_layers(weights, self.devices, item_bytes, memory_share, layers)
         if resident and len(resident) != len(devices):
@@ -51,7 +52,7 @@ class Pipeline:
             )
         stays = resident or (None,) * len(devices)
         for precision, (first, last), staying in zip(precisions, places, stays, strict=True):
-            ops, refusals = choose_ops(kernels, precision.device)
+            ops, refusals = choose_ops(kernels, precision.device, version)
             self.kernel_refusals |= refusals
             self.stages.append(Stage(weights, first, last, precision, ops, staying))
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.naive import layer_norm
-from rwkv_batch.model.layer import Layer, linears_of
+from rwkv_batch.model.layer import Layer, LayerBase, linears_of
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
+from rwkv_batch.model.older import forward as older
+from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.ops import NormsRows, Ops, PreparesLayers, RunsLayers
+from rwkv_batch.model.plain import layer_norm
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.rwkv7 import forward_layers
+from rwkv_batch.model.shape import X070
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
@@ -35,16 +39,21 @@ class Stage:
         self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
         """Entered around kernel launches: they go to the current device's stream. -1: does nothing."""
         self.ops = ops
+        self.shape = shape
         self.width = shape.width
-        layers: Iterator[Layer]
-        if isinstance(ops, PreparesLayers):
+        layers: Iterator[LayerBase]
+        if shape.version != X070:
+            layers = load_layers(loader.older_layer, weights, first, last)
+        elif isinstance(ops, PreparesLayers):
             # Only what is kept takes memory of the device: what is freed there leaves gaps between the layers.
             apart = LayerLoader(weights, precision, make_linear, moves_matrices=False, make_quantised=make_quantised)
-            layers = (ops.prepare_layer(layer) for layer in load_layers(apart, weights, first, last))
+            layers = (ops.prepare_layer(layer) for layer in load_layers(apart.layer, weights, first, last))
         else:
-            layers = load_layers(loader, weights, first, last)
+            layers = load_layers(loader.layer, weights, first, last)
         streams = resident is not None and precision.device.type == "cuda"
-        self.layers: Sequence[Layer] = StreamedLayers(layers, resident or 0, precision.device) if streams else [*layers]
+        self.layers: Sequence[LayerBase] = (
+            StreamedLayers(layers, resident or 0, precision.device) if streams else [*layers]
+        )
         self.embedding = loader.embedding() if first == 0 else None
         if self.embedding is not None and precision.device.type == "cuda":
             self.embedding = self.embedding.fold(precision.activations)
@@ -54,7 +63,8 @@ class Stage:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of this stage."""
-        return StateArena.slot_bytes(len(self.layers), self.width, self.precision.wkv_state, self.precision.activations)
+        state, shift = self.precision.wkv_state.itemsize, self.precision.activations.itemsize
+        return self.shape.slot_bytes(len(self.layers), state, shift)
 
     @property
     def num_streamed(self) -> int:
@@ -75,7 +85,7 @@ class Stage:
         self.state = StateArena(
             num_slots,
             len(self.layers),
-            self.width,
+            self.shape,
             self.precision.device,
             self.precision.wkv_state,
             self.precision.activations,
@@ -93,9 +103,12 @@ class Stage:
         """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
         assert self.state is not None, "allocate_slots comes first"
         with self._device:
+            if self.shape.version != X070:
+                return older.forward_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
+            layers = cast(Sequence[Layer], self.layers)
             if isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
-                return self.ops.run_layers(self.layers, x, v_first, self.state, inputs)
-            return forward_layers(self.layers, x, v_first, self.state, inputs, self.ops)
+                return self.ops.run_layers(layers, x, v_first, self.state, inputs)
+            return forward_layers(layers, x, v_first, self.state, inputs, self.ops)
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         """[T, C] -> fp32 [R, V] for the tokens that want logits; the first rows of `out` if that is given."""
@@ -112,15 +125,22 @@ class Stage:
             return self.head.linear.to_fp32(rows, None if out is None else out[: len(rows)])
 
 
-def precision_for(device: torch.device, dtype: str, wkv_state: str) -> Precision:
+def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = X070) -> Precision:
     """Types of a stage; "auto", of weights and of states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32.
 
     "fp8", "int8", "int4": the large matrices in small codes, all else as with "auto".
+    Older versions: bf16 on a GPU, what is computed and states in fp32, since what they add up does not fit fp16.
+    Raises ValueError for a type that a version is not served in.
     """
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     storage = format_of(dtype)
     dtype = "auto" if storage is not None else dtype
     on_gpu = device.type == "cuda"
+    if version != X070:
+        if wkv_state not in ("auto", "fp32"):
+            raise ValueError(f"the states of {version} are kept in fp32, not {wkv_state}; leave --wkv-state out")
+        weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
+        return Precision(device, weights, torch.float32, torch.float32, storage)
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
     activations = weights if on_gpu else torch.float32
     state = by_name[wkv_state] if wkv_state != "auto" else weights if on_gpu else torch.float32

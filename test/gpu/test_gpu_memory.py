@@ -11,8 +11,9 @@ import torch
 
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import graph_stages

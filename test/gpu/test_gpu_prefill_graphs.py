@@ -10,8 +10,9 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, usable_mixed_sizes
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillGraphs

@@ -19,6 +19,7 @@ from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.rwkv7 import forward_layers
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
@@ -58,7 +59,8 @@ def normal(*size: int, seed: int) -> Tensor:
 
 def random_state(stage: tuple[int, int], wkv: torch.dtype = torch.float32) -> StateArena:
     """Slots full of numbers; slot 0 is zero."""
-    state = StateArena(SLOTS, stage[1] - stage[0], WIDTH, CPU, wkv, torch.float32)
+    shape = ModelShape(LAYERS, WIDTH, 256, 4 * WIDTH)
+    state = StateArena(SLOTS, stage[1] - stage[0], shape, CPU, wkv, torch.float32)
     state.wkv[1:] = normal(*state.wkv[1:].shape, seed=6)
     state.shift[1:] = normal(*state.shift[1:].shape, seed=5)
     return state

@@ -10,8 +10,9 @@ import torch
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, padded
 from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT

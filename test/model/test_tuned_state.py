@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import KEY_VALUE, VALUE_KEY, read_tuned_state, write_tuned_state
-from rwkv_batch.model.weights import ModelShape
 from test.state_files import named, random_state, write_state
 
 SHAPE = ModelShape(layers=3, width=128, vocab=512, ffn=512, decay_rank=8, a_rank=8, v_rank=8, gate_rank=8)

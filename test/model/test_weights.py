@@ -18,7 +18,8 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
-from rwkv_batch.model.weights import ModelShape, Weights, WeightsError, expected_shapes, open_weights, weights_from
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.weights import Weights, WeightsError, expected_shapes, open_weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
 
 Tensors = dict[str, Tensor]
@@ -103,9 +104,9 @@ REFUSED = [
     ("rwkv7a", plus("blocks.0.ffn.s_emb.weight", 4), r"RWKV-7a .*blocks\.0\.ffn\.s_emb\.weight"),
     ("rwkv7b", plus("blocks.0.qkv.weight", 4), r"RWKV-7b .*blocks\.0\.qkv\.weight"),
     ("v8", plus("blocks.0.enn.weight", 4), r"RWKV-8 .*blocks\.0\.enn\.weight"),
-    ("v6", plus("blocks.0.att.time_maa_x", 4), "RWKV-6"),
-    ("v5", plus("blocks.0.att.time_faaaa", 4), "RWKV-5"),
-    ("v4", plus("blocks.0.att.time_first", 4), "RWKV-4"),
+    ("v6", plus("blocks.0.att.time_maa_x", 64), r"\(RWKV-6\) lacks"),
+    ("v5", plus("blocks.0.att.time_faaaa", 4), r"\(RWKV-5.0\) lacks"),
+    ("v4", lambda _: plus("blocks.0.att.time_first", 4)({}), "is not RWKV-4: it has no 'emb.weight'"),
     ("transformers", lambda _: {"model.layers.0.attn.r_proj.weight": torch.zeros(4)}, "transformers"),
     ("lora", plus("blocks.0.att.key.weight.lora_A", 4), "an adapter"),
     ("bone", plus("blocks.0.att.key.bone", 4), "an adapter"),

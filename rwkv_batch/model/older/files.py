@@ -1,0 +1,121 @@
+"""Files of RWKV-4, 5 and 6: told apart by their tensors, their shapes, their layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rwkv_batch.model.older import rwkv4, rwkv5, rwkv6
+from rwkv_batch.model.older.layer import ChannelMix, OlderLayer, TimeMix
+from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.shape import ModelShape
+
+SQUARE = ("receptance", "key", "value", "output")
+_OLDER = re.compile(r"\.att\.time_(maa_|mix_|faaaa|first|decay)")
+_ATT = "blocks.0.att"
+
+
+def version_of(tensors: Mapping[str, Tensor]) -> str | None:
+    """ "RWKV-4" … "RWKV-6" by the names that the `rwkv` package goes by; None: no older version."""
+    if not any(_OLDER.search(name) for name in tensors):
+        return None
+    if any(".att.time_maa_" in name for name in tensors):
+        return "RWKV-6"
+    if not any(".att.ln_x." in name for name in tensors):
+        return "RWKV-4"
+    if not any(name.endswith(".att.gate.weight") for name in tensors):
+        return "RWKV-5.0"
+    return "RWKV-5.2" if _by_head(tensors.get(f"{_ATT}.time_decay"))[1] > 1 else "RWKV-5.1"
+
+
+def _by_head(tensor: Tensor | None) -> tuple[int, int]:
+    """Heads, and numbers for each, of [H], [H, N] or [H, 1, 1]; (0, 0) if there is none."""
+    if tensor is None or tensor.dim() == 0 or not len(tensor):
+        return 0, 0
+    return len(tensor), tensor.numel() // len(tensor)
+
+
+def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
+    """0 if there is no such size: the check of the shapes will say so."""
+    tensor = tensors.get(name)
+    return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
+
+
+def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelShape:
+    """Sizes, as far as the tensors have them."""
+    width = _size(tensors, "emb.weight", 1)
+    heads = 1
+    if version != "RWKV-4":
+        first = tensors.get(f"{_ATT}.{rwkv5.FIRST}", tensors.get(f"{_ATT}.{rwkv5.FIRST_AS_LOGARITHM}"))
+        heads = _by_head(first)[0] or 1
+    return ModelShape(
+        layers=layers,
+        width=width,
+        vocab=_size(tensors, "emb.weight", 0),
+        ffn=_size(tensors, "blocks.0.ffn.key.weight", 0),
+        decay_rank=_size(tensors, f"{_ATT}.time_decay_w1", 1),
+        version=version,
+        head_size=max(1, width // heads),
+        mix_rank=_size(tensors, f"{_ATT}.time_maa_w1", 1) // len(rwkv6.MIXES),
+    )
+
+
+def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that a layer of such a model must have."""
+    c, f = shape.width, shape.ffn
+    if shape.version == "RWKV-4":
+        att = rwkv4.expected(shape)
+    elif shape.version == "RWKV-6":
+        att = rwkv6.expected(shape)
+    else:
+        att = rwkv5.expected(shape, has_logarithm=f"{_ATT}.{rwkv5.FIRST}" not in tensors)
+    att |= {f"{name}.weight": (c, c) for name in SQUARE}
+    mix = _ffn_mix(shape)
+    ffn = {
+        f"{mix}_k": (c,),
+        f"{mix}_r": (c,),
+        "key.weight": (f, c),
+        "value.weight": (c, f),
+        "receptance.weight": (c, c),
+    }
+    wanted: dict[str, tuple[int, ...]] = {}
+    for i in range(shape.layers):
+        wanted |= {f"blocks.{i}.{norm}.{part}": (c,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
+        wanted |= {f"blocks.{i}.att.{name}": size for name, size in att.items()}
+        wanted |= {f"blocks.{i}.ffn.{name}": size for name, size in ffn.items()}
+    return wanted
+
+
+def _ffn_mix(shape: ModelShape) -> str:
+    """RWKV-6's are shares of the token before, the others' of the token itself."""
+    return "time_maa" if shape.version == "RWKV-6" else "time_mix"
+
+
+def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
+    """Layer i."""
+    ffn, mix = f"blocks.{i}.ffn", _ffn_mix(shape)
+    mix_k, mix_r = source.vector(f"{ffn}.{mix}_k"), source.vector(f"{ffn}.{mix}_r")
+    if mix == "time_mix":
+        mix_k, mix_r = 1 - mix_k, 1 - mix_r
+    return OlderLayer(
+        ln1=source.norm(f"blocks.{i}.ln1"),
+        ln2=source.norm(f"blocks.{i}.ln2"),
+        time_mix=_time_mix(source, f"blocks.{i}.att", shape),
+        channel_mix=ChannelMix(
+            mix_k=mix_k,
+            mix_r=mix_r,
+            key=source.linear(f"{ffn}.key.weight"),
+            value=source.linear(f"{ffn}.value.weight"),
+            receptance=source.linear(f"{ffn}.receptance.weight"),
+        ),
+    )
+
+
+def _time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix:
+    if shape.version == "RWKV-4":
+        return rwkv4.time_mix(source, att, shape)
+    if shape.version == "RWKV-6":
+        return rwkv6.time_mix(source, att, shape)
+    return rwkv5.time_mix(source, att, shape)

@@ -1,0 +1,82 @@
+"""RWKV-4: three numbers for each channel, a weighted mean of values kept free of overflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.older.layer import sigmoid
+from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.plain import longest_first
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.step_inputs import StepInputs
+
+LOWEST = -1e30
+"""The largest exponent so far, before the first token."""
+
+
+@dataclass(slots=True)
+class TimeMix4:
+    """See `layer.TimeMix`; wkv is [num_slots, 3, C]: sums of weighted values and of weights, and the exponent that
+    both are scaled by. Zeros are the state before the first token."""
+
+    mix_k: Tensor
+    """[C]: share of the token before"""
+    mix_v: Tensor
+    mix_r: Tensor
+    decay: Tensor
+    """[C]: added to the exponent for each token, negative"""
+    first: Tensor
+    """[C]: exponent of the token itself"""
+    receptance: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+
+    def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
+        """[T, C] twice -> [T, C] fp32."""
+        change = previous - h
+        r = sigmoid(self.receptance(h + change * self.mix_r))
+        k, v = self.key(h + change * self.mix_k).float(), self.value(h + change * self.mix_v).float()
+        return self.output(r * self._means(k, v, wkv, inputs))
+
+    def _means(self, k: Tensor, v: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
+        """The weighted mean of values after each token: k, v [T, C] -> [T, C]."""
+        means = torch.empty_like(v)
+        order, positions = longest_first(inputs)
+        state = wkv[inputs.read_slots[order]].float()
+        for at in positions:
+            values, weights, exponent = state[: len(at)].unbind(1)
+            exponent = torch.where(weights == 0, LOWEST, exponent)  # weights are 1 at least once a token was read
+            own = self.first + k[at]
+            top = torch.maximum(exponent, own)
+            old, new = torch.exp(exponent - top), torch.exp(own - top)
+            means[at] = (old * values + new * v[at]) / (old * weights + new)
+            top = torch.maximum(exponent + self.decay, k[at])
+            old, new = torch.exp(exponent + self.decay - top), torch.exp(k[at] - top)
+            state[: len(at)] = torch.stack((old * values + new * v[at], old * weights + new, top), dim=1)
+        wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
+        return means
+
+
+def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the time mix's tensors but for the four square matrices."""
+    return dict.fromkeys(("time_decay", "time_first", "time_mix_k", "time_mix_v", "time_mix_r"), (shape.width,))
+
+
+def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix4:
+    """From the tensors called `att`."""
+    return TimeMix4(
+        mix_k=1 - source.vector(f"{att}.time_mix_k"),
+        mix_v=1 - source.vector(f"{att}.time_mix_v"),
+        mix_r=1 - source.vector(f"{att}.time_mix_r"),
+        decay=-torch.exp(source.vector(f"{att}.time_decay")),
+        first=source.vector(f"{att}.time_first"),
+        receptance=source.linear(f"{att}.receptance.weight"),
+        key=source.linear(f"{att}.key.weight"),
+        value=source.linear(f"{att}.value.weight"),
+        output=source.linear(f"{att}.output.weight"),
+    )

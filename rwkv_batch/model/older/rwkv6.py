@@ -1,0 +1,100 @@
+"""RWKV-6: as RWKV-5.2, with a token shift and a decay that depend on the token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.model.layer import Norm
+from rwkv_batch.model.linear import Linear
+from rwkv_batch.model.older.heads import head_norm, wkv_heads
+from rwkv_batch.model.older.layer import silu
+from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.step_inputs import StepInputs
+
+MIXES = "wkvrg"
+"""The inputs of the time mix, in the order in which the file has their low-rank maps."""
+
+
+@dataclass(slots=True)
+class TimeMix6:
+    """See `layer.TimeMix`; wkv is [num_slots, H, N (value), N (key)]."""
+
+    mix_x: Tensor
+    """[C]: share of the token before, in what the other shares are made of"""
+    mixes: Tensor
+    """[5, C]: shares in the order of MIXES, to which the token's own are added"""
+    mix_w1: Linear
+    """C -> 5 D"""
+    mix_w2: list[Linear]
+    """D -> C, in the order of MIXES"""
+    decay: Tensor
+    """[C]: to which the token's own is added"""
+    decay_w1: Linear
+    """C -> D'"""
+    decay_w2: Linear
+    """D' -> C"""
+    bonus: Tensor
+    """[H, N]"""
+    receptance: Linear
+    key: Linear
+    value: Linear
+    gate: Linear
+    output: Linear
+    ln_x: Norm
+
+    def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
+        """[T, C] twice -> [T, C] fp32."""
+        w, k, v, r, g = self._mixed(h, previous - h)
+        heads = (len(h), *self.bonus.shape)
+        own = self.decay_w2(torch.tanh(self.decay_w1(w))).float()
+        decay = torch.exp(-torch.exp(self.decay + own)).view(heads)
+        r, k = self.receptance(r).float().view(heads), self.key(k).float().view(heads)
+        y = wkv_heads(r, k, self.value(v).float().view(heads), decay, self.bonus, wkv, inputs)
+        return self.output(head_norm(y, self.ln_x) * silu(self.gate(g)))
+
+    def _mixed(self, h: Tensor, change: Tensor) -> list[Tensor]:
+        """The five inputs [T, C] of h [T, C] and what the token before differs by [T, C]."""
+        ranks = torch.tanh(self.mix_w1(h + change * self.mix_x)).view(len(h), len(MIXES), -1)
+        own = [second(ranks[:, i].contiguous()) for i, second in enumerate(self.mix_w2)]
+        return [h + change * (mix + one) for mix, one in zip(self.mixes, own, strict=True)]
+
+
+def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the time mix's tensors but for the four square matrices."""
+    c, mix, decay = shape.width, shape.mix_rank, shape.decay_rank
+    return {
+        **{f"time_maa_{letter}": (c,) for letter in f"x{MIXES}"},
+        "time_maa_w1": (c, len(MIXES) * mix),
+        "time_maa_w2": (len(MIXES), mix, c),
+        "time_decay": (c,),
+        "time_decay_w1": (c, decay),
+        "time_decay_w2": (decay, c),
+        "time_faaaa": (shape.heads, shape.head_size),
+        "gate.weight": (c, c),
+        "ln_x.weight": (c,),
+        "ln_x.bias": (c,),
+    }
+
+
+def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix6:
+    """From the tensors called `att`."""
+    return TimeMix6(
+        mix_x=source.vector(f"{att}.time_maa_x"),
+        mixes=torch.stack([source.vector(f"{att}.time_maa_{letter}") for letter in MIXES]),
+        mix_w1=source.linear(f"{att}.time_maa_w1", transpose=True),
+        mix_w2=source.linears(f"{att}.time_maa_w2", transpose=True),
+        decay=source.vector(f"{att}.time_decay"),
+        decay_w1=source.linear(f"{att}.time_decay_w1", transpose=True),
+        decay_w2=source.linear(f"{att}.time_decay_w2", transpose=True),
+        bonus=source.vector(f"{att}.time_faaaa").view(shape.heads, shape.head_size),
+        receptance=source.linear(f"{att}.receptance.weight"),
+        key=source.linear(f"{att}.key.weight"),
+        value=source.linear(f"{att}.value.weight"),
+        gate=source.linear(f"{att}.gate.weight"),
+        output=source.linear(f"{att}.output.weight"),
+        ln_x=source.norm(f"{att}.ln_x"),
+    )

@@ -1,0 +1,49 @@
+"""Sizes of a model, of any version that is served."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rwkv_batch.model.layer import HEAD_SIZE
+
+X070 = "RWKV-7"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes read from the tensors."""
+
+    layers: int
+    width: int
+    vocab: int
+    ffn: int
+    decay_rank: int = 0
+    """of RWKV-7 and RWKV-6; 0: the version has no such map"""
+    a_rank: int = 0
+    v_rank: int = 0
+    gate_rank: int = 0
+    version: str = X070
+    """"RWKV-7", "RWKV-6", "RWKV-5.2", "RWKV-5.1", "RWKV-5.0" or "RWKV-4\""""
+    head_size: int = HEAD_SIZE
+    mix_rank: int = 0
+    """of RWKV-6's token shift"""
+
+    @property
+    def heads(self) -> int:
+        """Heads of `head_size` channels."""
+        return self.width // self.head_size
+
+    @property
+    def wkv(self) -> tuple[int, ...]:
+        """Sizes of a layer's recurrent state: [H, head (value), head (key)], of RWKV-4 [3, C]."""
+        return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
+
+    def slot_bytes(self, layers: int, wkv_itemsize: int, shift_itemsize: int) -> int:
+        """Bytes of the state of so many layers."""
+        return layers * (math.prod(self.wkv) * wkv_itemsize + 2 * self.width * shift_itemsize)
+
+    def describe(self) -> str:
+        """One line for people."""
+        heads = "" if self.version == "RWKV-4" else f" ({self.heads} heads)"
+        return f"{self.version}, {self.layers} layers x {self.width}{heads}, vocabulary {self.vocab}"

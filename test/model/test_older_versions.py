@@ -1,0 +1,173 @@
+"""RWKV-4, 5 and 6 against the reference package: logits and states, for every way to cut a prompt and in company."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_older_weights import random_older_weights
+from rwkv_batch.kernels import cpu_library
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.tensor_files import FileError
+from rwkv_batch.model.tuned_state import read_tuned_state
+from rwkv_batch.model.weights import Weights, WeightsError, weights_from
+from rwkv_batch.runner.pipeline import Pipeline
+from test.model.test_model import CUTS, KERNELS, feed, needs_compiler, pipeline, random_rows
+
+CASES: dict[str, dict[str, Any]] = {
+    "RWKV-4": {"version": "4", "layers": 3, "width": 128},
+    "RWKV-5.0": {"version": "5.0", "layers": 2, "width": 128, "heads": 4},
+    "RWKV-5.0, bonus as a logarithm": {"version": "5.0", "layers": 2, "width": 128, "logarithm": True},
+    "RWKV-5.1": {"version": "5.1", "layers": 2, "width": 192},
+    "RWKV-5.2": {"version": "5.2", "layers": 3, "width": 128, "dtype": torch.float32},
+    "RWKV-6": {"version": "6", "layers": 3, "width": 192},
+    "RWKV-6, one head": {"version": "6", "layers": 2, "width": 64},
+}
+ORACLE = """
+import sys, torch
+from rwkv.model import RWKV
+for folder in sys.argv[1:]:
+    model = RWKV(model=folder + "/model.pth", strategy="cpu fp32", verbose=False)
+    logits, state = model.forward(torch.load(folder + "/prompt.pt"), None, full_output=True)
+    torch.save({"logits": logits, "state": state}, folder + "/answer.pt")
+"""
+"""A process of its own: the package is either of RWKV-7 or of the others, from its import on."""
+
+
+@dataclass
+class Case:
+    """A random model, a prompt, and what the reference makes of it."""
+
+    name: str
+    weights: Weights
+    prompt: list[int]
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[T, V]"""
+    state: list[Tensor] = field(default_factory=list)
+    """as the package keeps it"""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    pytest.importorskip("rwkv")
+    folders = {name: tmp_path_factory.mktemp("oracle") for name in CASES}
+    made: dict[str, Case] = {}
+    for name, folder in folders.items():
+        tensors = random_older_weights(seed=7, **CASES[name])
+        torch.save({name: tensor.float() for name, tensor in tensors.items()}, folder / "model.pth")
+        weights = weights_from(tensors)
+        prompt = torch.randint(1, weights.shape.vocab, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+        torch.save(prompt, folder / "prompt.pt")
+        made[name] = Case(name, weights, prompt)
+    env = {**os.environ, "RWKV_V7_ON": "0", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+    arguments = [sys.executable, "-c", ORACLE, *map(str, folders.values())]
+    subprocess.run(arguments, env=env, check=True, capture_output=True)
+    for name, folder in folders.items():
+        made[name].logits, made[name].state = torch.load(folder / "answer.pt").values()
+    return made
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
+    return cases[request.param]
+
+
+def states(model: Pipeline, slot: int) -> list[Tensor]:
+    """A slot's state in the package's form."""
+    found: list[Tensor] = []
+    for stage in model.stages:
+        assert stage.state is not None
+        for wkv, shift in zip(stage.state.wkv[slot], stage.state.shift[slot], strict=True):
+            parts = list(wkv) if wkv.dim() == 2 else [wkv.transpose(1, 2)]
+            found += [shift[0], *parts, shift[1]]
+    return found
+
+
+def test_a_version_is_told_by_its_tensors(case: Case) -> None:
+    shape, wanted = case.weights.shape, CASES[case.name]
+    assert shape.version == case.name.partition(",")[0] and shape.layers == wanted["layers"]
+    assert case.name.startswith("RWKV-4") or shape.heads == wanted.get("heads", wanted["width"] // 64)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_logits_and_state_equal_the_reference(case: Case, kernels: str, cuts: tuple[int, ...]) -> None:
+    model = pipeline(case.weights, kernels)
+    logits = feed(model, case.prompt, cuts)
+    ends = torch.tensor(cuts).cumsum(0) - 1
+    assert (logits - case.logits[ends]).abs().max() < 1e-4
+    for mine, wanted in zip(states(model, 2), case.state, strict=True):
+        assert (mine - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_several_stages_equal_one(case: Case, kernels: str) -> None:
+    one, two = pipeline(case.weights, kernels), pipeline(case.weights, kernels, stages=2)
+    assert two.slot_bytes == one.slot_bytes
+    assert torch.equal(feed(one, case.prompt, CUTS["chunked"]), feed(two, case.prompt, CUTS["chunked"]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_same_bits_alone_and_among_200_others(case: Case, dtype: str) -> None:
+    model = Pipeline(case.weights, devices=("cpu",), kernels="cpu", dtype=dtype)
+    model.allocate_slots(220)
+    prompt, *others = random_rows(case.weights, [40] + [1] * 150 + [3] * 49 + [61], seed=5)
+    alone = feed(model, prompt, (40,))
+    for cuts in ((1,) * 40, (16, 17, 7), (39, 1)):
+        assert torch.equal(feed(model, prompt, cuts, slot=3)[-1], alone[0])
+        assert all(torch.equal(a, b) for a, b in zip(states(model, 2), states(model, 3), strict=True))
+    rows = [*others[:100], prompt[:33], *others[100:]]
+    slots = list(range(4, 4 + len(rows)))
+    model.forward(step_inputs(rows, [0] * len(rows), slots, []))
+    rows = [row[:1] for row in rows]
+    rows[100] = prompt[33:]
+    crowd = model.forward(step_inputs(rows, slots, slots, list(range(len(rows)))))
+    assert torch.equal(crowd[100], alone[0])
+    assert all(not t.any() for t in states(model, 0)), "the zero slot stays zero"
+
+
+def test_a_number_of_threads_changes_no_bit(case: Case) -> None:
+    """An odd number cuts tensors where no vector register ends."""
+    threads, found = torch.get_num_threads(), []
+    rows = random_rows(case.weights, [301, 1, 1], seed=9)
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            model = pipeline(case.weights, "auto")
+            found.append(model.forward(step_inputs(rows, [0, 0, 0], [2, 3, 4], [0, 1, 2])))
+    finally:
+        torch.set_num_threads(threads)
+    assert cpu_library.build_problem() is not None or torch.equal(*found)
+
+
+def test_what_a_version_is_not_served_with() -> None:
+    six = weights_from(random_older_weights("6", 2, 128))
+    with pytest.raises(ValueError, match=r"the states of RWKV-6 are kept in fp32, not fp16; leave --wkv-state out"):
+        Pipeline(six, devices=("cpu",), wkv_state="fp16")
+    with pytest.raises(ValueError, match="the cuda kernels are RWKV-7's; RWKV-6 runs on plain torch"):
+        Pipeline(six, devices=("cpu",), kernels="cuda")
+    four = random_older_weights("4", 2, 64)
+    table = torch.zeros(50277, 64, dtype=torch.bfloat16)
+    with pytest.raises(WeightsError, match="a RWKV-4 of the vocabulary of the Pile"):
+        weights_from({**four, "emb.weight": table, "head.weight": table})
+    with pytest.raises(WeightsError, match=r"\(RWKV-6\) lacks the tensor 'blocks.1.att.time_decay_w1'"):
+        weights_from({n: t for n, t in random_older_weights("6", 2, 64).items() if n != "blocks.1.att.time_decay_w1"})
+
+
+def test_tuned_states_begin_older_versions_too(tmp_path: Path) -> None:
+    """[value, key] as state tuning keeps it; the package transposes a time_state in the same way."""
+    shape = weights_from(random_older_weights("6", 2, 128)).shape
+    wkv = torch.randn(2, 2, 64, 64)
+    torch.save({f"blocks.{i}.att.time_state": one for i, one in enumerate(wkv)}, tmp_path / "s.pth")
+    assert torch.equal(read_tuned_state(tmp_path / "s.pth", shape).wkv, wkv)
+    with pytest.raises(FileError, match="RWKV-4 takes no tuned states"):
+        read_tuned_state(tmp_path / "s.pth", weights_from(random_older_weights("4", 2, 128)).shape)
