@@ -154,7 +154,7 @@ def _named_files(text: str) -> tuple[str, ...]:
         if not STATE_NAME.fullmatch(name) or not entry.partition("=")[2]:
             raise SettingsError(f"must be NAME=FILE, the name of letters, digits, '.', '_' and '-', got {entry!r}")
         if names.count(name) > 1:
-            raise SettingsError(f"names {name!r} twice; give each state a name of its own")
+            raise SettingsError(f"names {name!r} twice; give each a name of its own")
     return entries
 
 
@@ -252,7 +252,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "admin_password",
             str,
-            "wanted from who changes what is served (models, states); without it the password does; API keys never do",
+            "wanted from who changes what is served (models, states, adapters); without it the password does; API keys "
+            "never do",
         ),
         Flag("keys_file", _keys_file, "API keys with a name and limits each, in TOML; read again at SIGHUP"),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),
@@ -309,7 +310,14 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             name="adapter",
             repeats=True,
         ),
-        Flag("models_dir", _folder, "folder of the files that requests may load: models, tuned states"),
+        Flag(
+            "served_adapters",
+            _named_files,
+            "a LoRA that requests may name, each row its own, NAME=FILE or NAME=FILE:scale; may be given several times",
+            name="adapter_serve",
+            repeats=True,
+        ),
+        Flag("models_dir", _folder, "folder of the files that requests may load: models, tuned states, adapters"),
         Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
         Flag(
             "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
@@ -368,6 +376,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("prefix_seen_mb", _COUNT, "MiB of recent prompts remembered, to notice a prefix that is met again"),
         Flag("state_slots", _COUNT_1, "tuned states kept in slots; host memory has all"),
         Flag("max_states", _COUNT, "most tuned states loaded"),
+        Flag("max_adapters", _whole(1, 1024), "most adapters loaded for requests to name"),
         Flag("retain_tokens", _whole(-1, 2**31 - 1), "tokens of history kept behind a checkpoint; -1: all"),
         Flag("checkpoint_idle_s", _SECONDS, "seconds without a turn after which a parked session is checkpointed"),
         Flag("transfer_states", _whole(1, 1024), "states on their way to disk or host at once"),

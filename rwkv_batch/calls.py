@@ -121,6 +121,48 @@ class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_
     name: str
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that rows may name, or one that was loaded before and is of no use."""
+
+    name: str
+    digest: str = ""
+    """Of its numbers and its scale."""
+    file: str = ""
+    """What it was read from."""
+    scale: float | None = None
+    """As it was given; None: the file says it."""
+    rank: int = 0
+    """The largest of its pairs."""
+    created: int = 0
+    """Unix time in seconds at which it was loaded."""
+    bytes: int = 0
+    """In the devices' memory."""
+    is_kept: bool = False
+    """Whether it is loaded again after a restart of the service without being named."""
+    error: str = ""
+    """Why one that was loaded before cannot be used."""
+
+
+class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=True, array_like=True):
+    """The adapters that rows may name, in the order in which they were loaded."""
+
+
+class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_like=True):
+    """Load an adapter beside the weights; it is there for the jobs that come after the answer."""
+
+    name: str
+    file: str
+    """Path within `--models-dir`."""
+    scale: float | None = None
+    """None: the file says it."""
+
+
+class RemoveAdapter(EngineCall[AdapterInfo], tag="adapter_remove", frozen=True, array_like=True):
+    """Forget an adapter; rows that were admitted before keep it to their end. Answers what it was."""
+
+    name: str
+
+
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
     """Cancel every job that has this label; answers how many there were."""
 
@@ -143,6 +185,9 @@ AnyCall = (
     | ListStates
     | AddState
     | RemoveState
+    | ListAdapters
+    | AddAdapter
+    | RemoveAdapter
     | CancelJobs
     | CountJobs
 )

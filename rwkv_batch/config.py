@@ -9,7 +9,7 @@ import msgspec
 from state_pool.config import PoolConfig
 
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Of a tuned state: it is part of model names and of file names."""
+"""Of a tuned state or an adapter: it is part of model names and of file names."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tuned states, as "name=file"; see `--state`."""
     adapters: tuple[str, ...] = ()
     """Adapters merged into the weights, as "file" or "file:scale"; see `--adapter`."""
+    served_adapters: tuple[str, ...] = ()
+    """Adapters that rows may name, as "name=file" or "name=file:scale"; see `--adapter-serve`."""
     models_dir: str = ""
     """Folder that requests may name files in; "": none."""
     devices: tuple[str, ...] = ("auto",)

@@ -23,6 +23,7 @@ from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job
+from rwkv_batch.runner.adapter_library import AdapterLibrary
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
@@ -68,6 +69,7 @@ class Engine:
         self._files = SessionTransfer(self._put, self._refusal)
         self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
         self._states = StateLibrary(config, self._put, self._refusal)
+        self._adapters = AdapterLibrary(config, self._put, self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -172,16 +174,28 @@ class Engine:
                 self._files.export(pool, reply, session_id, dialogue)
             case calls.ImportSession(session_id, content):
                 self._files.import_session(pool, reply, session_id, content)
+            case calls.CancelJobs(label):
+                self._answer(reply, lambda: self.jobs.cancel_label(label))
+            case calls.CountJobs(label):
+                self._answer(reply, lambda: self.jobs.count_by_label().get(label, 0))
+            case _:
+                self._handle_library_call(call, reply)
+
+    def _handle_library_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
+        """About what the user brings of their own."""
+        match call:
             case calls.ListStates():
                 self._answer(reply, self._states.list)
             case calls.AddState():
                 self._states.add(call, reply)
             case calls.RemoveState(name):
                 self._answer(reply, lambda: self._states.remove(name))
-            case calls.CancelJobs(label):
-                self._answer(reply, lambda: self.jobs.cancel_label(label))
-            case calls.CountJobs(label):
-                self._answer(reply, lambda: self.jobs.count_by_label().get(label, 0))
+            case calls.ListAdapters():
+                self._answer(reply, self._adapters.list)
+            case calls.AddAdapter():
+                self._adapters.add(call, reply)
+            case calls.RemoveAdapter(name):
+                self._answer(reply, lambda: self._adapters.remove(name))
             case _:
                 reply(ServiceError(ErrorKind.NOT_FOUND, f"the engine does not answer {type(call).__name__}"))
 
@@ -237,6 +251,7 @@ class Engine:
     def _load(self) -> None:
         # On this thread, because torch keeps much per thread: compute threads, the device, the handles of cuBLAS.
         self.machine = ModelRunner(self.config, self._wake.set)
+        self._adapters.open(self.machine.pool.adapters, self.machine.pipeline)
         self._states.open(self.machine.pool, self.machine.arena, self.machine.weights.shape)
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
         self.scheduler = Scheduler(self.machine.limits, self.keeper)
@@ -262,6 +277,7 @@ class Engine:
             self._files.close()
             self._desk.close()
             self._states.close()
+            self._adapters.close()
             self.machine.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_CUT_OFF)

@@ -25,6 +25,7 @@ class ErrorKind(enum.StrEnum):
     SESSION_BUSY = "session_busy"
     SESSION_UNUSABLE = "session_unusable"
     STATE_NOT_FOUND = "state_not_found"
+    ADAPTER_NOT_FOUND = "adapter_not_found"
     NAME_TAKEN = "name_taken"
     OVERLOADED = "overloaded"
     DRAINING = "draining"

@@ -78,6 +78,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the tuned state that the prompt is read from; "": the zero state. A session's turn may repeat the one
     that the session began from."""
 
+    adapter: str = ""
+    """Name of the adapter that the row runs under; "": none. A session's turn may repeat the one that the session was
+    begun with, and has it in any case."""
+
     @property
     def num_rows(self) -> int:
         """Rows that it makes."""

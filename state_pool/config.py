@@ -35,6 +35,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tuned states kept in slots; host memory has all."""
     max_states: int = 256
     """Tuned states loaded at once."""
+    max_adapters: int = 64
+    """Adapters loaded at once for rows to name."""
     retain_tokens: int = 0
     """Tokens of history kept in the log behind the last checkpoint, in whole turns; 0: what a replay needs; -1: all,
     so that a session can be rebuilt for another model or after damage."""

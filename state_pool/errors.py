@@ -23,8 +23,16 @@ class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the mess
     """No tuned state of that name is loaded."""
 
 
+class OtherAdapter(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The session was begun with another adapter than the request names."""
+
+
+class AdapterNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
+    """No adapter of that name, or of that session's, is loaded."""
+
+
 class NameTaken(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A tuned state has that name already."""
+    """A tuned state or an adapter has that name already."""
 
 
 class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the message does

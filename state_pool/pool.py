@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from state_pool.adapters import Adapters
 from state_pool.arena import Arena
 from state_pool.cache.prefix_cache import PrefixCache, PrefixHit
 from state_pool.cache.tiers import Tiers
@@ -47,8 +48,9 @@ class StatePool:
         self._tiers = Tiers(arena, config, self._index, self._store)
         self._prefix = PrefixCache(self._tiers, config)
         self.tuned = TunedStates(self._tiers, config)
+        self.adapters = Adapters(config.max_adapters, self.tuned.new_number)
         self._tiers.others = [self._prefix, self.tuned]
-        self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver, self.tuned)
+        self._turns = Turns(config, self._index, self._tiers, self._store, self._deliver, self.tuned, self.adapters)
         self._import_export = ImportExport(
             self._index,
             self._tiers,
@@ -57,6 +59,7 @@ class StatePool:
             self._turns.advance,
             self._turns.delete_rows,
             self.tuned,
+            self.adapters,
         )
         self._listing = SessionListing(self._index, self._store, self._deliver, lambda: self._turns.unlogged)
         self._next_housekeeping = 0.0
@@ -84,18 +87,22 @@ class StatePool:
 
     # -- turns -----------------------------------------------------------------------------------------
 
-    def checkout(self, session_id: str, branch_from: int | None = None, wait: bool = True, state: str = "") -> Lease:
+    def checkout(
+        self, session_id: str, branch_from: int | None = None, wait: bool = True, state: str = "", adapter: str = ""
+    ) -> Lease:
         """Begin a turn of a session; the lease becomes READY at once or in a later `poll`.
 
         `branch_from` None: the turn continues the plain session, one after another in order. n: it starts a
         new dialogue from dialogue n, which isn't changed; 0 is the empty root. `state` names a tuned state that
-        a new history begins from; "": the zero state, or whatever an existing one began from.
+        a new history begins from; "": the zero state, or whatever an existing one began from;
+        `adapter` one that its row runs under, likewise.
         Raises SessionBusy (only with `wait` False), SessionNotFound (unknown parent dialogue),
-        SessionUnusable, PoolFull, StateNotFound, OtherOrigin (an existing one began otherwise).
+        SessionUnusable, PoolFull, StateNotFound, AdapterNotFound, OtherOrigin or OtherAdapter (an existing one began
+        otherwise).
         """
         if branch_from is not None:
-            return self._turns.checkout_branch(session_id, branch_from, state)
-        return self._turns.checkout(session_id, wait, state)
+            return self._turns.checkout_branch(session_id, branch_from, state, adapter)
+        return self._turns.checkout(session_id, wait, state, adapter)
 
     def record(self, lease: Lease, tokens: list[int], on_durable: OnDurable) -> None:
         """The turn is over and these are its token ids: prompt as fed and visible answer.
@@ -234,6 +241,7 @@ class StatePool:
             **pool_stats(self.config, self._index, self._tiers, self._prefix, self._store),
             "waiting_leases": len(self._turns.supply),
             "tuned_states": {"loaded": len(self.tuned), "in_slots": len(self.tuned.slots)},
+            "adapters": {"loaded": len(self.adapters), "rows": self.adapters.num_held},
         }
 
     def check_integrity(self, rows: Iterable[int] | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
+from state_pool.adapters import HeldAdapter
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.errors import SessionNotFound
 from state_pool.session_page import Tier
@@ -55,6 +56,8 @@ class Session:
     parent: Session | None = None
     origin: Origin | None = None
     """The tuned state it began from, from its first lease's READY on; None: the zero state."""
+    adapter: Origin | None = None
+    """The adapter that has read all of it, from then on; None: none."""
     turn: int = 0
     """Turns that are part of it; 0: it doesn't exist yet for anyone but its first lease."""
     num_tokens: int = 0
@@ -147,6 +150,8 @@ class Lease:
     error: Exception | None = None
     tuned: TunedState | None = None
     """What a new session begins from; an existing one must have begun from it."""
+    adapter: HeldAdapter | None = None
+    """What its row runs under: as asked for; from READY on the session's own."""
     exists: bool = False
     """Whether there is a history; False: the row begins from `read_slot` all the same."""
     read_slot: int = ZERO_SLOT

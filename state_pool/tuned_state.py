@@ -15,9 +15,40 @@ class Origin(NamedTuple):
     """What a session began from, as it is remembered with it."""
 
     name: str
-    """As the tuned state was called then; for people."""
+    """As the tuned state, or the adapter, was called then; for people."""
     digest: str
     """Of its numbers: a state is the same under another name."""
+
+
+_JOINT = "+"
+"""Between a state's and an adapter's name or digest as they are stored; in none of these."""
+
+
+def stored_origin(state: Origin | None, adapter: Origin | None) -> tuple[str, str] | tuple[None, None]:
+    """What a session began from, and the adapter it was begun with, as one name and one digest."""
+    if adapter is None:
+        return (None, None) if state is None else (state.name, state.digest)
+    name, digest = ("", "") if state is None else state
+    return f"{name}{_JOINT}{adapter.name}", f"{digest}{_JOINT}{adapter.digest}"
+
+
+def origins(name: str | None, digest: str | None) -> tuple[Origin | None, Origin | None]:
+    """The same read back: (tuned state, adapter)."""
+    if name is None or digest is None:
+        return None, None
+    (state, joint, adapter), (of_state, _, of_adapter) = name.partition(_JOINT), digest.partition(_JOINT)
+    return (Origin(state, of_state) if of_state else None), (Origin(adapter, of_adapter) if joint else None)
+
+
+def joint(fingerprint: str, adapter: Origin | None) -> str:
+    """The model's fingerprint as a state that was read under an adapter has it."""
+    return fingerprint if adapter is None else f"{fingerprint}{_JOINT}{adapter.digest}"
+
+
+def parted(fingerprint: str) -> tuple[str, str]:
+    """The same read back: the model's fingerprint, and the adapter's digest or ""."""
+    model, _, digest = fingerprint.partition(_JOINT)
+    return model, digest
 
 
 @dataclass(slots=True, eq=False)

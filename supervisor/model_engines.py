@@ -265,6 +265,7 @@ def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
         dtype=wish.dtype or base.dtype,
         adapters=wish.adapters,
         states=(),
+        served_adapters=(),
         strategy="",
         layers=() if wish.devices else base.layers,
         devices=wish.devices or base.devices,

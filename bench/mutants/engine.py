@@ -623,8 +623,8 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_engine_sessions.py::test_branches_leave_their_parent_alone",
             ),
             (
-                "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state)",
-                "self.pool.checkout(turn.session_id, turn.branch_from, True, state)",
+                "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state, adapter)",
+                "self.pool.checkout(turn.session_id, turn.branch_from, True, state, adapter)",
                 "wait: false waits",
             ),
             (

@@ -25,6 +25,7 @@ _ERRORS = {
     ErrorKind.SESSION_BUSY: "Another turn of the session runs and `wait` is false.",
     ErrorKind.SESSION_UNUSABLE: "The session is of another model, or damaged.",
     ErrorKind.STATE_NOT_FOUND: "No tuned state of that name is loaded.",
+    ErrorKind.ADAPTER_NOT_FOUND: "No adapter of that name is loaded.",
     ErrorKind.NAME_TAKEN: "The name is taken.",
     ErrorKind.BODY_TOO_LARGE: "The body is too large.",
     ErrorKind.INVALID_FIELD: "A field is wrong.",
@@ -37,7 +38,13 @@ _FILE = {"type": "string", "format": "binary"}
 _UNMODELLED = {JSON: {"type": ["object", "array"]}, FILE: _FILE}
 """Good answers without a model, by content type; others are text."""
 _OF_BODIES = (ErrorKind.NOT_JSON, ErrorKind.BODY_TOO_LARGE, ErrorKind.INVALID_FIELD)
-_OF_WORK = (ErrorKind.STATE_NOT_FOUND, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
+_OF_WORK = (
+    ErrorKind.STATE_NOT_FOUND,
+    ErrorKind.ADAPTER_NOT_FOUND,
+    ErrorKind.OVERLOADED,
+    ErrorKind.DRAINING,
+    ErrorKind.ENGINE_LOST,
+)
 
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ HTTP_STATUS = {
     ErrorKind.SESSION_BUSY: 409,
     ErrorKind.SESSION_UNUSABLE: 409,
     ErrorKind.STATE_NOT_FOUND: 404,
+    ErrorKind.ADAPTER_NOT_FOUND: 404,
     ErrorKind.NAME_TAKEN: 409,
     ErrorKind.OVERLOADED: 429,
     ErrorKind.DRAINING: 503,

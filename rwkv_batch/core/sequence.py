@@ -16,6 +16,7 @@ from rwkv_batch.core.output import RowOutput
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
+from state_pool.adapters import HeldAdapter
 from state_pool.arena import ZERO_SLOT
 from state_pool.sessions import Lease
 from state_pool.tuned_state import NO_BASE, TunedState
@@ -161,6 +162,8 @@ class Sequence:
     """of a mixture, beside the row itself"""
     weight: float = 1.0
     """the row's own, in a mixture"""
+    adapter: HeldAdapter | None = None
+    """what its layers add for it; None: nothing, or a session whose lease is not ready says it"""
     base: int = NO_BASE
     """number of what it begins from: only rows with the same may share a prefix"""
     lease: Lease | None = None

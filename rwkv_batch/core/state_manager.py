@@ -15,8 +15,10 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import (
+    AdapterNotFound,
     DatabaseSlow,
     NameTaken,
+    OtherAdapter,
     OtherOrigin,
     PoolError,
     PoolFull,
@@ -28,7 +30,7 @@ from state_pool.errors import (
 )
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
-from state_pool.tuned_state import TunedState
+from state_pool.tuned_state import NO_BASE, TunedState
 
 _KINDS: dict[type[PoolError], ErrorKind] = {
     SessionBusy: ErrorKind.SESSION_BUSY,
@@ -38,10 +40,18 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     DatabaseSlow: ErrorKind.TIMEOUT,
     SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
     StateNotFound: ErrorKind.STATE_NOT_FOUND,
+    AdapterNotFound: ErrorKind.ADAPTER_NOT_FOUND,
     NameTaken: ErrorKind.NAME_TAKEN,
     OtherOrigin: ErrorKind.INVALID_FIELD,
+    OtherAdapter: ErrorKind.INVALID_FIELD,
 }
-_FIELDS: dict[type[PoolError], str] = {StateNotFound: "state", OtherOrigin: "state", NameTaken: "name"}
+_FIELDS: dict[type[PoolError], str] = {
+    StateNotFound: "state",
+    OtherOrigin: "state",
+    AdapterNotFound: "adapter",
+    OtherAdapter: "adapter",
+    NameTaken: "name",
+}
 """Where it is always the same field that is wrong."""
 
 
@@ -70,25 +80,31 @@ class StateManager:
         self._overlap = overlap
 
     def check(self, request: GenerateRequest) -> None:
-        """Raises ServiceError for a tuned state that is not loaded, and for a mixture that cannot be run."""
+        """Raises ServiceError for a state or an adapter that is not loaded, and for a mixture that cannot be run."""
         try:
             check_mixture(request, self.pool)
             if request.state:
                 self.pool.tuned.get(request.state)
+            if request.adapter:
+                self.pool.adapters.get(request.adapter)
         except PoolError as error:
             raise as_service_error(error) from error
 
     def check_out(self, sequence: Sequence) -> None:
         """Queue for the row's session, or announce its prompt. Raises ServiceError when the session cannot be had."""
-        turn, state = sequence.request.session, sequence.request.state
+        turn, state, adapter = sequence.request.session, sequence.request.state, sequence.request.adapter
         try:
             if turn is not None:
-                sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state)
-            elif sequence.request.mixture:
+                sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state, adapter)
+                return
+            if adapter:
+                sequence.adapter = self.pool.adapters.hold(adapter)
+            if sequence.request.mixture:
                 hold_members(sequence, self.pool)
             elif state:
                 sequence.tuned = self.pool.tuned.hold(state)
-                sequence.base = sequence.tuned.number
+            number = NO_BASE if sequence.tuned is None else sequence.tuned.number
+            sequence.base = self.pool.adapters.base(number, sequence.adapter)
         except PoolError as error:
             raise as_service_error(error) from error
         if _may_share_prefix(sequence):
@@ -157,6 +173,7 @@ class StateManager:
             sequence.turn_start = len(lease.replay)
             sequence.cached_tokens = lease.num_tokens
             sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
+        sequence.adapter = lease.adapter  # held by the lease
         # The lease itself keeps the slot's content until the turn ends.
         sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
@@ -221,6 +238,14 @@ class StateManager:
         for child in children:
             child.shared, child.num_computed_tokens = base, sequence.num_computed_tokens
             child.cached_tokens = sequence.cached_tokens
+            if sequence.adapter is not None:
+                child.adapter = self.pool.adapters.hold_again(sequence.adapter)
+        self._let_adapter_go(sequence)
+
+    def _let_adapter_go(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None and sequence.request.session is None:
+            self.pool.adapters.let_go(sequence.adapter)
+        sequence.adapter = None
 
     def take_back(self, sequence: Sequence) -> None:
         """The token drawn last ends the row: forget what was launched beyond it."""
@@ -307,7 +332,7 @@ class StateManager:
         self._drop_rollback_state(sequence)
         self._drop_spare_slot(sequence)
         self.pool.checkin(sequence.lease, sequence.slot)
-        sequence.lease, sequence.slot = None, NO_SLOT
+        sequence.lease, sequence.slot, sequence.adapter = None, NO_SLOT, None
 
     def release(self, sequence: Sequence) -> None:
         """The row ends without a trace in its session."""
@@ -317,6 +342,7 @@ class StateManager:
             sequence.shared.drop()
             sequence.shared = None
         self._let_go(sequence)
+        self._let_adapter_go(sequence)
         release_members(sequence, self.pool)
         if sequence.tuned_slot is not None:
             sequence.tuned_slot.drop()

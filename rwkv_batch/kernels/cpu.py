@@ -15,6 +15,7 @@ from torch import Tensor
 
 from native.binding import pointer
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cpu_adapters import CpuAdapterTable
 from rwkv_batch.kernels.cpu_library import (
     Failure,
     JobArgs,
@@ -26,6 +27,7 @@ from rwkv_batch.kernels.cpu_library import (
     library,
 )
 from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.layer import Layer, Norm
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
@@ -155,8 +157,16 @@ class CpuOps(PackedOps):
         """See ops.RunsLayers: states in fp32."""
         return state.wkv.dtype == torch.float32
 
+    make_adapter_table = CpuAdapterTable
+
     def run_layers(
-        self, layers: Sequence[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
+        self,
+        layers: Sequence[Layer],
+        x: Tensor,
+        v_first: Tensor | None,
+        state: StateArena,
+        inputs: StepInputs,
+        adapters: AdapterTable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See ops.RunsLayers. Raises ValueError, IndexError (rows that do not fit the slots) and MemoryError."""
         if not self.can_run_layers(state):
@@ -167,10 +177,12 @@ class CpuOps(PackedOps):
         tokens, width = x.shape
         out = torch.empty_like(x)
         first = torch.empty_like(x) if v_first is None else v_first.to(torch.float32).contiguous()
+        own = adapters.addresses(inputs) if isinstance(adapters, CpuAdapterTable) else None
         args = StepArgs(
             (LayerArgs * len(layers))(*prepared), len(layers),
             x.data_ptr(), out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
             *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
+            None if own is None else own.data_ptr(),
         )  # fmt: skip
         _raise_on(library().rwkv_layers(ctypes.byref(args)), inputs, state)
         return out, first

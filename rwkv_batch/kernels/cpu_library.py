@@ -64,6 +64,12 @@ class LayerArgs(ctypes.Structure):
     ]
 
 
+class PairArgs(ctypes.Structure):
+    """csrc/layers.cpp's Pair: what an adapter adds beside one map."""
+
+    _fields_ = [*_pointers("a", "b"), *_integers("rank")]
+
+
 class StepArgs(ctypes.Structure):
     """csrc/layers.cpp's Step: what the layers read and write."""
 
@@ -72,6 +78,7 @@ class StepArgs(ctypes.Structure):
         *_integers("num_layers"),
         *_pointers("x", "out", "v_first", "wkv", "shift", "ends", "read", "write"),
         *_integers("rows", "tokens", "slots", "width", "threads"),
+        *_pointers("adapters"),
     ]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.adapter_table import LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
+from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.plain import layer_norm, longest_first, token_shift
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -41,10 +43,10 @@ class NaiveOps:
         mixed = h + (token_shift(h, shift, inputs) - h) * mix.unsqueeze(1)
         return x, mixed.to(x.dtype)
 
-    def project(self, layer: Layer, mixed: Tensor) -> Projections:
+    def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
         """All linear maps at the entrance of the time mix; mixed [6, T, C] in the order r, w, k, v, a, g."""
         xr, xw, xk, xv, xa, xg = mixed
-        return Projections(
+        p = Projections(
             r=layer.receptance(xr),
             w=layer.w2(torch.tanh(layer.w1(xw))),
             k=layer.key(xk),
@@ -53,6 +55,10 @@ class NaiveOps:
             g=layer.g2(torch.sigmoid(layer.g1(xg))),
             v_gate=None if layer.v_residual is None else layer.v_residual.v2(layer.v_residual.v1(xv)),
         )
+        if adapters is not None:
+            for target, x, y in ((Target.RECEPTANCE, xr, p.r), (Target.KEY, xk, p.k), (Target.VALUE, xv, p.v)):
+                adapters.add(target, x, y)
+        return p
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
@@ -83,9 +89,16 @@ class NaiveOps:
         y = (y + bonus.view(tokens, width)) * p.g.float()
         return y.to(p.r.dtype), v_first
 
-    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
+    def channel_mix(self, layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         """F_v relu(F_k x)^2 for x [T, C] -> [T, C]."""
-        return layer.ffn_value(torch.relu(layer.ffn_key(x)).square())
+        hidden = layer.ffn_key(x)
+        if adapters is not None:
+            adapters.add(Target.FFN_KEY, x, hidden)
+        hidden = torch.relu(hidden).square()
+        y = layer.ffn_value(hidden)
+        if adapters is not None:
+            adapters.add(Target.FFN_VALUE, hidden, y)
+        return y
 
 
 def wkv_loop(

@@ -13,6 +13,7 @@ What holds for every operation:
   `cuda` the number of tokens chooses the matrix kernels).
 * States are read from `inputs.read_slots` and written to `inputs.write_slots`, no others; the two may be equal.
   Slot 0 is never written; what the dummy slot 1 holds is meaningless.
+* A row without an adapter has the same bits whatever adapters the others have.
 * Nothing waits for the device, and where the device has graphs nothing allocates outside of torch's allocator.
 * Raises ValueError for tensors of a shape, type or stride that it cannot take; it copies none into form silently.
 """
@@ -25,6 +26,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.adapter_table import AdapterTable, LayerAdapters
 from rwkv_batch.model.layer import Layer, Norm, Projections
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
@@ -56,12 +58,12 @@ class Ops(Protocol):
         """
         ...
 
-    def project(self, layer: Layer, mixed: Tensor) -> Projections:
+    def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
         """All linear maps at the entrance of the time mix, with the activations between them.
 
         mixed [6, T, C] as `shift_mix` returns it. Returns r, w, k, v, a, g [T, C] and v_gate [T, C] (None in layer 0),
         each of the type of mixed: w = w2 tanh(w1 x), a = a2 a1 x, g = g2 sigmoid(g1 x), v_gate = v2 v1 x; w, a and
-        v_gate without their biases.
+        v_gate without their biases. `adapters` add to r, k and v.
         """
         ...
 
@@ -79,8 +81,8 @@ class Ops(Protocol):
         """
         ...
 
-    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
-        """F_v relu(F_k x)^2 for x [T, C] -> [T, C], of the type of x."""
+    def channel_mix(self, layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
+        """F_v relu(F_k x)^2 for x [T, C] -> [T, C], of the type of x; `adapters` add to both maps."""
         ...
 
 
@@ -102,13 +104,28 @@ class RunsLayers(Protocol):
         ...
 
     def run_layers(
-        self, layers: Sequence[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs
+        self,
+        layers: Sequence[Layer],
+        x: Tensor,
+        v_first: Tensor | None,
+        state: StateArena,
+        inputs: StepInputs,
+        adapters: AdapterTable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both for the next stage.
 
-        `state` is read and updated in place. Raises ValueError for states that `can_run_layers` refuses, IndexError for
-        rows that do not fit the slots, MemoryError.
+        `adapters`: the stage's own, where `inputs` has rows with one. `state` is read and updated in place. Raises
+        ValueError for states that `can_run_layers` refuses, IndexError for rows that do not fit the slots, MemoryError.
         """
+        ...
+
+
+@runtime_checkable
+class HoldsAdapters(Protocol):
+    """A backend that keeps adapters in a form of its own, and adds them by kernels; others take `AdapterTable`."""
+
+    def make_adapter_table(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> AdapterTable:
+        """For layers first .. last-1, empty."""
         ...
 
 

@@ -6,26 +6,38 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from rwkv_batch.model.adapter_table import StepAdapters
 from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.ops import Ops
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 
 def forward_layers(
-    layers: Sequence[Layer], x: Tensor, v_first: Tensor | None, state: StateArena, inputs: StepInputs, ops: Ops
+    layers: Sequence[Layer],
+    x: Tensor,
+    v_first: Tensor | None,
+    state: StateArena,
+    inputs: StepInputs,
+    ops: Ops,
+    adapters: StepAdapters | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the layers of one stage over one ragged step.
 
     x [T, C] the residual stream, v_first [T, C] the first layer's values (None before layer 0);
-    `state` is read and updated in place. Returns both for the next stage.
+    `state` is read and updated in place; `adapters`: of the step's rows, None: none has one. Returns both for the
+    next stage.
     """
     delta: Tensor | None = None
     for i, layer in enumerate(layers):
+        added = None if adapters is None else adapters.of_layer(i)
         x, mixed = ops.shift_mix(x, delta, layer.ln1, layer.att_mix, state.att_shift(i), inputs)
         # The projections have no name here: while the rest of the layer runs, nothing holds their memory.
-        y, v_first = ops.time_mix(layer, ops.project(layer, mixed), v_first, state.layer_wkv(i), inputs)
+        y, v_first = ops.time_mix(layer, ops.project(layer, mixed, added), v_first, state.layer_wkv(i), inputs)
         delta = layer.output(y)
+        if added is not None:
+            added.add(Target.OUTPUT, y, delta)
         x, mixed = ops.shift_mix(x, delta, layer.ln2, layer.ffn_mix, state.ffn_shift(i), inputs)
-        delta = ops.channel_mix(layer, mixed[0])
+        delta = ops.channel_mix(layer, mixed[0], added)
     return (x if delta is None else x + delta), v_first

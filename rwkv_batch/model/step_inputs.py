@@ -35,6 +35,8 @@ class StepInputs:
     """The first so many rows read one token each, which a backend may use; 0: not told."""
     token_rows: Tensor | None = None
     """[T] int64: the row of each token; made on the device by a backend that needs it"""
+    adapters: Tensor | None = None
+    """[B] int64 on the CPU: number of each row's adapter, 0 for none; None: no row has one"""
 
     def to(self, device: torch.device) -> StepInputs:
         """The same inputs on another device, copied without waiting for what that is doing."""
@@ -46,6 +48,7 @@ class StepInputs:
             logit_tokens=pinned(self.logit_tokens, device).to(device, non_blocking=True),
             max_seqlen=self.max_seqlen,
             single_rows=self.single_rows,
+            adapters=self.adapters,
         )
 
 

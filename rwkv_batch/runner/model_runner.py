@@ -15,6 +15,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merged
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
@@ -317,6 +318,7 @@ class ModelRunner:
             writes,
             [i for i, row in enumerate(rows) if row.draws],
         )
+        inputs.adapters = adapters_of(sequences)
         ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
         if ahead:
             inputs = inputs.to(self.pipeline.devices[0])
@@ -411,6 +413,14 @@ class ModelRunner:
             "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
         }
+
+
+def adapters_of(sequences: list[Sequence]) -> Tensor | None:
+    """[B] int64: where devices have the adapter of each row, 0 for none; None: no row has one."""
+    if all(sequence.adapter is None for sequence in sequences):
+        return None
+    places = [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
+    return torch.tensor(places, dtype=torch.int64)
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

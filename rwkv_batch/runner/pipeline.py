@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.model.adapters.served import ServedAdapter
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_split import split_layers
@@ -75,6 +76,30 @@ class Pipeline:
         """Take the slots' memory on every device."""
         for stage in self.stages:
             stage.allocate_slots(num_slots)
+
+    def put_adapter(self, number: int, adapter: ServedAdapter) -> None:
+        """Take an adapter in under a number that no running row has. Raises MemoryError or RuntimeError; then no stage
+        holds it."""
+        try:
+            for stage in self.stages:
+                stage.adapters.put(number, adapter.layers)
+        except (MemoryError, RuntimeError):
+            self.drop_adapter(number)
+            raise
+
+    def adapter_bytes(self, adapter: ServedAdapter) -> int:
+        """Bytes that an adapter takes on all devices together, but for padding."""
+        numbers = {i: sum(p.a.numel() + p.b.numel() for p in pairs.values()) for i, pairs in adapter.layers.items()}
+        return sum(
+            numbers.get(i, 0) * stage.precision.activations.itemsize
+            for stage in self.stages
+            for i in stage.adapters.layers
+        )
+
+    def drop_adapter(self, number: int) -> None:
+        """Let go of an adapter that no running row has."""
+        for stage in self.stages:
+            stage.adapters.drop(number)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, out: Tensor | None = None) -> Tensor:

@@ -8,12 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.layer import Layer, LayerBase, linears_of
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision, load_layers, plain_quantised
 from rwkv_batch.model.older import forward as older
 from rwkv_batch.model.older.layer import OlderLayer
-from rwkv_batch.model.ops import NormsRows, Ops, PreparesLayers, RunsLayers
+from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
 from rwkv_batch.model.plain import layer_norm
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.rwkv7 import forward_layers
@@ -57,6 +58,8 @@ class Stage:
         self.embedding = loader.embedding() if first == 0 else None
         if self.embedding is not None and precision.device.type == "cuda":
             self.embedding = self.embedding.fold(precision.activations)
+        make_table = ops.make_adapter_table if isinstance(ops, HoldsAdapters) else AdapterTable
+        self.adapters = make_table(first, last, precision.device, precision.activations)
         self.head = loader.head() if last == shape.layers else None
         self.state: StateArena | None = None
 
@@ -107,8 +110,9 @@ class Stage:
                 return older.forward_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
             if isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
-                return self.ops.run_layers(layers, x, v_first, self.state, inputs)
-            return forward_layers(layers, x, v_first, self.state, inputs, self.ops)
+                return self.ops.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
+            added = self.adapters.of_step(inputs)
+            return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added)
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         """[T, C] -> fp32 [R, V] for the tokens that want logits; the first rows of `out` if that is given."""

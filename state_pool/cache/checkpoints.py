@@ -112,6 +112,7 @@ def row_of(
         session.created,
         session.updated if updated is None else updated,
         session.origin,
+        session.adapter,
     )
 
 

@@ -52,9 +52,13 @@ class TunedStates:
     def add(self, origin: Origin, host: HostState) -> TunedState:
         """Take a state in. Raises NameTaken or PoolFull."""
         self.check_new(origin.name)
-        self._last_number += 1
-        state = self._by_name[origin.name] = TunedState(origin, host, self._last_number)
+        state = self._by_name[origin.name] = TunedState(origin, host, self.new_number())
         return state
+
+    def new_number(self) -> int:
+        """A number that no state, and no state read under an adapter, has or has had."""
+        self._last_number += 1
+        return self._last_number
 
     def remove(self, name: str) -> None:
         """Forget a state; who was admitted with it still begins from it. Raises StateNotFound."""

@@ -27,6 +27,7 @@ class SessionRow:
     created: float
     updated: float
     origin: Origin | None = None
+    adapter: Origin | None = None
     """The tuned state that the session began from."""
 
 

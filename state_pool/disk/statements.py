@@ -12,6 +12,7 @@ from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_to
 from state_pool.disk.operations import Append, Delete, ListQuery, SessionRow
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
+from state_pool.tuned_state import stored_origin
 
 
 def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
@@ -31,7 +32,7 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint
             session.num_tokens,
             session.created,
             session.updated,
-            *(session.origin or (None, None)),
+            *stored_origin(session.origin, session.adapter),
         ),
     )
     if session.key.dialogue > ROOT:

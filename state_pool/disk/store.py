@@ -15,7 +15,7 @@ from state_pool.disk.operations import Append, Checkpoint, Delete, Done, ListQue
 from state_pool.disk.reader import OnListed, OnLoaded, Reader
 from state_pool.disk.writer import Writer
 from state_pool.sessions import Session, SessionIndex, SessionKey
-from state_pool.tuned_state import Origin
+from state_pool.tuned_state import origins
 
 
 class CompletionQueue:
@@ -98,7 +98,7 @@ class Store:
             session = Session(stored.key, stored.row, stored.created, stored.updated)
             session.parent = by_row.get(stored.parent) if stored.parent is not None else None
             session.turn, session.num_tokens = stored.turn, stored.num_tokens
-            session.origin = stored.origin
+            session.origin, session.adapter = stored.origin, stored.adapter
             session.disk_turn, session.disk_tokens = disk_turn, disk_tokens
             session.unusable = quarantined
             by_row[stored.row] = session
@@ -196,11 +196,7 @@ def _stored_sessions(connection: sqlite3.Connection) -> list[tuple[SessionRow, i
     found: list[tuple[SessionRow, int, int, str | None]] = []
     for row, sid, dialogue, parent, turn, tokens, created, updated, name, digest, disk_turn, disk_tokens, bad in rows:
         session = SessionRow(
-            row, SessionKey(sid, dialogue), parent, turn, tokens, created, updated, _origin(name, digest)
+            row, SessionKey(sid, dialogue), parent, turn, tokens, created, updated, *origins(name, digest)
         )
         found.append((session, disk_turn, disk_tokens, bad))
     return found
-
-
-def _origin(name: str | None, digest: str | None) -> Origin | None:
-    return None if name is None or digest is None else Origin(name, digest)

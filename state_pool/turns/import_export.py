@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from state_pool.adapters import Adapters
 from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
@@ -16,6 +18,7 @@ from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
+from state_pool.tuned_state import joint, parted
 
 AT_ONCE = 2
 """Exports and imports under way; each holds a state in host memory."""
@@ -36,8 +39,10 @@ class ImportExport:
         advance: Callable[[Session], None],
         delete_rows: Callable[[tuple[int, ...]], None],
         tuned: TunedStates,
+        adapters: Adapters,
     ) -> None:
         self._tuned = tuned
+        self._adapters = adapters
         self._advance = advance
         self._delete_rows = delete_rows
         self._index = index
@@ -68,13 +73,13 @@ class ImportExport:
         num_tokens, replay = session.num_tokens, list(session.replay)
 
         def arrived(host: HostState) -> None:
-            self._exported(on_exported, num_tokens, replay, host.parts())
+            self._exported(session, on_exported, num_tokens, replay, host.parts())
 
         if session.host is not None:
             host = session.host
             self._deliver(lambda: arrived(host))
         elif session.slot == ZERO_SLOT:
-            self._deliver(lambda: self._exported(on_exported, num_tokens, replay, {}))
+            self._deliver(lambda: self._exported(session, on_exported, num_tokens, replay, {}))
         elif session.slot is not None:
             self._tiers.save(session.slot, arrived, leaves=False)
         elif self._store is not None:
@@ -83,23 +88,32 @@ class ImportExport:
     def _read(self, session: Session, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
         result = self._tuned.completed(session, result)
         if isinstance(result, Loaded):
-            self._exported(on_exported, num_tokens, result.replay, {} if result.host is None else result.host.parts())
+            self._exported(
+                session, on_exported, num_tokens, result.replay, {} if result.host is None else result.host.parts()
+            )
         else:
             self._under_way -= 1
             on_exported(_gone(session.key) if session.deleted else result)  # the reader came after the delete
 
     def _exported(
-        self, on_exported: OnExported, num_tokens: int, replay: list[int], parts: Mapping[str, memoryview]
+        self,
+        session: Session,
+        on_exported: OnExported,
+        num_tokens: int,
+        replay: list[int],
+        parts: Mapping[str, memoryview],
     ) -> None:
         self._under_way -= 1
         arena = self._tiers.arena
         layout = {name: arena.layout[name] for name in parts}
-        on_exported(SessionFile(arena.fingerprint, num_tokens, replay, layout, parts))
+        on_exported(SessionFile(joint(arena.fingerprint, session.adapter), num_tokens, replay, layout, parts))
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
         """See `StatePool.import_session`."""
         arena = self._tiers.arena
-        file.check(arena.fingerprint, arena.layout, arena.vocab)
+        fingerprint, digest = parted(file.fingerprint)
+        dataclasses.replace(file, fingerprint=fingerprint).check(arena.fingerprint, arena.layout, arena.vocab)
+        adapter = self._adapters.of_digest(digest, f"file for session {session_id!r}") if digest else None
         key = checked_key(session_id)
         if self._index.get(key) is not None:
             raise SessionBusy(f"there is a session {session_id!r} already; delete it first, or choose another id")
@@ -112,6 +126,7 @@ class ImportExport:
         with self._place():
             now = time.time()
             session = Session(key, 0 if self._store is None else self._store.next_row(), now, now)
+            session.adapter = None if adapter is None else adapter.origin
             session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
             self._index.add(session)
             self._write(session, host, file, lambda error: self._imported(session, host, file, error, on_durable))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from state_pool.adapters import Adapters, other_adapter
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
@@ -11,7 +12,7 @@ from state_pool.disk.operations import Loaded, Quarantined
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
 from state_pool.disk.verify import Damaged
-from state_pool.errors import OtherOrigin, SessionUnusable
+from state_pool.errors import AdapterNotFound, OtherOrigin, PoolError, SessionUnusable
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 from state_pool.tuned_state import TunedState
 
@@ -23,8 +24,15 @@ class LeaseQueue:
     """Owns the leases that wait for a state; those behind a turn of their session are not here yet."""
 
     def __init__(
-        self, config: PoolConfig, index: SessionIndex, tiers: Tiers, store: Store | None, tuned: TunedStates
+        self,
+        config: PoolConfig,
+        index: SessionIndex,
+        tiers: Tiers,
+        store: Store | None,
+        tuned: TunedStates,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._config = config
         self._tuned = tuned
         self._index = index
@@ -80,7 +88,7 @@ class LeaseQueue:
             return True
         if source is None or not source.exists:
             return self._begin(lease)
-        if (error := other_origin(source, lease.tuned)) is not None:
+        if (error := self._refusal(source, lease)) is not None:
             lease.state, lease.error = LeaseState.FAILED, error
             return True
         if lease.tier is None:
@@ -92,9 +100,20 @@ class LeaseQueue:
         lease.pinned = lease.exists = True
         lease.read_slot, lease.replay = source.slot, list(source.replay)
         lease.num_tokens = source.num_tokens
-        lease.session.origin = source.origin
+        lease.session.origin, lease.session.adapter = source.origin, source.adapter
         lease.state = LeaseState.READY
         return True
+
+    def _refusal(self, source: Session, lease: Lease) -> PoolError | None:
+        """Why a turn cannot go on with a history as it asks; else its lease has the adapter of that."""
+        shown = source.key.shown
+        error = other_origin(source, lease.tuned) or other_adapter(shown, source.adapter, lease.adapter)
+        if error is None and lease.adapter is None and source.adapter is not None:
+            try:
+                lease.adapter = self._adapters.hold_for(shown, source.adapter)
+            except AdapterNotFound as missing:
+                return missing
+        return error
 
     def _begin(self, lease: Lease) -> bool:
         """A new history: from the zero state, or from a tuned one as soon as a slot holds it."""
@@ -104,6 +123,7 @@ class LeaseQueue:
                 return False
             lease.pinned, lease.read_slot = True, slot
         lease.session.origin = None if lease.tuned is None else lease.tuned.origin
+        lease.session.adapter = None if lease.adapter is None else lease.adapter.origin
         lease.state = LeaseState.READY
         return True
 

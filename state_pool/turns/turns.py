@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from state_pool.adapters import Adapters, other_adapter
 from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
@@ -39,8 +40,10 @@ class Turns:
         store: Store | None,
         deliver: CompletionQueue,
         tuned: TunedStates,
+        adapters: Adapters,
     ) -> None:
-        self.supply = LeaseQueue(config, index, tiers, store, tuned)
+        self.supply = LeaseQueue(config, index, tiers, store, tuned, adapters)
+        self._adapters = adapters
         self._tuned = tuned
         self._config = config
         self._index = index
@@ -71,11 +74,11 @@ class Turns:
 
     # -- checkout --------------------------------------------------------------------------------------
 
-    def checkout(self, session_id: str, wait: bool, state: str = "") -> Lease:
+    def checkout(self, session_id: str, wait: bool, state: str = "", adapter: str = "") -> Lease:
         """A turn that continues the plain session; see `StatePool.checkout`, also for what it raises."""
         key = checked_key(session_id)
         session = self._index.get(key)
-        self._check_origin(session, state)
+        self._check_origin(session, state, adapter)
         if session is None:
             self._refuse_when_full()
             now = time.time()
@@ -85,19 +88,28 @@ class Turns:
             raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
-        lease = Lease(session, session, tuned=self._tuned.hold(state) if state else None)
+        lease = self._held(Lease(session, session), state, adapter)
         session.queue.append(lease)
         self.advance(session)
         return lease
 
-    def _check_origin(self, session: Session | None, state: str) -> None:
-        """Raises StateNotFound, or OtherOrigin for an existing session that did not begin from that state."""
+    def _check_origin(self, session: Session | None, state: str, adapter: str) -> None:
+        """Raises StateNotFound, AdapterNotFound; OtherOrigin, OtherAdapter for a session that began otherwise."""
         asked = self._tuned.get(state) if state else None
-        error = other_origin(session, asked) if session is not None and session.exists else None
+        under = self._adapters.get(adapter) if adapter else None
+        if session is None or not session.exists:
+            return
+        error = other_origin(session, asked) or other_adapter(session.key.shown, session.adapter, under)
         if error is not None:
             raise error
 
-    def checkout_branch(self, session_id: str, parent: int, state: str = "") -> Lease:
+    def _held(self, lease: Lease, state: str, adapter: str) -> Lease:
+        """The lease with what it names, held until it ends."""
+        lease.tuned = self._tuned.hold(state) if state else None
+        lease.adapter = self._adapters.hold(adapter) if adapter else None
+        return lease
+
+    def checkout_branch(self, session_id: str, parent: int, state: str = "", adapter: str = "") -> Lease:
         """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`, also for what it raises."""
         checked_key(session_id)
         source = None
@@ -107,12 +119,12 @@ class Turns:
                 raise SessionNotFound(f"session {session_id!r} has no dialogue {parent}; 0 is its empty root")
             if source.unusable is not None:
                 raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")
-        self._check_origin(source, state)
+        self._check_origin(source, state, adapter)
         self._refuse_when_full()
         now = time.time()
         # Its number is only known when the turn is recorded: several branches may run at once.
         dialogue = Session(SessionKey(session_id, ROOT), self._row(), now, now, parent=source)
-        lease = Lease(dialogue, source, branch=True, tuned=self._tuned.hold(state) if state else None)
+        lease = self._held(Lease(dialogue, source, branch=True), state, adapter)
         dialogue.active = lease
         self._branches[lease] = None
         self.supply.want(lease)
@@ -223,6 +235,9 @@ class Turns:
         if lease.tuned is not None:
             self._tuned.let_go(lease.tuned)
             lease.tuned = None
+        if lease.adapter is not None:
+            self._adapters.let_go(lease.adapter)
+            lease.adapter = None
         if lease.state is not LeaseState.FAILED:
             lease.state = LeaseState.DONE
 

@@ -16,6 +16,15 @@ struct Layer {
   Map w1, a1, g1, v1, w2, a2, g2, v2;
 };
 
+// An adapter's pair beside a map: y += b (a x). Rank 0: it has none there.
+struct Pair {
+  const float *a, *b;  // [rank, in], [rank, out]
+  int64_t rank;
+};
+
+// The maps that an adapter may have pairs beside, in the order of the binding.
+enum Target : int64_t { RECEPTANCE, KEY, VALUE, OUTPUT, FFN_KEY, FFN_VALUE, TARGETS };
+
 struct Step {
   const Layer* layers;
   int64_t num_layers;
@@ -26,6 +35,7 @@ struct Step {
   float* shift;    // [slots, layers, 2, C]
   Rows rows;
   int64_t width, threads;
+  const Pair* const* adapters;  // [T]: of each token its row's adapter, [layers][TARGETS] pairs, or null; null: no row has one
 };
 
 enum Failure : int64_t { DONE = 0, ROWS_DO_NOT_FIT = 1, NO_MEMORY = 2 };
@@ -77,7 +87,8 @@ struct Buffers {
 struct Phases {
   Jobs entrance, low_ranks, output, key, value;
 
-  Phases(const Layer& l, const Buffers& b, float* v, int64_t plain) {
+  // `apart`: the adapters' part comes between the key map and its activation.
+  Phases(const Layer& l, const Buffers& b, float* v, int64_t plain, bool apart) {
     const float *xr = b.mixed, *xw = xr + plain, *xk = xw + plain, *xv = xk + plain, *xa = xv + plain, *xg = xa + plain;
     entrance.add(l.w1, xw, b.w_low, TANH);
     entrance.add(l.a1, xa, b.a_low);
@@ -91,7 +102,7 @@ struct Phases {
     low_ranks.add(l.g2, b.g_low, b.g);
     low_ranks.add(l.v2, b.v_low, b.v_gate);
     output.add(l.output, b.y, b.delta);
-    key.add(l.ffn_key, b.mixed, b.hidden, RELU_SQUARED);
+    key.add(l.ffn_key, b.mixed, b.hidden, apart ? NONE : RELU_SQUARED);
     value.add(l.ffn_value, b.hidden, b.delta);
   }
 
@@ -104,6 +115,41 @@ struct Phases {
   }
 };
 
+// What a token's adapter adds to y beside a map. The order of the sums is the token's own, whoever else is in the step.
+void add_pair(const Pair& pair, const float* x, float* y, int64_t in, int64_t out) {
+  for (int64_t j = 0; j < pair.rank; ++j) {
+    const float *a = pair.a + j * in, *b = pair.b + j * out;
+    vf sum{};
+    int64_t i = 0;
+    for (; i + LANES <= in; i += LANES) sum += load(a + i) * load(x + i);
+    float h = hsum(sum);
+    for (; i < in; ++i) h += a[i] * x[i];
+    const vf times = splat(h);
+    for (i = 0; i + LANES <= out; i += LANES) store(y + i, load(y + i) + times * load(b + i));
+    for (; i < out; ++i) y[i] += h * b[i];
+  }
+}
+
+struct Addition {
+  Target target;
+  const Map& map;
+  const float* x;
+  float* y;
+};
+
+// What the tokens' adapters add beside the maps of a phase; `square`: max(y, 0)^2 of every token behind it.
+void add_adapters(Member& me, const Step& s, int64_t layer, std::initializer_list<Addition> list, bool square = false) {
+  me.deal(s.rows.tokens, [&](int64_t t) {
+    for (const Addition& one : list) {
+      float* y = one.y + t * one.map.out;
+      if (const Pair* own = s.adapters[t]) {
+        add_pair(own[layer * TARGETS + one.target], one.x + t * one.map.in, y, one.map.in, one.map.out);
+      }
+      for (int64_t i = 0; square && i < one.map.out; ++i) y[i] = y[i] < 0 ? 0.f : y[i] * y[i];  // as linear.cpp has it
+    }
+  });
+}
+
 void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t* packed) {
   const Layer& l = s.layers[i];
   const int64_t plain = s.rows.tokens * s.width, tokens = s.rows.tokens;
@@ -111,20 +157,28 @@ void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t*
   const float* x = i ? s.out : s.x;
   float* v = l.v0 ? b.v : s.v_first;
   float *shift = s.shift + i * 2 * s.width, *wkv = s.wkv + i * wkv_size;
-  const Phases phases(l, b, v, plain);
+  const Phases phases(l, b, v, plain, s.adapters);
   auto run = [&](const Jobs& jobs) { linear(me, jobs.list, jobs.count, tokens, packed); };
 
   shift_mix(me, {x, i ? b.delta : nullptr, s.out, l.ln1, l.att_mix, shift, shift_stride, s.width, 6, b.h, b.mixed},
             s.rows);
   run(phases.entrance);
+  if (s.adapters) {
+    add_adapters(me, s, i, {{RECEPTANCE, l.receptance, b.mixed, b.r},
+                            {KEY, l.key, b.mixed + 2 * plain, b.k},
+                            {VALUE, l.value, b.mixed + 3 * plain, v}});
+  }
   run(phases.low_ranks);
   time_mix(me, {b.r, b.w, b.k, v, b.a, b.g, l.v0 ? b.v_gate : nullptr, s.v_first, l.w0, l.a0, l.v0, l.k_k, l.k_a, l.r_k,
                 l.ln_x, b.y, wkv, s.num_layers * wkv_size, s.width / HEAD},
            s.rows);
   run(phases.output);
+  if (s.adapters) add_adapters(me, s, i, {{OUTPUT, l.output, b.y, b.delta}});
   shift_mix(me, {x, b.delta, s.out, l.ln2, l.ffn_mix, shift + s.width, shift_stride, s.width, 1, b.h, b.mixed}, s.rows);
   run(phases.key);
+  if (s.adapters) add_adapters(me, s, i, {{FFN_KEY, l.ffn_key, b.mixed, b.hidden}}, true);
   run(phases.value);
+  if (s.adapters) add_adapters(me, s, i, {{FFN_VALUE, l.ffn_value, b.hidden, b.delta}});
 }
 
 // Memory that grows and belongs to the calling thread.
@@ -159,7 +213,7 @@ EXPORT int64_t rwkv_layers(const Step* step) {
   const Buffers sizes(s, nullptr);
   int64_t elements = 0;
   for (int64_t i = 0; i < s.num_layers; ++i) {
-    elements = std::max(elements, Phases(s.layers[i], sizes, nullptr, 0).packed(s.rows.tokens));
+    elements = std::max(elements, Phases(s.layers[i], sizes, nullptr, 0, s.adapters).packed(s.rows.tokens));
   }
   float* memory = static_cast<float*>(scratch.take(sizes.floats * 4 + elements * 2));
   if (!memory) return NO_MEMORY;

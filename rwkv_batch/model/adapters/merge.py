@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapters import formulas
@@ -57,15 +58,9 @@ def _change(
     weights: Weights, adapter: Adapter, target: str, parts: Mapping[str, Tensor]
 ) -> tuple[str, str, Callable[[Tensor], Tensor]]:
     """(the model's tensor, kind of change, the change). Raises FileError."""
-    kind = _SETS.get(frozenset(parts))
-    if kind is None:
-        have = ", ".join(sorted(part or "a whole tensor" for part in parts))
-        raise FileError(f"adapter file {adapter.path}: {target!r} has {have}, which is no kind of adapter known here")
-    name = next((name for name in (f"{target}.weight", target) if name in weights.tensors), None)
-    if name is None:
-        raise FileError(f"adapter file {adapter.path} is for another model: this one has no weight {target!r}")
+    kind = kind_of(adapter, target, parts)
+    name, shape = _weight(weights, adapter, target)
     stored = weights.tensors[name]
-    shape = tuple(stored.shape[2:]) if stored.dim() == 3 else tuple(stored.shape)
     if kind == "whole tensors":
         _fit(adapter, target, parts[""].numel() == stored.numel(), parts[""], shape)
         return name, kind, lambda _: parts[""].float().reshape(stored.shape)
@@ -74,6 +69,48 @@ def _change(
     if kind == "Bone / MiSS":
         return name, kind, _block_change(adapter, target, next(iter(parts.values())), shape)
     return name, kind, _low_rank_change(adapter, target, kind, parts, shape)
+
+
+def kind_of(adapter: Adapter, target: str, parts: Mapping[str, Tensor]) -> str:
+    """What the parts [...] of a target are: "LoRA", "DoRA", "PiSSA", "Bone / MiSS" or "whole tensors". Or FileError."""
+    kind = _SETS.get(frozenset(parts))
+    if kind is None:
+        have = ", ".join(sorted(part or "a whole tensor" for part in parts))
+        raise FileError(f"adapter file {adapter.path}: {target!r} has {have}, which is no kind of adapter known here")
+    return kind
+
+
+def low_rank_pair(
+    weights: Weights, adapter: Adapter, target: str, parts: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """(a [r, in], b [out, r]) fp32 of what the parts add to a weight, b a; None: they are no such pair.
+
+    Raises FileError for parts that do not fit the model.
+    """
+    _, kind, _ = _change(weights, adapter, target, parts)
+    out, inputs = _weight(weights, adapter, target)[1]
+    scale = 1.0 if adapter.scale is None and kind != "LoRA" else adapter.scale_of(target)
+    if kind in ("LoRA", "PiSSA"):
+        a, b = parts["lora_A"].float(), scale * parts["lora_B"].float()
+        if kind == "LoRA":
+            return a, b
+        first_a, first_b = parts["init_lora_A"].float(), parts["init_lora_B"].float()
+        return torch.cat([a, first_a]), torch.cat([b, -scale * first_b], dim=1)
+    tensor = next(iter(parts.values()))
+    if kind != "Bone / MiSS" or tensor.dim() != 2:
+        return None
+    rank = len(tensor)
+    sums = torch.eye(rank).repeat(1, -(-inputs // rank))[:, :inputs]
+    return sums.contiguous(), scale * tensor.float().T.reshape(out, rank)
+
+
+def _weight(weights: Weights, adapter: Adapter, target: str) -> tuple[str, tuple[int, ...]]:
+    """(the model's tensor that an adapter calls so, its shape). Raises FileError."""
+    name = next((name for name in (f"{target}.weight", target) if name in weights.tensors), None)
+    if name is None:
+        raise FileError(f"adapter file {adapter.path} is for another model: this one has no weight {target!r}")
+    stored = weights.tensors[name]
+    return name, tuple(stored.shape[2:]) if stored.dim() == 3 else tuple(stored.shape)
 
 
 def _fit(adapter: Adapter, target: str, fits: bool, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,199 @@
+"""Adapters that rows name: read from files, checked, put beside the weights; at start those of --adapter-serve.
+
+Files are read on a thread of their own. Where there is a session database, what requests have loaded is written down
+beside it, and loaded again after a restart if its file still holds the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
+from rwkv_batch.config import STATE_NAME, EngineConfig
+from rwkv_batch.core.file_thread import FileThread
+from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
+from rwkv_batch.model.adapters.files import read_adapter, split_scale
+from rwkv_batch.model.adapters.served import ServedAdapter, served
+from rwkv_batch.model.tensor_files import FileError
+from rwkv_batch.models_folder import within
+from rwkv_batch.runner.pipeline import Pipeline
+from state_pool.adapters import Adapters
+from state_pool.errors import NameTaken, PoolError
+from state_pool.tuned_state import Origin
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterLibrary:
+    """What is loaded, by name. Engine thread, but for reading."""
+
+    def __init__(
+        self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
+    ) -> None:
+        """`put` runs a command on the engine's thread, or says that it takes none; `refusal` says why."""
+        self._config = config
+        self._put = put
+        self._refusal = refusal
+        self._thread = FileThread("adapter-files", refusal, _as_service_error)
+        self._list = Path(f"{config.pool.state_db}.adapters.json") if config.pool.state_db else None
+        self._infos: dict[str, AdapterInfo] = {}
+
+    def open(self, adapters: Adapters, pipeline: Pipeline) -> None:
+        """Load what --adapter-serve names, and what requests had loaded before. Raises StartupError for the former."""
+        self._adapters, self._pipeline, self._weights = adapters, pipeline, pipeline.weights
+        adapters.when_gone = pipeline.drop_adapter
+        for entry in self._config.served_adapters:
+            name, _, file = entry.partition("=")
+            try:
+                self._enter(name, self._read(*split_scale(file)), split_scale(file)[1])
+            except (FileError, PoolError) as error:
+                raise StartupError(f"--adapter-serve {entry}: {error}") from error
+        for kept in self._kept():
+            if kept.name in self._infos:
+                logger.warning("--adapter-serve %s stands in for the one that a request loaded", kept.name)
+                continue
+            self._open_kept(kept)
+
+    def _open_kept(self, kept: AdapterInfo) -> None:
+        try:
+            adapter = self._read(Path(kept.file), kept.scale)
+            if adapter.digest != kept.digest:
+                raise FileError(f"adapter file {kept.file} has changed since it was loaded; load it again")
+            self._enter(kept.name, adapter, kept.scale, is_kept=True)
+        except (FileError, PoolError) as error:
+            logger.error("the adapter %s that was loaded before cannot be used: %s", kept.name, error)
+            self._infos[kept.name] = msgspec.structs.replace(kept, error=str(error))
+
+    def _kept(self) -> list[AdapterInfo]:
+        """What requests had loaded."""
+        if self._list is None or not self._list.is_file():
+            return []
+        try:
+            return msgspec.json.decode(self._list.read_bytes(), type=list[AdapterInfo])
+        except (OSError, msgspec.MsgspecError) as error:
+            logger.error("%s cannot be read, so adapters that requests had loaded are not there: %s", self._list, error)
+            return []
+
+    def _keep(self) -> None:
+        """Write down what requests have loaded. Raises OSError."""
+        if self._list is not None:
+            half = self._list.with_suffix(".new")
+            half.write_bytes(msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
+            half.replace(self._list)
+
+    def _read(self, path: Path, scale: float | None) -> ServedAdapter:
+        """Any thread. Raises FileError."""
+        return served(self._weights, read_adapter(path, scale))
+
+    def _enter(self, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool = False) -> AdapterInfo:
+        """Put it beside the weights, then where rows find it. Raises PoolError, FileError for want of memory."""
+        held = self._adapters.add(Origin(name, adapter.digest))
+        try:
+            self._pipeline.put_adapter(held.place, adapter)
+        except (MemoryError, RuntimeError) as error:
+            self._adapters.remove(name)
+            raise FileError(f"adapter file {adapter.file}: no device has the memory for it ({error})") from error
+        logger.info("adapter %s (%s): rank %d on %d layers", name, adapter.file, adapter.rank, len(adapter.layers))
+        info = self._infos[name] = AdapterInfo(
+            name=name,
+            digest=adapter.digest,
+            file=adapter.file,
+            scale=scale,
+            rank=adapter.rank,
+            created=int(time.time()),
+            bytes=self._pipeline.adapter_bytes(adapter),
+            is_kept=is_kept,
+        )
+        return info
+
+    # Calls ---------------------------------------------------------------------------------------------------
+
+    def list(self) -> list[AdapterInfo]:
+        """What is loaded, and what was and cannot be."""
+        return list(self._infos.values())
+
+    def add(self, call: AddAdapter, reply: Reply[AdapterInfo]) -> None:
+        """Read, check and enter an adapter; replies when requests may name it, or with what is wrong (NameTaken, …)."""
+        try:
+            if not STATE_NAME.fullmatch(call.name):
+                message = "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first"
+                raise _invalid("name", message, call.name)
+            if call.name in self._infos:
+                raise NameTaken(f"there is an adapter {call.name!r} already; delete it first, or choose another name")
+            self._adapters.check_new(call.name)
+            path = self._within_models(call.file)
+        except (PoolError, ServiceError) as error:
+            reply(_as_service_error(error))
+            return
+
+        def was_read(adapter: ServedAdapter) -> None:
+            if not self._put(lambda: self._finish(call, reply, adapter)):
+                reply(self._refusal())
+
+        self._thread.run(reply, lambda: self._read(path, call.scale), was_read)
+
+    def _finish(self, call: AddAdapter, reply: Reply[AdapterInfo], adapter: ServedAdapter) -> None:
+        """Engine thread: from here on it is there."""
+        try:
+            info = self._enter(call.name, adapter, call.scale, is_kept=self._list is not None)
+            try:
+                self._keep()
+            except OSError:
+                self._adapters.remove(call.name)
+                del self._infos[call.name]
+                raise
+        except (FileError, PoolError, OSError) as error:
+            reply(_as_service_error(error))
+            return
+        reply(info)
+
+    def remove(self, name: str) -> AdapterInfo:
+        """Forget an adapter; rows that have it keep it to their end. Raises ServiceError."""
+        info = self._infos.get(name)
+        try:
+            if info is None or not info.error:
+                self._adapters.remove(name)
+        except PoolError as error:
+            raise as_service_error(error) from error
+        del self._infos[name]
+        assert info is not None, "what rows may name is listed"
+        try:
+            self._keep()
+        except OSError as error:
+            raise _as_service_error(error) from error
+        return info
+
+    def close(self) -> None:
+        """Begin to read nothing more."""
+        self._thread.close()
+
+    def _within_models(self, file: str) -> Path:
+        """The path of a file or folder that a request names. Raises ServiceError unless it is within --models-dir."""
+        if not self._config.models_dir:
+            raise _invalid("file", "no folder is open to requests; start with --models-dir", file)
+        path = within(self._config.models_dir, file)
+        if path is None:
+            raise _invalid("file", "must be the path of a file within --models-dir", file)
+        return path
+
+
+def _invalid(field: str, message: str, given: object) -> ServiceError:
+    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
+
+
+def _as_service_error(error: Exception) -> ServiceError:
+    """What loading an adapter ended with; a fault of ours is logged and told as one."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, FileError):
+        return ServiceError(ErrorKind.INVALID_FIELD, f"file: {error}", field="file")
+    if isinstance(error, PoolError):
+        return as_service_error(error)
+    logger.error("an adapter could not be loaded", exc_info=error)
+    return ServiceError(ErrorKind.INTERNAL, f"the adapter could not be loaded: {type(error).__name__}: {error}")
