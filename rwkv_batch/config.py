@@ -66,6 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same on a CPU, where it gains nothing: for tests."""
     threads: int = 0
     """Compute threads on a CPU; 0: all cores."""
+    gives_way: bool = False
+    """Loading takes few of the cores while others want them: another model is being served."""
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 120.0
     """A loop that does not come round for so long hangs: the engine process is replaced. 0: never."""

@@ -266,6 +266,7 @@ def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
         adapters=wish.adapters,
         states=(),
         served_adapters=(),
+        gives_way=True,
         strategy="",
         layers=() if wish.devices else base.layers,
         devices=wish.devices or base.devices,

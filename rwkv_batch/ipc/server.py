@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 
+from native.priority import at_low_priority
 from rwkv_batch.calls import EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
@@ -249,7 +251,8 @@ def run_engine(
     become_child(name, style)
     try:
         module, _, class_name = factory.partition(":")
-        engine: ManagedEngine = getattr(importlib.import_module(module), class_name)(config)
+        load = partial(importlib.import_module, module)
+        engine: ManagedEngine = getattr(at_low_priority(load) if config.gives_way else load(), class_name)(config)
         engine.start()
     except (StartupError, OSError, MemoryError) as error:
         supervisor.send(("failed", str(error) or type(error).__name__))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native.priority import at_low_priority
 from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
@@ -19,7 +20,7 @@ from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merged
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import WeightsError, open_weights
+from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
 from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
 from rwkv_batch.runner.graph_capture import CaptureError
@@ -52,21 +53,7 @@ class ModelRunner:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.tokenizer = Tokenizer()
-        try:
-            self.weights = open_weights(config.model_path)
-            if config.adapters:
-                self.weights = merged(self.weights, [read_adapter(*split_scale(one)) for one in config.adapters])
-            self.pipeline = Pipeline(
-                self.weights,
-                config.devices,
-                config.dtype,
-                config.kernels,
-                config.wkv_state,
-                config.layers,
-                resident=config.resident,
-            )
-        except (WeightsError, ValueError) as error:
-            raise StartupError(str(error)) from error
+        self.weights, self.pipeline = at_low_priority(self._load) if config.gives_way else self._load()
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
@@ -105,6 +92,26 @@ class ModelRunner:
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
+
+    def _load(self) -> tuple[Weights, Pipeline]:
+        """The weights, and the layers on their devices. Raises StartupError."""
+        config = self._config
+        try:
+            weights = open_weights(config.model_path)
+            if config.adapters:
+                weights = merged(weights, [read_adapter(*split_scale(one)) for one in config.adapters])
+            pipeline = Pipeline(
+                weights,
+                config.devices,
+                config.dtype,
+                config.kernels,
+                config.wkv_state,
+                config.layers,
+                resident=config.resident,
+            )
+        except (WeightsError, ValueError) as error:
+            raise StartupError(str(error)) from error
+        return weights, pipeline
 
     def device_names(self) -> list[str]:
         """The stages' devices."""

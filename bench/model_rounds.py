@@ -1,0 +1,292 @@
+"""What streams notice of models that come and go beside them, and what the service keeps of those.
+
+    python -m bench.model_rounds --rounds 50 --second 12x768
+    python -m bench.model_rounds --rounds 3 --streams 8 --second 2x128 --period-s 0.5       # the short form
+
+`--streams` clients stream from the service's own model, a token a delta. First nothing else happens; then, for as
+long, a second model is loaded and unloaded every `--period-s`, each time under a name of its own, so that several
+rounds are under way where one takes longer; then, in the same streams: an engine that is killed in the middle of
+loading, a file that is broken, one that vanishes as soon as it is asked for, the same name twice at once, two names.
+
+Told: the gaps between a stream's deltas in both times, by how much each stream's longest, its 99th of a hundred and
+its median grew, errors of streams, and the memory (PSS) of all processes, before and after the rounds. Bounds: on a
+CPU the models share cores and memory bandwidth with the streams; a process of its own receives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import selectors
+import signal
+import statistics
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench.http_load import Exchange, Load, _open, _request, fetch
+from bench.serve import machine, percentile, service
+from bench.streams import _parent, memory_mb
+from demo.random_weights import write_random_model
+
+PASSWORD = "rounds"
+SETTLE_S = 3.0
+"""After the streams have begun, and after the rounds, before memory is looked at."""
+Gap = tuple[int, float, float]
+"""Stream, when it ended (monotonic s), how long it was (s)."""
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest for the service."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--period-s", type=float, default=1.0)
+    parser.add_argument("--at-once", type=int, default=4, help="rounds under way")
+    parser.add_argument("--second", default="12x768", help="layers x width of the second model")
+    return parser.parse_known_args()
+
+
+def receive(load: Load, host: str, port: int, parent: Connection) -> None:
+    """Main function of the client's process: streams that are opened anew when they end, until told to stop."""
+    selector = selectors.DefaultSelector()
+    gaps: list[Gap] = []
+    failures: list[str] = []
+
+    def begin(number: int) -> None:
+        exchange = _open(host, port, _request(load, host, number))
+        selector.register(exchange.connection, selectors.EVENT_READ, (number, exchange))
+
+    for number in range(load.concurrency):
+        begin(number)
+    while not parent.poll():
+        for key, _ in selector.select(timeout=0.1):
+            number, exchange = key.data
+            piece = key.fileobj.recv(262144)  # type: ignore[union-attr]
+            if piece:
+                _note(number, exchange, piece, gaps)
+                continue
+            if exchange.failed or b"[DONE]" not in exchange.tail:
+                failures.append(exchange.failed or "the stream ended without [DONE]")
+            selector.unregister(key.fileobj)
+            exchange.connection.close()
+            begin(number)
+    parent.send((gaps, failures))
+
+
+def _note(number: int, exchange: Exchange, piece: bytes, gaps: list[Gap]) -> None:
+    known = len(exchange.gaps)
+    exchange.take(piece, b'"content"')
+    if len(exchange.gaps) > known:
+        gaps.append((number, time.monotonic(), exchange.gaps[-1]))
+
+
+class Service:
+    """The service's routes for models."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.folder = folder
+        self.engine = int(self.status()["processes"]["engine"]["pid"])
+
+    def status(self) -> dict[str, Any]:
+        """/status."""
+        value: dict[str, Any] = json.loads(fetch(self.url, "/status", ""))
+        return value
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The answer's JSON, a refusal's too."""
+        headers = {"Authorization": f"Bearer {PASSWORD}"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as response:
+                value: dict[str, Any] = json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            value = {"http": error.code, **json.loads(error.read())}
+        return value
+
+    def load(self, name: str, file: str = "second.safetensors", wait_s: float = 240) -> dict[str, Any]:
+        """See /v1/models/load; few slots, so that the second model's memory is its weights'."""
+        return self.post("/v1/models/load", name=name, file=file, wait_s=wait_s, max_running=4)
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """See /v1/models/unload."""
+        return self.post("/v1/models/unload", name=name, wait_s=240)
+
+    def processes(self) -> set[int]:
+        """Direct children of the supervisor."""
+        supervisor = _parent(self.engine)
+        numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return {number for number in numbers if _parent(number) == supervisor}
+
+    def memory_mb(self) -> float:
+        """Of all processes."""
+        return round(sum(memory_mb(self.engine).values()), 1)
+
+
+def rounds(service: Service, args: argparse.Namespace) -> tuple[list[float], list[str]]:
+    """Seconds of each round, and what went wrong."""
+    seconds: list[float] = []
+    wrong: list[str] = []
+    places = threading.Semaphore(args.at_once)
+
+    def one(number: int) -> None:
+        started = time.monotonic()
+        name = f"round-{number}"
+        answer = service.load(name)
+        if answer.get("status") != "ready":
+            wrong.append(f"{name}: {answer}")
+        answer = service.unload(name)
+        if answer.get("status") != "unloaded":
+            wrong.append(f"{name}: {answer}")
+        seconds.append(time.monotonic() - started)
+        places.release()
+
+    threads = []
+    for number in range(args.rounds):
+        due = time.monotonic() + args.period_s
+        places.acquire()
+        threads.append(threading.Thread(target=one, args=(number,)))
+        threads[-1].start()
+        time.sleep(max(0.0, due - time.monotonic()))
+    for thread in threads:
+        thread.join()
+    return seconds, wrong
+
+
+def faults(service: Service) -> dict[str, str]:
+    """What each disturbance was answered."""
+    told: dict[str, str] = {}
+    before = service.processes()
+    service.load("killed", wait_s=0)
+    while not (new := service.processes() - before):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    for pid in new:
+        os.kill(pid, signal.SIGKILL)
+    told["kill -9"] = _settled(service, "killed")
+    whole = (service.folder / "second.safetensors").read_bytes()
+    (service.folder / "broken.safetensors").write_bytes(whole[: len(whole) // 2])
+    told["a broken file"] = _settled(service, "broken", service.load("broken", "broken.safetensors"))
+    (service.folder / "gone.safetensors").write_bytes(whole)
+    service.load("gone", "gone.safetensors", wait_s=0)
+    (service.folder / "gone.safetensors").unlink()
+    told["a file that vanishes"] = _settled(service, "gone")
+    answers: list[dict[str, Any]] = []
+    names = ("same", "same", "other")
+    threads = [threading.Thread(target=lambda name=name: answers.append(service.load(name))) for name in names]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told["two at once, one name twice"] = " | ".join(sorted(str(a.get("status") or a.get("http")) for a in answers))
+    for name in ("same", "other", "killed", "broken", "gone"):
+        service.unload(name)
+    return told
+
+
+def _settled(service: Service, name: str, answer: dict[str, Any] | None = None) -> str:
+    """How a load ended."""
+    while answer is None or answer["status"] == "loading":
+        time.sleep(0.1)
+        answer = json.loads(fetch(service.url, f"/v1/models/{name}", ""))
+    return f"{answer['status']}: {answer['error']}" if answer.get("error") else str(answer["status"])
+
+
+def figures(gaps: list[Gap], first: tuple[float, float], then: tuple[float, float]) -> dict[str, Any]:
+    """Gaps in both times, each from and to a moment, and by what each stream's grew."""
+    parts: list[dict[int, list[float]]] = []
+    for begin, end in (first, then):
+        part: dict[int, list[float]] = defaultdict(list)
+        for stream, at, gap in gaps:
+            if begin <= at < end:
+                part[stream].append(gap)
+        parts.append(part)
+    streams = parts[0].keys() & parts[1].keys()
+    grew = {
+        "longest": [max(parts[1][s]) / max(parts[0][s]) for s in streams],
+        "p99": [_p99(parts[1][s]) / _p99(parts[0][s]) for s in streams],
+        "median": [statistics.median(parts[1][s]) / statistics.median(parts[0][s]) for s in streams],
+    }
+    told: dict[str, Any] = {"streams_seen": len(streams)}
+    for name, part in zip(("alone", "in_rounds"), parts, strict=True):
+        every = [gap for found in part.values() for gap in found]
+        told[f"{name}_gap_ms"] = {n: percentile(every, p) for n, p in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
+    for name, ratios in grew.items():
+        told[f"{name}_grew"] = {
+            "median": round(statistics.median(ratios), 2),
+            "most": round(max(ratios), 2),
+            "streams_above_1.5": sum(ratio > 1.5 for ratio in ratios),
+        }
+    return told
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    served = Service(url, folder)
+    address = urllib.parse.urlsplit(url)
+    load = Load("/v1/chat/completions", args.streams, 1, 1, 8000, 16, 1, True, "")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    client = context.Process(target=receive, args=(load, address.hostname, address.port, theirs))
+    client.start()
+    while served.status()["running_rows"] < args.streams:
+        time.sleep(0.1)
+    served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
+    time.sleep(SETTLE_S)
+    memory, processes = [served.memory_mb()], len(served.processes())
+    started = time.monotonic()
+    time.sleep(max(args.period_s * args.rounds, 5.0))
+    alone = (started, time.monotonic())
+    seconds, wrong = rounds(served, args)
+    in_rounds = (alone[1], time.monotonic())
+    time.sleep(SETTLE_S)
+    memory.append(served.memory_mb())
+    told = faults(served)
+    after_faults = time.monotonic()
+    ours.send("stop")
+    gaps, failures = ours.recv()
+    client.join()
+    return {
+        "streams": args.streams,
+        "rounds": len(seconds),
+        "round_s_p50": round(statistics.median(seconds), 2),
+        "rounds_s": round(in_rounds[1] - in_rounds[0], 1),
+        **figures(gaps, alone, in_rounds),
+        "faults": told,
+        "faults_gap_ms_max": percentile([g for _, at, g in gaps if in_rounds[1] < at < after_faults], 1.0),
+        "memory_mb": {"before": memory[0], "after": memory[1]},
+        "processes": {"before": processes, "after": len(served.processes())},
+        "stream_errors": failures[:3],
+        "wrong": wrong[:3],
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    args, flags = parse()
+    layers, width = map(int, args.second.split("x"))
+    with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as name:
+        folder = Path(name)
+        write_random_model(folder / "second.safetensors", layers, width)
+        flags += ["--models-dir", name, "--admin-password", PASSWORD, "--max-models", str(args.at_once + 4)]
+        with (folder / "service.log").open("wb") as log, service(flags, log) as url:
+            told = measure(url, folder, args)
+    print(json.dumps({**told, "second": args.second, **machine()}))
+
+
+if __name__ == "__main__":
+    main()
