@@ -324,7 +324,7 @@ class Engine:
                 continue
             try:
                 step = self.machine.launch(part, oldest)
-                step.launched = time.monotonic()
+                step.number, step.launched = self._next_step, time.monotonic()
             except Exception as error:  # noqa: BLE001 - a device raises anything; the part's jobs end, or the engine
                 self._fail_step(part, error)
                 may_have_ended = True
@@ -367,7 +367,10 @@ class Engine:
                 continue
             self.speed.count(step.rows, len(drawn), step.started, step.launched)
             self.jobs.take_scores(scores)
-            self.jobs.commit(step.rows, drawn)
+            before = self.jobs.certain_tokens
+            self.jobs.commit(step.rows, drawn, concluded.number)
+            if self.jobs.certain_tokens > before:
+                self.speed.count_certain(self.jobs.certain_tokens - before)
             self._draw_constrained()  # before anybody is told: the device waits for it
             self.jobs.deliver()
 

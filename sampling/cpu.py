@@ -119,6 +119,14 @@ class CpuSampler:
             ctypes.c_int64(len(drawn)),
         )
 
+    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+        """Count tokens that these rows have without a draw. Raises IndexError for a seat that does not exist."""
+        if seats and not 0 <= min(seats) <= max(seats) < len(self._params):
+            raise IndexError(f"seats {seats} of {len(self._params)}")
+        for seat, run in zip(seats, runs, strict=True):
+            tokens, size = (ctypes.c_int32 * len(run))(*run), ctypes.c_int64(len(run))
+            self._library["sampler_follow"](self._handle, ctypes.c_int64(seat), tokens, size)
+
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
 

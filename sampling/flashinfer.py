@@ -82,6 +82,11 @@ class FlashInferSampler:
         method = Method.NOISE if noisy else Method.STANDARD
         self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed), drawn)
 
+    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+        """Count tokens that these rows have without a draw."""
+        self.table.follow(seats, runs)
+        self._drawer.follow(seats, runs)
+
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32), then count it. masks: see Sampler."""
         logits = logits.float().contiguous()

@@ -114,6 +114,10 @@ class NaiveSampler:
         """A new row takes this seat; see Sampler. ValueError for a bad logit bias."""
         self.table.admit(seat, params, drawn)
 
+    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+        """Count tokens that these rows have without a draw."""
+        self.table.follow(seats, runs)
+
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
 

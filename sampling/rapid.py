@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -132,6 +133,7 @@ class RapidSampler:
         self._launch = binding.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
         self._forbid = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
+        self._follow = binding.bind(library, "rapid_follow", ctypes.POINTER(Launch), pointer, pointer, pointer)
 
     def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
         """A new row takes this seat; see Sampler.
@@ -169,6 +171,28 @@ class RapidSampler:
             penalised=int(uses_penalties(params)),
             num_entries=num_entries,
         )
+
+    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+        """Count tokens that these rows have without a draw, in one launch. IndexError for a seat that is not there."""
+        if not seats:
+            return
+        if not 0 <= min(seats) <= max(seats) < self.max_rows:
+            raise IndexError(f"seats {seats} of {self.max_rows}")
+        numbers = [*seats, *accumulate(map(len, runs), initial=0), *chain.from_iterable(runs)]
+        packed = on_device(numbers, torch.int32, self.device)
+        launch = Launch(
+            seats=packed.data_ptr(),
+            table=self._table.data_ptr(),
+            entries=self._entries.data_ptr(),
+            penalty_exempt=self._penalty_exempt.data_ptr(),
+            rows=len(seats),
+            capacity=self.capacity,
+        )
+        begins = packed.data_ptr() + 4 * len(seats)
+        with torch.cuda.device(self.device):
+            stream = binding.stream_pointer(self.device)
+            code = self._follow(ctypes.byref(launch), begins, begins + 4 * (len(seats) + 1), stream)
+        binding.raise_on(code, "rapid_follow")
 
     def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
         """Draw a token for each row and count it, in one launch that a graph may capture.

@@ -57,6 +57,13 @@ class Sampler(Protocol):
         """
         ...
 
+    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+        """The rows of these seats have gone on by the tokens of a run each without a draw: count them as if drawn.
+
+        Seats are distinct, runs are not empty. Does not wait for the device.
+        """
+        ...
+
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] fp32 (may be overwritten), then count it.
 

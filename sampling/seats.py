@@ -163,6 +163,16 @@ class SeatTable:
         self.seen_ids[seats, at] = tokens
         self.num_seen[seats] = known + (~old)
 
+    def follow(self, seats: list[int], runs: list[list[int]]) -> None:
+        """Count tokens that these rows have without a draw."""
+        for seat, run in zip(seats, runs, strict=True):
+            params, at = self.params[seat], on_device([seat], torch.int64, self.device)
+            if uses_penalties(params):
+                alphas = [[params.presence_penalty, params.frequency_penalty, params.penalty_decay]]
+                for token in on_device(run, torch.int64, self.device).split(1):
+                    self.count([seat], at, token, on_device(alphas, torch.float32, self.device))
+            self.steps[at] += len(run)
+
     def advance(self, seats: Tensor) -> None:
         """One step further for these seats [r] int64."""
         self.steps[seats] += 1

@@ -337,7 +337,7 @@ MUTANTS: list[Mutant] = [
         (*JOBS, "test/engine/test_giving_way.py"),
         [
             (
-                "if sequence.may_draw:  # else it ended",
+                "if sequence.may_draw_in(step):  # else it ended",
                 "if True:  # else it ended",
                 "a token is taken for a row that has ended",
             ),

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rwkv_batch.core.certain_text import MOST_ROWS, take_certain
 from rwkv_batch.core.grammars import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
@@ -52,6 +53,8 @@ class JobTable:
         self._changed: dict[RunningJob, None] = {}
         self.when_delivered: Callable[[], None] = lambda: None
         """called behind the sinks of a step"""
+        self.certain_tokens = 0
+        """taken without a draw, of all time"""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -192,11 +195,11 @@ class JobTable:
             elif not sequence.draws and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
 
-    def commit(self, rows: list[ScheduledRow], drawn: list[Drawn]) -> None:
-        """What a launched step has drawn; `drawn` belongs to the rows that draw, in their order."""
+    def commit(self, rows: list[ScheduledRow], drawn: list[Drawn], step: int) -> None:
+        """What the launched step of this number has drawn; `drawn` belongs to the rows that draw, in their order."""
         drawing = (row.sequence for row in rows if row.draws)
         for sequence, (token, logprob) in zip(drawing, drawn, strict=True):
-            if sequence.may_draw:  # else it ended while this step was under way
+            if sequence.may_draw_in(step):  # else it ended while this step was under way, or its token was certain
                 self._take(sequence, token, logprob)
         for sequence in [row.sequence for row in rows if row.ends]:
             if sequence.phase is Phase.RUNNING:
@@ -216,9 +219,11 @@ class JobTable:
         output = sequence.output
         at = sequence.prompt_end + len(output.tokens)
         reason = output.push(token, logprob)
+        if reason is None:
+            sequence.token_ids[at] = token
         if sequence.matcher is not None and (reason is not FinishReason.STOP or token == END_OF_TEXT):
             try:
-                reason = FinishReason.STOP if sequence.matcher.advance(token) else reason
+                reason = self._follow(sequence, sequence.matcher, token, reason)
             except GrammarError as error:
                 self.fail_grammar(sequence, error)
                 return
@@ -226,12 +231,27 @@ class JobTable:
             self._keeper.take_back(sequence)
             self._finish(sequence, reason)
             return
-        sequence.token_ids[at] = token
         if sequence.lease is not None:
             self._keeper.update_rollback_state(sequence)
         if (delta := output.take_delta()) is not None:
             sequence.job.deltas.append(delta)
             self._changed[sequence.job] = None
+
+    def _follow(
+        self, sequence: Sequence, matcher: Matcher, token: int, reason: FinishReason | None
+    ) -> FinishReason | None:
+        """A row has taken a token under its grammar, and takes what is certain behind it; why it ends, if it does.
+
+        Raises GrammarError if the grammar cannot be followed any further.
+        """
+        if matcher.advance(token):
+            return FinishReason.STOP
+        if reason is not None or self._scheduler.running_rows > MOST_ROWS:
+            return reason
+        before = len(sequence.output.tokens)
+        reason = take_certain(sequence, matcher, self._byte_table)
+        self.certain_tokens += len(sequence.output.tokens) - before
+        return reason
 
     def _prompt_done(self, sequence: Sequence) -> None:
         """A row that does not draw has read everything: a closed turn, or a prompt that several rows share."""

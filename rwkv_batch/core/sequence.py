@@ -182,6 +182,10 @@ class Sequence:
     """number of the dialogue that a branching turn has made"""
     matcher: Matcher | None = None
     """what holds its text to a grammar; it has taken the tokens that the host knows"""
+    untold: list[int] = field(default_factory=list)
+    """tokens that it has without a draw, and that its sampler has not counted yet"""
+    settled_step: int = -1
+    """number of the last step whose draw for it does not count, since what that draws was known meanwhile"""
     turn_start: int = 0
     """where this turn's own tokens begin in `token_ids`; before it lies what a session had to replay"""
 
@@ -214,10 +218,9 @@ class Sequence:
         """Whether the host does not know all that it drew before the draw that was launched last."""
         return len(self.token_ids) - self.prompt_end - len(self.output.tokens) > 1
 
-    @property
-    def may_draw(self) -> bool:
-        """Whether what a step draws for it counts."""
-        return self.phase is Phase.RUNNING
+    def may_draw_in(self, step: int) -> bool:
+        """Whether what the step of this number draws for it counts: it has not ended, and that is not known yet."""
+        return self.phase is Phase.RUNNING and step != self.settled_step
 
     @property
     def has_answered(self) -> bool:
@@ -256,6 +259,11 @@ class Sequence:
     def is_ahead(self) -> bool:
         """Whether its next token is not known to the host yet."""
         return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
+
+    @property
+    def reads_drawn_token(self) -> bool:
+        """Whether a step under way reads the token that the host has come to know last."""
+        return self.token_ids[-1] == PENDING or self.settled_step == self.in_step
 
     @property
     def lacks_spare_slot(self) -> bool:

@@ -256,21 +256,25 @@ class StateManager:
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
 
     def update_rollback_state(self, sequence: Sequence) -> None:
-        """After a draw of a session's row: keep the state from before text that may be part of a stop."""
+        """A session's row has taken tokens: keep the latest state from before text that may be part of a stop."""
         if sequence.lease is None or sequence.phase is not Phase.RUNNING:
             return
         if not sequence.output.is_holding:
             self._drop_rollback_state(sequence)
-        elif sequence.rollback_state is None and (fresh := self.pool.allocate()) is not None:
-            count = len(sequence.output.tokens) - 1
-            if (
-                sequence.num_computed_tokens > sequence.prompt_end + count
-            ):  # the token just drawn was read ahead: the spare has not seen it
-                sequence.rollback_state, sequence.spare_slot = RollbackState(sequence.spare_slot, count), fresh
-            else:
-                sequence.rollback_state = RollbackState(sequence.slot, count)
-                sequence.shared = SharedSlot(sequence.slot, lambda: None)
-                sequence.slot = fresh
+        elif sequence.rollback_state is None:
+            self._keep_rollback_state(sequence)
+
+    def _keep_rollback_state(self, sequence: Sequence) -> None:
+        count = sequence.num_computed_tokens - sequence.prompt_end
+        reads_on = sequence.reads_drawn_token  # the spare has not seen that token
+        if count - reads_on > sequence.output.first_held_token() or (fresh := self.pool.allocate()) is None:
+            return
+        if reads_on and count > sequence.output.first_held_token():
+            sequence.rollback_state, sequence.spare_slot = RollbackState(sequence.spare_slot, count - 1), fresh
+        else:
+            sequence.rollback_state = RollbackState(sequence.slot, count)
+            sequence.shared = SharedSlot(sequence.slot, lambda: None)
+            sequence.slot = fresh
 
     def _drop_rollback_state(self, sequence: Sequence) -> None:
         if sequence.rollback_state is not None:

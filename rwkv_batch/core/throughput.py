@@ -72,6 +72,12 @@ class Throughput:
             self._window = [entry for entry in self._window if now - entry[0] < WINDOW_S]
             self._window.append((now, generated, computed))
 
+    def count_certain(self, tokens: int) -> None:
+        """Count tokens that came without a draw, behind those of the step counted last."""
+        self.generated_tokens += tokens
+        at, generated, computed = self._window[-1]
+        self._window[-1] = (at, generated + tokens, computed)
+
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
         """Log how each row came to its first token: the wait until its step was launched, and all steps meanwhile."""
         step = self._steps[-1]

@@ -57,13 +57,15 @@ class Undrawn:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way."""
+    """A step on its way, or a part of one."""
 
     rows: list[ScheduledRow]
     drawing: list[ScheduledRow]
     draws: list[Drawn] = field(default_factory=list)
     """per sampler"""
     started: float = field(default_factory=time.monotonic)
+    number: int = -1
+    """of the step"""
     launched: float = 0.0
     """when its launch ended"""
     undrawn: Undrawn | None = None
@@ -160,14 +162,26 @@ class Drawing:
         undrawn, step.undrawn = step.undrawn, None
         assert undrawn is not None
         pairs = zip(undrawn.members, undrawn.places, strict=True)
-        alive = [(i, place) for i, place in pairs if step.drawing[i].sequence.may_draw]
+        alive = [(i, place) for i, place in pairs if step.drawing[i].sequence.may_draw_in(step.number)]
         members, places = [i for i, _ in alive], [place for _, place in alive]
         sequences = [step.drawing[i].sequence for i in members]
         if not members:
             return []
+        self._tell_samplers(sequences)
         masks, errors = self._mask_memory().fill([s.matcher for s in sequences if s.matcher is not None])
         self._draw_members(step, members, undrawn.logits, places, last_tokens, masks)
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
+
+    def _tell_samplers(self, sequences: list[Sequence]) -> None:
+        """Have their samplers count what rows have taken without a draw."""
+        runs: dict[str, list[Sequence]] = {}
+        for sequence in sequences:
+            if sequence.untold:
+                runs.setdefault(sequence.sampler, []).append(sequence)
+        for name, told in runs.items():
+            self.sampler(name).follow([sequence.seat for sequence in told], [sequence.untold for sequence in told])
+            for sequence in told:
+                sequence.untold = []
 
     def _mask_memory(self) -> Masks:
         if self._masks is None:

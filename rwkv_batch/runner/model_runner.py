@@ -343,7 +343,7 @@ class ModelRunner:
         """
         assert step.undrawn is not None
         held = (step.drawing[i].sequence for i in step.undrawn.members)
-        if any(sequence.awaits_earlier_tokens for sequence in held if sequence.may_draw):
+        if any(sequence.awaits_earlier_tokens for sequence in held if sequence.may_draw_in(step.number)):
             return []
         return self._drawing.draw_constrained(step, self._tokens)
 

@@ -222,6 +222,32 @@ __global__ void __launch_bounds__(kThreads) forbid_tokens(float* logits, const u
     if (!(bits >> i & 1)) at[i] = -INFINITY;
 }
 
+// Counts the tokens begins[r] .. begins[r + 1] - 1 of the seat of each row r as if they had been drawn.
+__global__ void __launch_bounds__(kThreads) follow_runs(Launch launch, const int32_t* begins, const int32_t* tokens) {
+  const int number = launch.seats[blockIdx.x], begin = begins[blockIdx.x], end = begins[blockIdx.x + 1];
+  Seat& seat = launch.table[number];
+  Entry* entries = launch.entries + static_cast<int64_t>(number) * launch.capacity;
+  int num_entries = seat.num_entries;
+  for (int at = begin; at < end && seat.penalised; ++at) {
+    const int token = tokens[at];
+    const float more = launch.penalty_exempt[token] ? 0.0f : 1.0f;
+    bool known = false;
+    for (int i = threadIdx.x; i < num_entries; i += kThreads) {
+      float count = decayed(entries[i], seat);
+      if (entries[i].token == token) known = true, count = __fadd_rn(fmaxf(count, 0.0f), more);
+      entries[i].count = count;
+    }
+    known = __syncthreads_or(known);
+    if (known || num_entries == launch.capacity) continue;
+    if (threadIdx.x == 0) entries[num_entries] = Entry{token, 0.0f, more, 0.0f};
+    ++num_entries;
+    __syncthreads();
+  }
+  if (threadIdx.x) return;
+  seat.num_entries = num_entries;
+  seat.step += end - begin;
+}
+
 }  // namespace sampling
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -258,5 +284,12 @@ EXPORT int rapid_forbid(float* logits, const uint32_t* masks, int32_t rows, int3
   using namespace sampling;
   const dim3 grid((vocab + 4 * kThreads - 1) / (4 * kThreads), rows);
   forbid_tokens<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(logits, masks, vocab, (vocab + 31) / 32);
+  return cudaGetLastError();
+}
+
+// Rows of `launch` by seat; begins [rows + 1] say which of `tokens` are whose. A CUDA error code.
+EXPORT int rapid_follow(const sampling::Launch* launch, const int32_t* begins, const int32_t* tokens, void* stream) {
+  using namespace sampling;
+  follow_runs<<<launch->rows, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*launch, begins, tokens);
   return cudaGetLastError();
 }

@@ -288,6 +288,11 @@ EXPORT void sampler_sample(Sampler* sampler, float* logits, int64_t rows, const 
   }
 }
 
+// A seat's row has gone on by these tokens without a draw.
+EXPORT void sampler_follow(Sampler* sampler, int64_t seat, const int32_t* tokens, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) sampling::count(sampler->seats[seat], tokens[i], sampler->penalty_exempt);
+}
+
 // logits [rows, vocab] fp32 become -inf where the bit of masks [rows, ceil(vocab / 32)] is 0.
 EXPORT void sampler_forbid(float* logits, const uint32_t* masks, int64_t rows, int64_t vocab, int32_t threads) {
   const int64_t words = (vocab + 31) / 32;

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 MEAN_MASK_S = 0.005
 SLOW_S = 0.25
 """A grammar whose masks have taken this long, and more than the mean each, is followed no further."""
+MOST_CERTAIN = 64
+"""Tokens told at a time."""
 
 
 class Grammar:
@@ -59,3 +61,11 @@ class Matcher:
         if not state.consume_token(token):
             raise GrammarError(f"no token was left that the grammar allows: {in_one_line(state.get_error())}")
         return bool(state.is_stopped())
+
+    def certain(self) -> list[int]:
+        """Tokens that follow whatever is drawn: where each stands it is the only one that its mask allows.
+
+        Text that is certain has the tokens that the tokenizer makes of it; its end is left where a longer token might
+        reach beyond it.
+        """
+        return self.state.compute_ff_tokens()[:MOST_CERTAIN]

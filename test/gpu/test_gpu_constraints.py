@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from demo.files import ensure_model
+from rwkv_batch.core import job_table
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
 from sampling.grammar.constraint import Constraint, Form
@@ -130,3 +131,20 @@ def test_log_probabilities_are_of_what_is_allowed(engine: Engine) -> None:
     entries = [entry for event in running.events for delta in event.deltas for entry in delta.logprobs or ()]
     assert b"".join(entry.token for entry in entries) == b"yes"
     assert all(entry.logprob > -50 for entry in entries)
+
+
+def test_text_that_is_certain_is_read_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As drawn one by one, but for near ties: the number of tokens chooses the matrix kernels."""
+    how = SamplingParams(seed=4, top_k=20, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.95)
+    rows = [ask(f"A person {i}:", constraint=schema(PERSON), sampling=how, max_tokens=90) for i in range(24)]
+    before = engine.jobs.certain_tokens
+    at_once = run(engine, *rows)
+    taken = engine.jobs.certain_tokens - before
+    assert taken > 24 * 4
+    monkeypatch.setattr(job_table, "MOST_ROWS", -1)
+    one_by_one = run(engine, *rows)
+    assert engine.jobs.certain_tokens == before + taken
+    assert sum(a == b for a, b in zip(at_once.all_texts, one_by_one.all_texts, strict=True)) >= 18
+    for text in at_once.all_texts:
+        if text.endswith(b"}"):
+            jsonschema_rs.validate(PERSON, json.loads(text))

@@ -130,3 +130,33 @@ def test_flashinfer_filters_as_the_definition_does() -> None:
     seats = list(range(90))
     tokens, expected = filtered.sample(logits.clone(), seats).token_ids, rapid.sample(logits.clone(), seats).token_ids
     assert int((tokens != expected).sum()) <= 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rapid",
+        pytest.param(
+            "flashinfer",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
+            ),
+        ),
+    ],
+)
+def test_a_run_without_draws_counts_as_the_definition_counts_it(name: str) -> None:
+    """Runs of many lengths between the draws of rows of all kinds, tokens seen before and biased ones among them."""
+    params = mixed(60)
+    sampler, naive = made(name, params), made("naive", params)
+    draw = torch.Generator().manual_seed(5)
+    for step in range(8):
+        seats = [seat for seat in range(60) if (seat + step) % 3]
+        runs = [
+            torch.randint(0, 40 if seat % 2 else VOCAB, (1 + (seat * 7 + step) % 40,), generator=draw).tolist()
+            for seat in seats
+        ]
+        for each in (sampler, naive):
+            each.follow(seats, runs)
+        logits = random_logits(60, step)
+        expected = naive.sample(logits.clone(), list(range(60))).token_ids
+        assert int((sampler.sample(logits.clone(), list(range(60))).token_ids != expected).sum()) <= step // 4

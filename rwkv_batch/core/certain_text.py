@@ -1,0 +1,46 @@
+"""Text in which a grammar leaves no choice: its tokens are read as a prompt's are, instead of drawn one by one.
+
+Where the mask of the next token would allow it alone, and that of the one behind it likewise, a row takes all of them
+at once, ends with them where it would have ended, and draws next behind the last. What it says, counts and draws is the
+same either way; what is saved is a step for each. A draw that is under way for the row meanwhile would be of the first
+of them, and does not count.
+"""
+
+from __future__ import annotations
+
+from rwkv_batch.core.sequence import PENDING, Sequence
+from rwkv_batch.request import FinishReason, TokenLogprob
+from sampling.grammar.matcher import Matcher
+
+MOST_ROWS = 32
+"""With more rows in the steps every token is drawn: for few a step lasts as long as reading the weights, and a token
+more costs nothing; beside many it takes time from all."""
+
+
+def take_certain(sequence: Sequence, matcher: Matcher, byte_table: list[bytes]) -> FinishReason | None:
+    """Take the tokens that are certain behind the last one taken; returns why the row ends with them, if it does.
+
+    Raises GrammarError if the grammar cannot be followed any further.
+    """
+    output, ids, sampling = sequence.output, sequence.token_ids, sequence.request.sampling
+    is_drawing = ids[-1] == PENDING
+    tokens = matcher.certain()
+    if len(tokens) < 1 + is_drawing or any(sampling.logit_bias.get(token) == float("-inf") for token in tokens):
+        return None  # nothing is saved, or a draw has to find out that nothing is left
+    if is_drawing:
+        ids.pop()
+        sequence.settled_step = sequence.in_step
+    for token in tokens:
+        reason = output.push(token, _certain(byte_table[token], sampling.top_logprobs))
+        ids.append(token)
+        sequence.untold.append(token)
+        if reason is FinishReason.STOP or matcher.advance(token):
+            return FinishReason.STOP
+        if reason is not None:
+            return reason
+    return None
+
+
+def _certain(token: bytes, top: int | None) -> TokenLogprob | None:
+    """As a draw from one token tells it."""
+    return None if top is None else TokenLogprob(token, 0.0, [(token, 0.0)][:top])

@@ -1,0 +1,194 @@
+"""Text that a grammar leaves no choice in is read at once, and nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.random_schemas import random_schema
+from rwkv_batch.core import job_table
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import GenerateRequest, TokenLogprob
+from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.errors import GrammarError
+from sampling.grammar.matcher import Matcher
+from sampling.params import Method, SamplingParams
+from sampling.registry import sampler_class
+from state_pool.config import PoolConfig
+from test.engine.test_constraints import LOOPS, PERSON, by_row, choice, lark, regex, schema
+from test.harness import TOKENIZER, Running, ask, run, started_engine, submit, tiny_model, turn
+
+PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_decay=0.9)
+FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=["plain", "overlapped", "pipeline"])
+def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    pool = PoolConfig(state_db=str(tmp_path_factory.mktemp("db") / "s.db"))
+    with started_engine(model, pool, **LOOPS[request.param]) as started:
+        yield started
+
+
+@pytest.fixture
+def drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call it, and every token is drawn from now on."""
+    return lambda: monkeypatch.setattr(job_table, "MOST_ROWS", -1)
+
+
+def rows() -> list[GenerateRequest]:
+    draws = [SamplingParams(temperature=0.0), SamplingParams(seed=7, top_p=0.9, top_logprobs=3), PENALISED]
+    draws += [SamplingParams(method=Method.NOISE, noise=2.0, seed=3), SamplingParams(top_k=20, seed=1, top_logprobs=0)]
+    forms = [
+        FORM,
+        schema(PERSON),
+        choice("a long answer, certain from its first letter on"),
+        regex("id-[0-9]{2}-(foo|bar)-end"),
+    ]
+    held = [
+        ask(f"row {i}", constraint=form, sampling=how, max_tokens=60) for i, how in enumerate(draws) for form in forms
+    ]
+    return [*held, ask("free", max_tokens=40), ask("several", n=3, constraint=FORM, sampling=PENALISED, max_tokens=50)]
+
+
+def logprobs(running: Running) -> dict[int, list[TokenLogprob]]:
+    found: dict[int, list[TokenLogprob]] = {}
+    for events in running.events:
+        for delta in events.deltas:
+            found.setdefault(delta.row, []).extend(delta.logprobs or ())
+    return found
+
+
+def alike(one: Running, other: Running) -> None:
+    assert by_row(one) == by_row(other)
+    ours, theirs = logprobs(one), logprobs(other)
+    for row, entries in ours.items():
+        assert [entry.token for entry in entries] == [entry.token for entry in theirs[row]]
+        for entry, told in zip(entries, theirs[row], strict=True):
+            assert entry.logprob == pytest.approx(told.logprob, abs=1e-4)
+            assert [token for token, _ in entry.top] == [token for token, _ in told.top]
+
+
+def test_answers_are_those_of_draws_one_by_one(engine: Engine, drawn_one_by_one: Any) -> None:
+    steps, generated = engine.speed.steps, engine.speed.generated_tokens
+    at_once = run(engine, *rows())
+    took, generated = engine.speed.steps - steps, engine.speed.generated_tokens - generated
+    told = sum(delta.num_tokens for events in at_once.events for delta in events.deltas)
+    assert told == sum(end.completion_tokens for end in at_once.finishes.values())
+    assert told <= generated <= told + 3 * len(at_once.finishes), "what is read at once is generated, too"
+    drawn_one_by_one()
+    steps = engine.speed.steps
+    alike(at_once, run(engine, *rows()))
+    assert took < engine.speed.steps - steps
+
+
+def test_every_end_is_where_it_was(engine: Engine, drawn_one_by_one: Any) -> None:
+    """Cut by max_tokens at every place, and by stops that begin, end or lie in text that is certain."""
+    stops = (b"swer of", b"oracle", b"The", b" of the oracle is: ", b"matters.\n", b", and", b"!", b"e a", b"is: ")
+    lengths = [ask("x", constraint=FORM, sampling=PENALISED, max_tokens=length) for length in range(1, 28)]
+    ends = [ask("y", constraint=FORM, sampling=PENALISED, stop_strings=[stop], max_tokens=60) for stop in stops]
+    ids = [ask("z", constraint=FORM, stop_ids=[token], max_tokens=60) for token in TOKENIZER.encode("answer oracle")]
+    at_once = [run(engine, *some) for some in (lengths, [*ends, *ids])]
+    drawn_one_by_one()
+    for ran in at_once:
+        alike(ran, run(engine, *ran.job.rows))
+
+
+def test_sessions_keep_what_was_shown(engine: Engine, drawn_one_by_one: Any) -> None:
+    """A stop in text that is certain, a turn cut there, a whole one: the next turn goes on from the same state."""
+
+    def talk(name: str) -> list[tuple[bytes, int]]:
+        told = []
+        for i, stop in enumerate((b"oracle is", b"of the oracle is: ", b"nothing", b"never", b"\n", b"is: ")):
+            how = {"constraint": FORM, "sampling": PENALISED, "stop_strings": [stop], "max_tokens": 30 if i % 2 else 12}
+            for again in (
+                turn(f"{name}{i}", "Speak:", **how),
+                turn(f"{name}{i}", " On:", **how),
+                turn(f"{name}{i}", "?"),
+            ):
+                ran = run(engine, again)
+                told.append((ran.all_texts[0], ran.finishes[0].cached_tokens))
+        return told
+
+    at_once = talk(f"once{engine.rounds}")
+    drawn_one_by_one()
+    assert talk(f"single{engine.rounds}") == at_once
+    assert engine.machine.pool.check_integrity() == []
+
+
+def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
+    free = engine.machine.pool.num_free
+    endless = lark('start: ("again and again, " /[a-z]/ ", ")*')
+    jobs = [submit(engine, ask(f"{i}", constraint=endless, ignore_eos=True, max_tokens=10**6)) for i in range(6)]
+    for job in jobs:
+        job.started.wait(60)
+        engine.cancel(job.job.job_id)
+    assert all(job.wait() for job in jobs)
+    run(engine, ask("x", max_tokens=1, use_prefix_cache=False))
+    assert engine.machine.pool.num_free <= free
+    assert engine.machine.pool.check_integrity() == []
+
+
+def test_a_token_that_is_banned_is_not_taken(engine: Engine) -> None:
+    bans = {token: float("-inf") for token in TOKENIZER.encode(" oracle")}
+    ran = submit(engine, ask("x", constraint=FORM, sampling=SamplingParams(logit_bias=bans), max_tokens=60)).wait()
+    error = next(events.error for events in ran.events if events.error is not None)
+    assert error.kind is ErrorKind.INVALID_FIELD and "no token was left" in error.message
+
+
+def test_what_is_certain_is_what_the_masks_allow_alone() -> None:
+    compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
+    draw, mask, runs = random.Random(3), np.zeros(2048, dtype=np.int32), 0
+
+    def allowed(matcher: Matcher) -> list[int]:
+        matcher.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return [int(token) for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
+
+    for number in range(40):
+        try:
+            matcher = Matcher(compiler.compile(schema(random_schema(random.Random(number)))))
+        except GrammarError:
+            continue
+        for _ in range(12):
+            ended, certain = False, matcher.certain()
+            runs += len(certain) > 1
+            for token in certain:
+                assert allowed(matcher) == [token] and not ended
+                ended = matcher.advance(token)
+            if ended or (token := draw.choice(allowed(matcher))) == 0 or matcher.advance(token):
+                break
+    assert runs > 10
+
+
+@pytest.mark.parametrize("name", ["naive", "cpu"])
+def test_samplers_count_a_run_as_draws_from_one_token(name: str) -> None:
+    params = [PENALISED, SamplingParams(seed=9, top_k=50), SamplingParams(temperature=0.0), PENALISED]
+    params += [SamplingParams(seed=2, frequency_penalty=2.0, logit_bias={7: 3.0, 400: -2.0})]
+    runs = [[5, 9, 5, 400], [7], [8, 8], [300, 5], [7, 400, 7]]
+    device, vocab, seats = torch.device("cpu"), 1000, list(range(5))
+    followed, drawn = (sampler_class(name)(5, vocab, device, [9]) for _ in range(2))
+    for seat, own in enumerate(params):
+        followed.admit(seat, own)
+        drawn.admit(seat, own)
+    followed.follow(seats[1:], runs[1:])
+    followed.follow(seats[:1], runs[:1])
+    for seat, run_of_seat in enumerate(runs):
+        for token in run_of_seat:
+            mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
+            mask[0, token // 32] = 1 << token % 32
+            assert drawn.sample(torch.randn(1, vocab), [seat], mask).token_ids.tolist() == [token]
+    for step in range(20):
+        logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(step)) * 2
+        expected = drawn.sample(logits.clone(), seats).token_ids
+        assert torch.equal(followed.sample(logits.clone(), seats).token_ids, expected)
