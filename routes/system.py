@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from routes import big_batch
 from routes.context import Context
 from routes.models import about
+from routes.openai.conversation import prompt_of
+from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
-from routes.request.bodies import CountBody
+from routes.request.bodies import Body, Messages, Texts
 from routes.request.generate_requests import off_loop
 from routes.response.event_stream import ask
 from routes.response.reply import Answer, Reply, json_answer
@@ -25,6 +30,35 @@ OLD_METRIC = """\
 # TYPE rwkv_big_batch_jobs gauge
 rwkv_big_batch_jobs {}
 """
+
+
+class CountBody(Body):
+    """What to count the tokens of."""
+
+    text: str | None = Field(None, description="One text.")
+    contents: Texts = Field([], description="Raw prompts.")
+    messages: Messages = Field([], description="A conversation, counted with its prompt form.")
+    enable_think: bool = Field(False, description="The prompt form that lets the model think.")
+    tools: ChatTools = Field([], description="Functions that the prompt of `messages` lists.")
+    tool_choice: ChatToolChoice | None = Field(
+        None, description="As in a chat: `none` lists nothing, and an answer that has to be a call begins as one."
+    )
+
+    @property
+    def prompt(self) -> str:
+        """What is read of a conversation."""
+        return prompt_of(
+            self.messages,
+            prompts.think_mode(self.enable_think),
+            chat_toolbox(self.tools, self.tool_choice, several=True),
+        )
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> Self:
+        chat_toolbox(self.tools, self.tool_choice, several=True)
+        if self.tools and not self.messages:
+            raise PydanticCustomError("tools", "tools are listed for messages", {"field": "tools"})
+        return self
 
 
 async def healthz(context: Context, query: dict[str, str]) -> Reply:
@@ -62,9 +96,9 @@ async def metrics(context: Context, query: dict[str, str]) -> Reply:
 
 
 async def count_tokens(context: Context, body: CountBody) -> Reply:
-    """Tokens of a text, of raw prompts, or of a conversation with its prompt form."""
+    """Tokens of a text, of raw prompts, or of a conversation with its prompt form and its tools."""
     if body.messages:
-        texts = [prompts.chat(body.messages, prompts.think_mode(body.enable_think))]
+        texts = [body.prompt]
     elif body.contents:
         texts = body.contents
     elif body.text is not None:

@@ -17,7 +17,7 @@ from routes.request.bodies import Fields, Message, Messages, SamplingBody, Sessi
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
 from routes.request.generate_requests import given_stops
-from routes.request.toolbox import Toolbox
+from routes.request.toolbox import Toolbox, begins_with_call
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.grammar.constraint import Constraint
@@ -145,7 +145,7 @@ class ConversationBody(OpenAIBody):
             thinks=self.thinks,
             continues=self.continues,
             names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
-            is_call=toolbox is not None and toolbox.must_call and not self.thinks and not self.continues,
+            is_call=begins_with_call(toolbox, thinks=self.thinks, continues=self.continues),
         )
 
     @property

@@ -308,15 +308,6 @@ class TranslateBody(UrgencyFields, StateFields):
     timeout_s: float | None = Field(None, gt=0, le=86400, description="Seconds; then 504.")
 
 
-class CountBody(Body):
-    """What to count the tokens of."""
-
-    text: str | None = Field(None, description="One text.")
-    contents: Texts = Field([], description="Raw prompts.")
-    messages: Messages = Field([], description="A conversation, counted with its prompt form.")
-    enable_think: bool = Field(False, description="The prompt form that lets the model think.")
-
-
 def validate(model: type[Fields], data: Any) -> Any:
     """An instance of `model`. Raises ServiceError naming the field, the limit and the value."""
     if not isinstance(data, dict):

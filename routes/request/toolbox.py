@@ -50,6 +50,11 @@ class Toolbox:
         return _LISTED.format("\n".join(lines))
 
 
+def begins_with_call(toolbox: Toolbox | None, *, thinks: bool, continues: bool) -> bool:
+    """Whether the prompt ends with FENCE: the answer has to be a call, and nothing stands before it."""
+    return toolbox is not None and toolbox.must_call and not thinks and not continues
+
+
 def call_text(name: str, arguments: str) -> str:
     """A call as a prompt repeats it; arguments that are no JSON stay as they are."""
     with contextlib.suppress(ValueError, RecursionError):

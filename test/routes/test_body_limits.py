@@ -25,8 +25,9 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     from routes.big_batch import BigBatchBody
     from routes.fim import FimBody
     from routes.openai.request import ChatBody, CompletionBody
-    from routes.request.bodies import CountBody, PromptBody, TranslateBody, validate
+    from routes.request.bodies import PromptBody, TranslateBody, validate
     from routes.request.json_body import parse_json
+    from routes.system import CountBody
     from rwkv_batch.errors import ServiceError
 
     models = (BigBatchBody, ChatBody, CompletionBody, CountBody, FimBody, PromptBody, TranslateBody)

@@ -232,3 +232,17 @@ def test_a_session_goes_on_after_its_call(client: OpenAI) -> None:
     second = asked(client, messages=messages, extra_body=extra, tool_choice="none", max_tokens=4)
     assert second.usage.prompt_tokens_details.cached_tokens > 60
     assert second.usage.prompt_tokens - second.usage.prompt_tokens_details.cached_tokens < 25 * len(message.tool_calls)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_tokens_are_counted_with_the_tools(client: OpenAI, service: Service, choice: Any) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is the weather in Paris?"},
+    ]
+    body = {"messages": messages, "tools": TOOLS, "tool_choice": choice}
+    counted = service.post("/v1/tokens/count", body).json()["tokens"]
+    answered: Any = client.chat.completions.create(model="rwkv7", max_tokens=1, extra_body=body, messages=messages)
+    assert counted == answered.usage.prompt_tokens
+    refused = service.post("/v1/tokens/count", {**body, "tool_choice": {"type": "function", "function": {"name": "x"}}})
+    assert refused.status_code == 422 and "'x'" in refused.text
