@@ -348,8 +348,8 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_engine_sessions.py::test_a_stop_makes_nothing_be_read_again",
             ),
             (
-                "        sequence.token_ids[at] = token\n",
-                "",
+                "            sequence.token_ids[at] = token\n",
+                "            pass\n",
                 "the drawn token is never known",
                 "test/simulation/test_simulation.py::test_worlds[120]",
             ),
