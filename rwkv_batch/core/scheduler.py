@@ -1,7 +1,9 @@
 """Decides who is in which step: who has a place (`Admission`), which rows decode, which prompts are read. No torch.
 
 Decoding rows are in every step, and while there are some, fewer prompt tokens are read, because the next token of each
-waits until the step ends. Prompt tokens are shared out as places are: between classes, clients and jobs.
+waits until the step ends. Prompt tokens are shared out as places are: between classes, clients and jobs. While a prompt
+of an interactive row is read, batch rows stand aside in all but one of a few steps: its first token is waited for, and
+a step that also has theirs takes much longer.
 
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
@@ -64,6 +66,8 @@ class Scheduler:
         self._reads_on = False
         """whether prompts were left over by the last step that read some"""
         self._steps = 0
+        self._steps_aside = 0
+        """in a row that batch rows have left to interactive ones"""
 
     @property
     def running_rows(self) -> int:
@@ -113,9 +117,22 @@ class Scheduler:
         self._sort_in()
         rows, turn = self._decoding_rows(oldest)
         limits = self.limits
+        if not self._reading:
+            self._steps_aside = 0
         if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):
+            self._count_steps_aside()
+            if self._steps_aside:
+                rows = [row for row in rows if not row.sequence.job.is_batch]
             rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)
         return rows
+
+    def _count_steps_aside(self) -> None:
+        """Whether batch rows stand aside in this step: a first token is waited for, and it is not their turn."""
+        is_waited_for = self.places.interactive.num_running and any(
+            not sequence.job.is_batch and not sequence.has_answered and sequence.num_uncomputed_tokens > 0
+            for sequence in self._reading
+        )
+        self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_waited_for else 0
 
     def _sort_in(self) -> None:
         """Rows that have one token left to read decode from now on, in the smallest group."""
@@ -167,7 +184,7 @@ class Scheduler:
         """Prompt chunks within the budget: interactive rows first, but batch rows get their part."""
         reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 0]
         interactive = [sequence for sequence in reading if not sequence.job.is_batch]
-        batch = [sequence for sequence in reading if sequence.job.is_batch]
+        batch = [sequence for sequence in reading if sequence.job.is_batch and not self._steps_aside]
         wanted = sum(map(self._chunk, batch)) if interactive else 0
         kept = min(wanted, budget // BATCH_PART)
         first = share_out(interactive, budget - kept, self._chunk, self._steps)

@@ -9,6 +9,7 @@ import pytest
 
 from rwkv_batch.core.admission import LENT_STEPS
 from rwkv_batch.core.fair_queue import FairQueue
+from rwkv_batch.core.limits import BATCH_PART
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Phase, RunningJob, Sequence, SharedSlot
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
@@ -220,9 +221,37 @@ def test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quar
     plan.schedule()
     for number in range(6):
         plan.add(*job(1, prompt_tokens=500, client=f"chat{number}"))
-    rows = plan.schedule()
-    assert sum(row.num_tokens for row in rows) == 64
-    assert sum(row.num_tokens for row in rows if row.sequence.job.is_batch) == 16
+    of_batch = []
+    for _ in range(2 * BATCH_PART):
+        rows = plan.schedule()
+        assert sum(row.num_tokens for row in rows) == 64
+        of_batch.append(sum(row.num_tokens for row in rows if row.sequence.job.is_batch))
+    assert of_batch == [0, 0, 0, 16] * 2, "a quarter of the steps, and of what these read"
+
+
+def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -> None:
+    plan, _ = scheduler(seats=64, budget=64, chunk=64, beside=16)
+    plan.add(*job(20, client="bulk"))
+    read(plan.schedule())
+    decoding = plan.schedule()
+    assert len(decoding) == 20
+    read(decoding)
+    chat, chat_rows = job(1, prompt_tokens=120, client="chat")
+    plan.add(chat, chat_rows)
+    sizes = []
+    for _ in range(3):
+        rows = plan.schedule()
+        sizes.append([row.num_tokens for row in rows])
+        read(rows)
+    assert sizes == [[64], [56], [1] * 21], "its prompt is read as without them, and then all go on together"
+    plan.add(*job(1, prompt_tokens=500, client="other"))
+    with_batch = []
+    for _ in range(8):
+        rows = plan.schedule()
+        assert chat_rows[0] in [row.sequence for row in rows], "interactive rows that decode are in every step"
+        with_batch.append(any(row.sequence.job.is_batch for row in rows))
+        read(rows)
+    assert with_batch == [False, False, False, True] * 2, "a long prompt does not keep them out for ever"
 
 
 def test_clients_share_the_prompt_budget() -> None:

@@ -115,7 +115,7 @@ def test_prompts_are_read_in_chunks_within_the_budget() -> None:
 
 def test_prompt_budget_is_shared_between_jobs() -> None:
     plan, _ = scheduler(seats=32, budget=64, chunk=16)
-    bulk, bulk_rows = job(20, prompt_tokens=500)
+    bulk, bulk_rows = job(8, prompt_tokens=500)
     quick, quick_rows = job(1, prompt_tokens=20)
     plan.add(bulk, bulk_rows)
     plan.add(quick, quick_rows)
