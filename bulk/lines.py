@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ GOOD = 200
 _BUSY = frozenset({AWAY, 429, 502, 503})
 """The service, not the line: when it stays so, the run stops, and can be gone on with."""
 _AGAIN = frozenset({500, 504})
+_TOO_MUCH = 429
 _WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 
@@ -49,10 +51,15 @@ class LineWorker:
     glossary: Glossary | None = None
     patience: int | None = None
     """Tries while the service is busy or away; None: as many as `retry`."""
+    refused_s: float = float("inf")
+    """How long a line is asked again that is refused as too much (429), while no other line is answered either; then it
+    fails alone: it may be more than the service ever takes at once."""
     answers: Sidecar | None = None
     """Where answers to equal lines are kept (--dedupe)."""
     under_way: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
     """Questions whose answers are not in the sidecar yet."""
+    answered_at: float = 0.0
+    """When a question was answered last, as time.monotonic."""
 
     async def open(self) -> int:
         """Make ready; returns how many lines at once keep the backend at work. Raises RunError."""
@@ -114,11 +121,12 @@ class LineWorker:
 
     async def _asked(self, ask: Ask) -> Outcome:
         """The answer, after as many tries as are due."""
-        tries = 0
+        tries, began = 0, time.monotonic()
         while True:
             reply = await self.backend.ask(ask.path, ask.body)
             tokens = reply.prompt_tokens, reply.completion_tokens
             if reply.status == GOOD:
+                self.answered_at = time.monotonic()
                 try:
                     return Outcome(self.task.text(reply.value), "", GOOD, *tokens)
                 except LineError as error:
@@ -127,11 +135,12 @@ class LineWorker:
                     return Outcome(None, f"the answer is not of the form asked for: {str(reply.value)[:200]}", 502)
             is_busy = reply.status in _BUSY
             most = self.retry if not is_busy or self.patience is None else self.patience
-            if tries >= most or reply.status not in _BUSY | _AGAIN:
+            is_too_much = reply.status == _TOO_MUCH and time.monotonic() - max(began, self.answered_at) > self.refused_s
+            if tries >= most or is_too_much or reply.status not in _BUSY | _AGAIN:
                 break
             await asyncio.sleep(_wait_s(reply, tries))
             tries += 1
-        if reply.status in _BUSY:
+        if is_busy and not is_too_much:
             raise RunError(f"{reply.reason}; the same command goes on from here")
         return Outcome(None, reply.reason, reply.status, *tokens, reply=reply.value)
 

@@ -32,6 +32,8 @@ IN_FLIGHT = 512
 _RETRY = 3
 _PATIENCE = 10**6
 """Tries while the engine is busy or away: the completion window is what ends a batch."""
+_REFUSED_S = 3600.0
+"""A line that is refused so long while no line of its batch is answered is more than the service takes at once."""
 _LOOK_S = 0.5
 _TTL_S = 30 * 86400
 _REFUSED_AT_ONCE = 256
@@ -115,8 +117,9 @@ class BatchJob:
             await self._finalise()
 
     async def fail(self, message: str, code: str = "internal") -> None:
-        """End it for a fault that no later try mends."""
-        await self._becomes(Status.FAILED, errors=[{"code": code, "message": message, "param": None, "line": None}])
+        """End it for a fault that no later try mends. What was answered is kept as its results. Raises OSError."""
+        reasons = [{"code": code, "message": message, "param": None, "line": None}]
+        await self._end(Status.FAILED, errors=reasons)
 
     async def _becomes(self, status: Status, **changes: Any) -> None:
         def changed(batch: Batch) -> Batch:
@@ -162,7 +165,8 @@ class BatchJob:
         """Answer what can be answered in time; returns how the batch ends. Raises RunError."""
         ends_as = self._ended_early()
         if ends_as is Status.COMPLETED:
-            worker = LineWorker(_Engine(self._context, self.batch), BatchTask(), _RETRY, patience=_PATIENCE)
+            engine = _Engine(self._context, self.batch)
+            worker = LineWorker(engine, BatchTask(), _RETRY, patience=_PATIENCE, refused_s=_REFUSED_S)
             ends_as = await self._run(worker)
         if ends_as is not Status.COMPLETED:
             await self._run(_Refusal(ends_as))
@@ -223,10 +227,13 @@ class BatchJob:
         self.is_cancelled = self.is_cancelled or self.batch.status is Status.CANCELLING
 
     async def _finalise(self) -> None:
+        await self._end(self.batch.ends_as)
+
+    async def _end(self, status: Status, **changes: Any) -> None:
         """Results become files; done again from its beginning if it was cut short."""
         output = await asyncio.to_thread(self._filed, ".jsonl", "output")
         errors = await asyncio.to_thread(self._filed, ".errors.jsonl", "error")
-        await self._becomes(self.batch.ends_as, output_file_id=output, error_file_id=errors)
+        await self._becomes(status, output_file_id=output, error_file_id=errors, **changes)
         for suffix in (".jsonl", ".errors.jsonl", ".progress"):
             await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
 

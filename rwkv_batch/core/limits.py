@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BATCH_PART = 4
-"""Batch work keeps one part in so many of the places, of the steps in which prompts of interactive rows are read, and of
-the prompt tokens of those steps, whatever else there is."""
+"""Batch work keeps one part in so many of the places, of the steps in which prompts of interactive rows are read, and
+of the prompt tokens of those steps, whatever else there is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class EngineServer:
                 self._engine.call(call, reply)
 
     def _with_processes(self, status: dict[str, Any]) -> dict[str, Any]:
-        workers = [
+        clients = [
             {
                 "name": peer.name,
                 "pid": peer.pid,
@@ -230,10 +230,12 @@ class EngineServer:
                 "jobs": len(peer.jobs),
             }
             for peer in sorted(self._peers.copy(), key=lambda peer: peer.name)
-            if peer.pid and peer.name != BATCHES
+            if peer.pid
         ]
         engine = {"pid": os.getpid(), "up_s": round(time.time() - self._started, 1)}
-        return {**status, "processes": {"engine": engine, "http_workers": workers}}
+        workers = [client for client in clients if client["name"] != BATCHES]
+        batches = next((client for client in clients if client["name"] == BATCHES), None)
+        return {**status, "processes": {"engine": engine, "http_workers": workers, "batches": batches}}
 
 
 def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -18,6 +19,10 @@ import openai
 import pytest
 
 from batch_store.store import Store
+from bulk.backends.backend import AWAY, Reply
+from bulk.batches.lines import BatchTask
+from bulk.lines import LineWorker, Outcome
+from bulk.records import Record
 from test.bulk.runs import fake_service
 from test.serving import Service, wait_for
 
@@ -251,3 +256,59 @@ def test_a_service_without_a_database_keeps_no_files(tmp_path: Path) -> None:
             client_of(service).files.list()
     finally:
         service.close()
+
+
+def test_a_batch_whose_file_is_deleted_keeps_what_was_answered(fake: Service) -> None:
+    client = client_of(fake)
+    batch = begun(client, [native_line(0), native_line(1, 100_000)])
+    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 30, "one line is done")
+    client.files.delete(batch.input_file_id)
+    kill_runner(fake)  # the next one has to open the file
+    failed = ended(client, batch.id)
+    assert failed.status == "failed" and batch.input_file_id in failed.errors.data[0].message
+    assert set(lines_of(client, failed.output_file_id)) == {"c0"}
+    assert not list(Path(f"{fake.state_db}.files/runs").glob(f"{batch.id}*"))
+
+
+def test_the_process_of_batches_is_in_the_status(fake: Service) -> None:
+    client = client_of(fake)
+    batch = begun(client, [native_line(0, 100_000)])
+
+    def busy() -> dict[str, Any] | None:
+        process = fake.status()["processes"]["batches"]
+        return process if process and process["jobs"] == 1 else None
+
+    process = wait_for(busy, 30, "it has a job")
+    assert process["pid"] == runner_of(fake)
+    client.batches.cancel(batch.id)
+    ended(client, batch.id)
+
+
+def test_a_line_that_is_always_too_much_fails_alone_once_nothing_else_is_answered() -> None:
+    class Full:
+        """Refuses one line, and is away for a moment when another is asked first."""
+
+        tries = 0
+
+        async def model(self) -> str:
+            return ""
+
+        async def open(self) -> int:
+            return 4
+
+        async def ask(self, path: str, body: dict[str, Any]) -> Reply:
+            self.tries += 1
+            if body["contents"] == ["n1"]:
+                return Reply(429, {"error": "the queue is full"}, 0.0)
+            return Reply(200, {"choices": []}) if self.tries > 2 else Reply(AWAY, "away", 0.0)
+
+        async def close(self) -> None: ...
+
+    async def both() -> list[Outcome]:
+        worker = LineWorker(Full(), BatchTask(), 3, patience=10**6, refused_s=0.8)
+        records = [Record(i, i, fields=native_line(i)) for i in range(2)]
+        return await asyncio.gather(*map(worker.outcome, records))
+
+    good, bad = asyncio.run(asyncio.wait_for(both(), 30))
+    assert good.answer is not None and not good.problem
+    assert bad.answer is None and bad.status == 429 and "queue is full" in bad.problem
