@@ -212,13 +212,12 @@ class Engine:
 
     def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
         """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
-        count = 0
 
-        def done(error: Exception | None) -> None:
-            reply(count if error is None else as_service_error(error))
+        def done(outcome: int | Exception) -> None:
+            reply(as_service_error(outcome) if isinstance(outcome, Exception) else outcome)
 
         try:
-            count = self.machine.pool.delete(session_id, delete_prefix, done)
+            self.machine.pool.delete_counted(session_id, delete_prefix, done)
         except Exception as error:  # likewise
             logger.exception("deleting a session failed")
             reply(as_service_error(error))

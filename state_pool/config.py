@@ -44,5 +44,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A parked session whose state on disk is older than its log is checkpointed after so long without a turn."""
     transfer_states: int = 4
     """States on their way to disk or host at once; each holds a host buffer."""
+    engine: str = ""
+    """Name of this engine among those that share the database; "": it has the database for itself."""
+    service: str = ""
+    """What the engines that may share an SQLite file have in common; others are refused while one of them lives."""
     prefix_seen_mb: int = 16
     """Recent prompts remembered (4 bytes a token), to notice a prefix that is met again."""

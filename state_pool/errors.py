@@ -47,6 +47,14 @@ class TurnNotStored(PoolError):  # noqa: N818 - names what happened, as the mess
     """The turn could not be made durable; its session stays as it was before the turn."""
 
 
+class StaleEpoch(PoolError):  # noqa: N818 - names what happened, as the message does
+    """Another engine has taken the session over, or deleted it: what this one computed is not kept."""
+
+
+class DirectoryUnreachable(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The database that engines share cannot say who has the session; try again in a moment."""
+
+
 class SessionTooLarge(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session makes a larger file than any service takes."""
 

@@ -24,7 +24,10 @@ from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
 from state_pool.status import pool_stats
 from state_pool.tuned_state import NO_BASE
 from state_pool.turns.import_export import ImportExport, OnExported
+from state_pool.turns.shared_cleaning import SharedCleaning
 from state_pool.turns.turns import Turns
+
+OnDeleted = Callable[[int | Exception], None]
 
 _HOUSEKEEPING_S = 0.25
 _RETRY_S = 1.0
@@ -62,6 +65,8 @@ class StatePool:
             self.adapters,
         )
         self._listing = SessionListing(self._index, self._store, self._deliver, lambda: self._turns.unlogged)
+        shared = self._store is not None and self._store.shared
+        self._cleaning = SharedCleaning(config, self._index, arena, self._store) if shared and self._store else None
         self._next_housekeeping = 0.0
         self._next_retry = 0.0
 
@@ -133,7 +138,14 @@ class StatePool:
         lose: their leases turn FAILED. `on_durable` is called once from `poll`: with None when the delete
         survives a crash, else with why it is not on disk yet (it is then tried again).
         """
-        return self._turns.delete(session_id, delete_prefix, on_durable)
+        return self._turns.delete(session_id, delete_prefix, on_durable).count
+
+    def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: OnDeleted) -> None:
+        """`delete`, with how many there were, those that only other engines knew among them.
+
+        `on_deleted` is called once from `poll`, with the number or with why the delete is not on disk yet.
+        """
+        job = self._turns.delete(session_id, delete_prefix, lambda error: on_deleted(error or job.count))
 
     def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:
         """Copy a session out as it was after its last durable turn; it may go on meanwhile.
@@ -220,6 +232,8 @@ class StatePool:
         self._deliver.run()
         self._tiers.finish_copies()
         self._turns.begin_saves()
+        if self._turns.acquisition is not None:
+            self._turns.acquisition.serve()
         self._turns.supply.serve()
         now = time.monotonic()
         self._listing.expire(now)
@@ -267,7 +281,10 @@ class StatePool:
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_S
             self._turns.retry_deletes()
-            self._turns.remove(self._expired() or self._crowded_out())
+            if self._cleaning is None:
+                self._turns.remove(self._expired() or self._crowded_out())
+            else:
+                self._cleaning.run()
         self._checkpoint_some()
 
     def _checkpoint_some(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from state_pool.disk.operations import ListQuery
+from state_pool.disk.reader import Listed
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull
 from state_pool.session_page import SessionEntry, SessionPage
@@ -66,7 +67,7 @@ class SessionListing:
         request = _Request(on_listed, time.monotonic() + TIMEOUT_S)
         self._requests[request] = None
         tiers = {session.row: session.tier for session in self._in_memory()}
-        query = ListQuery(limit, offset, tiers, self._newer_than_disk())
+        query = ListQuery(limit, offset, tiers, self._newer_than_disk(), counted=self._store.shared)
         self._store.list_sessions(query, lambda outcome: self._listed(request, outcome))
 
     def expire(self, now: float) -> None:
@@ -80,15 +81,18 @@ class SessionListing:
                     )
                 )
 
-    def _listed(self, request: _Request, outcome: list[SessionEntry] | DatabaseUnreadable) -> None:
+    def _listed(self, request: _Request, outcome: Listed | DatabaseUnreadable) -> None:
         del self._requests[request]
-        request.tell(outcome if isinstance(outcome, Exception) else self._page(outcome))
+        request.tell(outcome if isinstance(outcome, Exception) else self._page(*outcome))
 
-    def _page(self, entries: list[SessionEntry]) -> SessionPage:
-        total = self._index.num_existing
+    def _page(self, entries: list[SessionEntry], counted: int | None = None) -> SessionPage:
+        """`counted`: sessions in the database, where other engines have some too; L1 and L2 are this engine's."""
+        total = self._index.num_existing if counted is None else counted
         l1 = sum(session.exists for session in self._index.l1)
         l2 = sum(session.exists for session in self._index.l2)
-        return SessionPage(total=total, in_slots=l1, in_host_memory=l2, on_disk=total - l1 - l2, sessions=entries)
+        return SessionPage(
+            total=total, in_slots=l1, in_host_memory=l2, on_disk=max(0, total - l1 - l2), sessions=entries
+        )
 
     def _in_memory(self) -> Iterator[Session]:
         yield from self._index.l1

@@ -35,6 +35,18 @@ class SessionKey(NamedTuple):
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
 
 
+class Fence(NamedTuple):
+    """Who may write a session's next turn, where several engines share the database; compared in each commit."""
+
+    session_id: str
+    dialogue: int
+    """LINEAR: the plain session, which one engine has at a time; ROOT: all dialogues together, until a delete."""
+    epoch: int
+    """Of this holder: never given twice."""
+    parent: int | None = None
+    """Row of the dialogue that a new one is read from, which must not have been deleted."""
+
+
 def checked_key(session_id: str) -> SessionKey:
     """The plain session of that name. Raises SessionNotFound for text that no database can hold."""
     try:
@@ -85,6 +97,10 @@ class Session:
     moving: bool = False
     """A copy or a checkpoint of it is under way."""
     deleted: bool = False
+    fence: Fence | None = None
+    """What its writes are compared with, where several engines share the database."""
+    acquired: bool = False
+    """Other engines wait for the end of a turn that this one has acquired."""
 
     @property
     def exists(self) -> bool:
@@ -167,6 +183,10 @@ class Lease:
     branch: bool = False
     pinned: bool = False
     """Whether the lease holds `read_slot`."""
+    wait: bool = True
+    """Whether to wait for another engine's turn of the session."""
+    reserved: int | None = None
+    """Number of the new dialogue, where the database gives it before the turn."""
     reads: bool = False
     """Whether the lease counts among the source's readers, from wanting its state to the end of the turn."""
 
@@ -260,6 +280,11 @@ class SessionIndex:
         """From now on the session is not fed; whoever asks for it is told why."""
         session.unusable = reason
         self.unusable[session] = None
+
+    def accept(self, session: Session) -> None:
+        """The session may be fed again: what was wrong with it is gone."""
+        session.unusable = None
+        self.unusable.pop(session, None)
 
     def remove(self, session: Session) -> None:
         """Forget a session, on every tier's list."""

@@ -44,7 +44,13 @@ def _database(store: Store | None) -> dict[str, Any] | None:
     if store is None:
         return None
     small, states = store.writer.queued
-    return {"path": store.path, "queued_turns": small, "queued_states": states, **_fields(store.writer.stats)}
+    return {
+        "path": store.path,
+        "queued_turns": small,
+        "queued_states": states,
+        "engines": store.engines,
+        **_fields(store.writer.stats),
+    }
 
 
 def _fields(counters: Any) -> dict[str, Any]:

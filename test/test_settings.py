@@ -22,8 +22,8 @@ from settings import (
 )
 from state_pool.config import PoolConfig
 
-DERIVED = {"front_key", "pool", "drain_timeout_s", "model_name", "models_dir"}
-"""Fields that another section's flag sets, or that are sections themselves."""
+DERIVED = {"front_key", "pool", "engine", "service", "drain_timeout_s", "model_name", "models_dir"}
+"""Fields that another section's flag or the supervisor sets, or that are sections themselves."""
 
 
 @pytest.mark.parametrize("section", [ServiceConfig, HttpConfig, EngineConfig, PoolConfig])

@@ -12,6 +12,7 @@ EFFECTS = "test/state_pool/test_pool_effects.py"
 MODEL = "test/state_pool/test_pool_model.py"
 PREFIX = "test/state_pool/test_pool_prefix.py"
 DIALOGUES = "test/state_pool/test_pool_dialogues.py"
+SHARED = "test/state_pool/test_pool_shared.py"
 PORTABLE = "test/state_pool/test_pool_portable.py"
 
 MUTANTS: list[Mutant] = [
@@ -75,14 +76,14 @@ MUTANTS: list[Mutant] = [
         (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
-                "            if not session.deleted:\n                self._store_state(session, Checkpoint(row, host))",
-                "            self._store_state(session, Checkpoint(row, host))",
+                "            if not session.deleted:\n                self._store_state",
+                "            if True:\n                self._store_state",
                 "a deleted session's state is stored again",
                 "test/state_pool/test_pool_faults.py::test_a_delete_overtakes_a_state_that_waits_to_be_written",
             ),
             (
                 "            if error is None:\n                mark_stored(session, job.session)",
-                "            mark_stored(session, job.session)",
+                "            if True:\n                mark_stored(session, job.session)",
                 "a state that was not stored counts as stored: it is forgotten",
                 "test/state_pool/test_pool_faults.py::test_full_tiers_over_a_full_disk_go_on_serving",
             ),
@@ -284,8 +285,8 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_faults.py::test_the_disk_cap_refuses_new_sessions",
             ),
             (
-                '        if session.unusable is not None:\n            raise SessionUnusable(f"session {session_id!r}: {session.unusable}")\n',
-                "",
+                "        if session.unusable is not None and self.acquisition is None:\n",
+                "        if False:\n",
                 "a damaged session is fed",
                 "test/state_pool/test_pool_faults.py::test_a_damaged_row_is_quarantined_and_the_rest_works",
             ),
@@ -358,7 +359,7 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_sessions.py::test_delete_wins_over_a_running_turn",
             ),
             (
-                "        elif not session.exists and not session.deleted:\n            self._index.remove(session)\n",
+                "        if not session.exists and not session.deleted:\n            self._index.remove(session)\n",
                 "",
                 "sessions whose first turn was cancelled stay in memory for ever",
             ),
@@ -443,11 +444,72 @@ MUTANTS: list[Mutant] = [
         ],
     ),
     *of(
+        "state_pool/disk/applier.py",
+        (EFFECTS, SESSIONS, SHARED, FIRST_WORLDS, FAULTS, WORLDS),
+        [
+            (
+                "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
+                "",
+                "the log grows for ever",
+                "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
+            ),
+            (
+                "        if job.commits is not None and self._retain:\n",
+                "        if False:\n",
+                "--retain-tokens keeps nothing with durability turn",
+                "test/state_pool/test_pool_faults.py::test_a_whole_history_rebuilds_a_damaged_state",
+            ),
+        ],
+    ),
+    *of(
+        "state_pool/disk/directory.py",
+        (SHARED,),
+        [
+            (
+                "    if changed.rowcount != 1:\n        raise stale(fence)\n",
+                "",
+                "an engine that was cut off goes on acknowledging",
+                f"{SHARED}::test_one_that_was_cut_off_computes_and_acknowledges_nothing",
+            ),
+            (
+                "    if busy and holder != engine and alive is not None:\n        return\n",
+                "",
+                "a turn that runs on another engine is taken over",
+                f"{SHARED}::test_a_turn_elsewhere_is_waited_for",
+            ),
+            (
+                "    if busy and holder != engine and alive is not None:\n",
+                "    if busy and holder != engine:\n",
+                "a session of a killed engine is busy for ever",
+                f"{SHARED}::test_what_a_killed_or_stopped_engine_acknowledged_is_there",
+            ),
+            (
+                "        if parent.rowcount != 1:\n",
+                "        if False:\n",
+                "a dialogue outlives the delete of what it was read from",
+                f"{SHARED}::test_no_branch_from_a_dialogue_that_was_deleted_elsewhere",
+            ),
+        ],
+        ci=(0,),
+    ),
+    *of(
+        "state_pool/turns/acquisition.py",
+        (SHARED,),
+        [
+            (
+                "        if (session.row, session.turn) != (row.row, row.turn):\n",
+                "        if False:\n",
+                "an engine goes on from before another one's turns",
+                f"{SHARED}::test_a_session_goes_on_wherever_its_next_turn_is_asked_for",
+            ),
+        ],
+    ),
+    *of(
         "state_pool/disk/writer.py",
         (EFFECTS, "test/state_pool/test_pool_threads.py", SESSIONS, FIRST_WORLDS, FAULTS, WORLDS),
         [
             (
-                "        if error is not None and len(group) > 1 and not _is_outside(error):\n",
+                "        if error is not None and len(group) > 1 and not is_outside(error):\n",
                 "        if False:\n",
                 "one bad turn fails its whole group",
                 "test/state_pool/test_pool_effects.py::test_one_bad_turn_fails_alone",
@@ -488,12 +550,6 @@ MUTANTS: list[Mutant] = [
                 "pieces of deleted, half written states are never collected",
             ),
             (
-                "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
-                "",
-                "the log grows for ever",
-                "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
-            ),
-            (
                 "        if self._connection.in_transaction:\n",
                 "        if False:\n",
                 "after one failed write every other fails",
@@ -504,12 +560,6 @@ MUTANTS: list[Mutant] = [
                 "        self._wal_bytes += num_bytes",
                 "the service stays degraded after the disk has recovered",
                 "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
-            ),
-            (
-                "        if job.commits is not None and self._retain:\n",
-                "        if False:\n",
-                "--retain-tokens keeps nothing with durability turn",
-                "test/state_pool/test_pool_faults.py::test_a_whole_history_rebuilds_a_damaged_state",
             ),
             (
                 "        except Exception as error:  # noqa: BLE001 - a number",
@@ -563,12 +613,12 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_faults.py::test_turns_are_taken_in_order_and_once",
             ),
             (
-                "            continue\n        garbage +=",
-                "            pass\n        garbage +=",
+                "        return False\n    garbage +=",
+                "        pass\n    garbage +=",
                 "a parent is removed under dialogues that need it",
                 "test/state_pool/test_pool_sessions.py::test_what_a_delete_means",
             ),
-            ("WHERE excluded.turn > turn", "", "an older state moves its session back"),
+            ("WHERE excluded.turn > sessions.turn", "", "an older state moves its session back"),
             (
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)',
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn + 1, num_tokens + 10**6)',
@@ -577,8 +627,8 @@ MUTANTS: list[Mutant] = [
             ),
             ("    return gone < limit\n", "    return True\n", "most pieces of a state stay for ever"),
             (
-                "    for row in left:  # children",
-                "    for row in reversed(left):  # children",
+                "        needed = [row for row in left if not _removed(connection, row, garbage)]\n        if not needed or",
+                "        needed = [row for row in left[::-1] if not _removed(connection, row, garbage)]\n        if True or",
                 "dialogues deleted together stay on disk",
             ),
         ],

@@ -17,6 +17,7 @@ from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import (
     AdapterNotFound,
     DatabaseSlow,
+    DirectoryUnreachable,
     NameTaken,
     OtherAdapter,
     OtherOrigin,
@@ -26,6 +27,7 @@ from state_pool.errors import (
     SessionNotFound,
     SessionTooLarge,
     SessionUnusable,
+    StaleEpoch,
     StateNotFound,
 )
 from state_pool.pool import StatePool
@@ -44,7 +46,10 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     NameTaken: ErrorKind.NAME_TAKEN,
     OtherOrigin: ErrorKind.INVALID_FIELD,
     OtherAdapter: ErrorKind.INVALID_FIELD,
+    StaleEpoch: ErrorKind.SESSION_BUSY,
+    DirectoryUnreachable: ErrorKind.ENGINE_LOST,
 }
+_RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0}
 _FIELDS: dict[type[PoolError], str] = {
     StateNotFound: "state",
     OtherOrigin: "state",
@@ -59,7 +64,8 @@ def as_service_error(error: Exception, field: str | None = "session_id") -> Serv
     """A pool's failure in the words of the one error table; `field` is what the request named wrongly, if anything."""
     if isinstance(error, PoolError):
         field = _FIELDS.get(type(error), field)
-        return ServiceError(_KINDS.get(type(error), ErrorKind.INTERNAL), str(error), field=field)
+        kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
+        return ServiceError(kind, str(error), field=field, retry_after_s=retry_after_s)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
     return ServiceError(ErrorKind.INTERNAL, message, field=field)
 

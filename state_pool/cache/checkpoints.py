@@ -9,7 +9,8 @@ from state_pool.arena import HostState
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
 from state_pool.disk.store import Store
-from state_pool.sessions import Session
+from state_pool.errors import SessionNotFound, StaleEpoch
+from state_pool.sessions import LINEAR, Fence, Session
 
 
 class Save(Protocol):
@@ -23,7 +24,11 @@ class Save(Protocol):
 class Checkpoints:
     """Begins to store states, and knows which sessions need none because the log gives them back."""
 
-    def __init__(self, config: PoolConfig, store: Store | None, save: Save) -> None:
+    def __init__(
+        self, config: PoolConfig, store: Store | None, save: Save, on_stale: Callable[[Session], None]
+    ) -> None:
+        """`on_stale`: another engine has the session now, and this one's state of it is worth nothing."""
+        self._on_stale = on_stale
         self._config = config
         self._store = store
         self._save = save
@@ -55,11 +60,11 @@ class Checkpoints:
         if session.moving or session.reloadable or not self._has_room:
             return False
         if session.host is not None:
-            self._store_state(session, Checkpoint(row_of(session), session.host))
+            self._store_state(session, self._checkpoint(session, session.host))
             return True
         if session.slot is None:
             return False
-        row = row_of(session)
+        row, fence = row_of(session), self._fence_of(session)
         session.moving = True
         self._saving += 1
 
@@ -67,10 +72,21 @@ class Checkpoints:
             self._saving -= 1
             session.moving = False
             if not session.deleted:
-                self._store_state(session, Checkpoint(row, host))
+                self._store_state(session, Checkpoint(row, host, fence=fence, shared=self._shared))
 
         self._save(session.slot, arrived, leaves=False)
         return True
+
+    @property
+    def _shared(self) -> bool:
+        return self._store is not None and self._store.shared
+
+    def _fence_of(self, session: Session) -> Fence | None:
+        """What says that the state is still the session's: as it is now, and not when the copy has arrived."""
+        return session.fence if session.key.dialogue == LINEAR else None
+
+    def _checkpoint(self, session: Session, host: HostState) -> Checkpoint:
+        return Checkpoint(row_of(session), host, fence=self._fence_of(session), shared=self._shared)
 
     def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
         """Durability "turn": store the whole state after a turn, and with it the turn."""
@@ -82,7 +98,8 @@ class Checkpoints:
             self._saving -= 1
             if session.deleted or self._store is None:
                 return  # whoever deleted it has told the turn
-            self._store.submit_state(Checkpoint(turn.session, host, commits=turn), done)
+            job = Checkpoint(turn.session, host, commits=turn, fence=turn.fence, shared=self._shared)
+            self._store.submit_state(job, done)
 
         self._save(slot, arrived, leaves=False)
         return True
@@ -95,6 +112,8 @@ class Checkpoints:
             session.moving = False
             if error is None:
                 mark_stored(session, job.session)
+            elif isinstance(error, StaleEpoch | SessionNotFound) and not session.deleted:
+                self._on_stale(session)
 
         self._store.submit_state(job, stored)
 

@@ -67,7 +67,7 @@ class Tiers:
         """Sessions on their way from disk to host memory."""
         self._leaving = 0
         """Slots that become free when a copy is done."""
-        self.checkpoints = Checkpoints(config, store, self.save)
+        self.checkpoints = Checkpoints(config, store, self.save, self._forget_stale)
 
     # -- slots -----------------------------------------------------------------------------------------
 
@@ -131,6 +131,11 @@ class Tiers:
         session.replay = ()
         self._index.l1.pop(session, None)
         self._index.l2.pop(session, None)
+
+    def _forget_stale(self, session: Session) -> None:
+        """Another engine goes on with the session; who reads this state now is refused at his commit."""
+        if not session.busy:
+            self.forget(session)
 
     def _make_room(self) -> None:
         parked = [s for s in self._index.l1 if s.slot != ZERO_SLOT and self._may_leave(s)]

@@ -13,37 +13,71 @@ from state_pool.errors import DatabaseUnusable
 
 BUSY_TIMEOUT_S = 2.0
 """How long another process may hold SQLite's own lock before we say so."""
+_FIRST_OPENS_S = 30.0
+"""How long the first engine of a service may take to open the database, with migrations."""
 _PAGE_BYTES = 8192
 _HEADER = b"SQLite format 3\x00"
 
 
 class ProcessLock:
-    """`<database>.lock`, held by one live process; the kernel releases it however that process ends."""
+    """`<database>.lock`, held by one live process, or by the engines of one service; the kernel releases it."""
 
-    def __init__(self, path: str) -> None:
-        """Waits a little for a process that ends. Raises DatabaseUnusable, naming the owner."""
+    def __init__(self, path: str, service: str = "") -> None:
+        """Waits a little for a process that ends. Raises DatabaseUnusable, naming the owner.
+
+        `service`: what the engines have in common that may hold it together; "": nobody else may.
+        """
+        self.is_first = True
+        """Whether no other engine has the database open; until `share`, none will."""
+        self._service = service
         self._file = open(f"{path}.lock", "a+b")  # noqa: SIM115 - held for the life of the process
-        deadline = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    owner = self._owner()
-                    self._file.close()
-                    raise DatabaseUnusable(
-                        f"session database {path} is in use by another process{owner}: stop it, "
-                        "or name another file with --state-db"
-                    ) from None
-                time.sleep(0.05)
+        begun = time.monotonic()
+        while not self._take():
+            waited = time.monotonic() - begun
+            if waited > (_FIRST_OPENS_S if self._is_ours() else BUSY_TIMEOUT_S):
+                owner = self._owner()
+                self._file.close()
+                raise DatabaseUnusable(
+                    f"session database {path} is in use by another process{owner}: stop it, "
+                    "or name another file with --state-db"
+                )
+            time.sleep(0.05)
+
+    def _take(self) -> bool:
+        """Alone, or beside engines of the same service."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return bool(self._service) and self._join()
         self._file.truncate(0)
-        self._file.write(str(os.getpid()).encode())
+        self._file.write(f"{os.getpid()} {self._service}".encode())
         self._file.flush()
+        return True
+
+    def _join(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        self.is_first = False
+        if not self._is_ours():
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return self._is_ours()
+
+    def share(self) -> None:
+        """The database is open and in order: other engines of the service may come."""
+        if self._service:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def _words(self) -> list[str]:
+        self._file.seek(0)
+        return self._file.read(200).decode(errors="replace").split(maxsplit=1)
+
+    def _is_ours(self) -> bool:
+        return bool(self._service) and self._words()[1:] == [self._service]
 
     def _owner(self) -> str:
-        self._file.seek(0)
-        pid = self._file.read(20).decode(errors="replace").strip()
+        pid = "".join(self._words()[:1])
         return f" (pid {pid})" if pid.isdigit() else ""
 
     def release(self) -> None:
@@ -76,6 +110,11 @@ def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def wait_briefly(connection: sqlite3.Connection) -> None:
+    """From now on a lock of others is told at once: who writes among them tries again himself."""
+    connection.execute("PRAGMA busy_timeout=0")
 
 
 def open_reader(path: str) -> sqlite3.Connection:

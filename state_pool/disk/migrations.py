@@ -45,6 +45,15 @@ CREATE TABLE states(
   created REAL NOT NULL)
 """
 _CHUNKS = "CREATE TABLE state_chunks(id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL)"
+_DIRECTORY = """
+CREATE TABLE directory(
+  session_id TEXT NOT NULL,
+  dialogue INTEGER NOT NULL,
+  holder INTEGER NOT NULL,
+  epoch INTEGER NOT NULL,
+  busy INTEGER NOT NULL,
+  PRIMARY KEY(session_id, dialogue)) WITHOUT ROWID
+"""
 
 MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -73,6 +82,15 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "the tuned state that a session began from: its name, and the digest of its numbers",
         ("ALTER TABLE sessions ADD COLUMN origin_name TEXT", "ALTER TABLE sessions ADD COLUMN origin_digest TEXT"),
+    ),
+    (
+        "engines that share the database, and which of them has a session",
+        (
+            "CREATE TABLE engines(id INTEGER PRIMARY KEY, name TEXT NOT NULL, beat INTEGER NOT NULL)",
+            "CREATE TABLE engine_numbers(last INTEGER NOT NULL)",
+            "INSERT INTO engine_numbers(last) VALUES (0)",
+            _DIRECTORY,
+        ),
     ),
 )
 """(name, statements), in order; the first is version 1. Never change one that was released: add another."""

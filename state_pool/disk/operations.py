@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from state_pool.arena import HostState
 from state_pool.session_page import SessionEntry, Tier
-from state_pool.sessions import SessionKey
+from state_pool.sessions import Fence, SessionKey
 from state_pool.tuned_state import Origin
 
 Done = Callable[[Exception | None], None]
@@ -32,11 +32,24 @@ class SessionRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredSession:
+    """A session as the database has it."""
+
+    row: SessionRow
+    disk_turn: int
+    """Turn after which its stored state was taken; -1: there is none."""
+    disk_tokens: int
+    quarantined: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """Commit a turn's token ids; many such are committed together."""
 
     session: SessionRow
     tokens: list[int]
+    fence: Fence | None = None
+    """Must still stand, or the turn is refused with StaleEpoch; None: this engine has the database for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,10 @@ class Checkpoint:
     session: SessionRow
     host: HostState
     commits: Append | None = None
+    fence: Fence | None = None
+    """As an Append's."""
+    shared: bool = False
+    """Several engines write: the session's row must be there, unless a fence says that nobody deleted it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,49 @@ class Delete:
     """Remove sessions from the disk; a dialogue whose children still need it goes later, hidden until then."""
 
     rows: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Acquire:
+    """Take a session from whichever engine has it, for one turn; with `branch_from`, read the parent of a new dialogue.
+
+    The outcome is in the fields behind `fence`, valid when the job is done.
+    """
+
+    session_id: str
+    branch_from: int | None = None
+    fence: Fence | None = None
+    """What the turn's writes will be compared with; None: another engine runs a turn of the session, ask again."""
+    stored: list[StoredSession] = field(default_factory=list)
+    """The session, or the parent, and those that it is rebuilt from, nearest first; empty: there is none."""
+    dialogue: int = 0
+    """Number of the new dialogue; given once, whether or not the turn is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A turn that was acquired has ended without a commit: others may begin theirs."""
+
+    fence: Fence
+
+
+@dataclass(eq=False, slots=True)
+class DeleteNamed:
+    """Remove what a name means wherever it was made; `count` is valid when the job is done."""
+
+    session_id: str
+    prefix: bool
+    count: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class DeleteOldest:
+    """Remove up to `limit` sessions, longest unused first, that no engine runs a turn of."""
+
+    limit: int
+    before: float | None
+    """Only those not used since (Unix time)."""
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +137,8 @@ class ListQuery:
     """Rows of which memory has a newer turn than the database may have: listed as they are here."""
     deleted: frozenset[int] = frozenset()
     """Rows whose delete is on its way to the disk: not listed."""
+    counted: bool = False
+    """Whether the sessions have to be counted too, since memory does not know them all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,25 @@ from collections.abc import Callable
 
 from state_pool.arena import Arena
 from state_pool.crash_points import reach
-from state_pool.disk.operations import ListQuery, Loaded
-from state_pool.disk.statements import list_sessions
+from state_pool.disk.directory import find_session
+from state_pool.disk.operations import ListQuery, Loaded, StoredSession
+from state_pool.disk.statements import count_sessions, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
 from state_pool.errors import DatabaseUnreadable, SessionUnusable
 from state_pool.session_page import SessionEntry
+from state_pool.sessions import SessionKey
 
 logger = logging.getLogger(__name__)
 
 LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]
-OnListed = Callable[[list[SessionEntry] | DatabaseUnreadable], None]
+Listed = tuple[list[SessionEntry], int | None]
+"""A page of the list, and how many sessions there are in all if that was asked."""
+OnListed = Callable[[Listed | DatabaseUnreadable], None]
+OnFound = Callable[[list[StoredSession] | DatabaseUnreadable], None]
+"""Called with the session and those that it is rebuilt from, nearest first; empty: there is none."""
 
 
 class Reader:
@@ -50,6 +56,10 @@ class Reader:
         """Ask for a page of the list of sessions; the pool bounds how many are asked for at once."""
         self._jobs.put(lambda: self._list(query, on_listed))
 
+    def find(self, key: SessionKey, on_found: OnFound) -> None:
+        """Ask whether there is such a session."""
+        self._jobs.put(lambda: self._find(key, on_found))
+
     def close(self) -> None:
         """Finish what was asked, end the thread, close the connection. Blocks."""
         self._jobs.put(None)
@@ -66,14 +76,25 @@ class Reader:
         return lambda: on_loaded(result)
 
     def _list(self, query: ListQuery, on_listed: OnListed) -> Callable[[], None]:
-        page: list[SessionEntry] | DatabaseUnreadable
+        page: Listed | DatabaseUnreadable
         try:
-            page = list_sessions(self._connection, query)
+            page = (
+                list_sessions(self._connection, query),
+                count_sessions(self._connection) if query.counted else None,
+            )
         except Exception as error:  # a damaged page, out of memory: this list's failure, and the thread goes on
             logger.exception("the sessions could not be listed")
-            failure = f"{type(error).__name__}: {error}"
-            page = DatabaseUnreadable(f"the session database could not list its sessions ({failure}); check its disk")
+            page = _unreadable("list its sessions", error)
         return lambda: on_listed(page)
+
+    def _find(self, key: SessionKey, on_found: OnFound) -> Callable[[], None]:
+        found: list[StoredSession] | DatabaseUnreadable
+        try:
+            found = find_session(self._connection, key)
+        except Exception as error:
+            logger.exception("a session could not be looked up")
+            found = _unreadable("look a session up", error)
+        return lambda: on_found(found)
 
     def _try(self, row: int) -> LoadResult:
         try:
@@ -102,3 +123,8 @@ class Reader:
         except ValueError as error:
             return SessionUnusable(f"the stored state does not fit this model ({error})")
         return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay))
+
+
+def _unreadable(what: str, error: Exception) -> DatabaseUnreadable:
+    failure = f"{type(error).__name__}: {error}"
+    return DatabaseUnreadable(f"the session database could not {what} ({failure}); check its disk")

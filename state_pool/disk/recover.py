@@ -17,7 +17,6 @@ from typing import Any
 
 from state_pool.codec import CHUNKS_PER_STATE
 from state_pool.disk.database import open_writer
-from state_pool.disk.operations import Delete
 from state_pool.disk.statements import delete_chunks, delete_sessions
 from state_pool.disk.verify import Loader
 from state_pool.errors import DatabaseUnusable, SessionUnusable
@@ -57,7 +56,7 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
             shown = name if dialogue < 0 else f"{name}:{dialogue}"
             (saved if _is_whole(target, row) else lost).append(shown)
         for (row,) in target.execute("SELECT id FROM sessions WHERE quarantined = 'lost'").fetchall():
-            for state in delete_sessions(target, Delete((row,))):
+            for state in delete_sessions(target, (row,)):
                 while not delete_chunks(target, state, 1000):
                     pass
         target.execute("COMMIT")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
-from state_pool.disk.operations import Append, Delete, ListQuery, SessionRow
+from state_pool.disk.directory import check_fence
+from state_pool.disk.operations import Append, ListQuery, SessionRow
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
 from state_pool.tuned_state import stored_origin
@@ -21,7 +22,7 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
         "origin_name, origin_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET "
         "turn = excluded.turn, num_tokens = excluded.num_tokens, updated = excluded.updated, "
-        "fingerprint = excluded.fingerprint WHERE excluded.turn > turn",
+        "fingerprint = excluded.fingerprint WHERE excluded.turn > sessions.turn",
         (
             session.row,
             session.key.session_id,
@@ -38,7 +39,8 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint
     if session.key.dialogue > ROOT:
         connection.execute(
             "INSERT INTO dialogue_numbers(session_id, largest) VALUES (?, ?) "
-            "ON CONFLICT(session_id) DO UPDATE SET largest = max(largest, excluded.largest)",
+            "ON CONFLICT(session_id) DO UPDATE SET largest = excluded.largest "
+            "WHERE excluded.largest > dialogue_numbers.largest",
             session.key,
         )
 
@@ -49,6 +51,7 @@ def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -
     Turns follow each other without a gap: anything else is an IntegrityError, so that no turn is applied
     twice and none is missing.
     """
+    check_fence(connection, job.fence)
     data = pack_tokens(job.tokens)
     row, turn = job.session.row, job.session.turn
     found = connection.execute("SELECT turn FROM sessions WHERE id = ?", (row,)).fetchone()
@@ -138,11 +141,11 @@ def list_sessions(connection: sqlite3.Connection, query: ListQuery) -> list[Sess
     return merged[query.offset - first :][: query.limit]
 
 
-def delete_sessions(connection: sqlite3.Connection, job: Delete) -> list[int]:
+def delete_sessions(connection: sqlite3.Connection, rows: Sequence[int]) -> list[int]:
     """Remove sessions; returns the states whose chunks are garbage now."""
-    for row in job.rows:
+    for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
-    return sweep_hidden(connection, job.rows)
+    return sweep_hidden(connection, rows)
 
 
 def sweep_hidden(connection: sqlite3.Connection, among: Iterable[int] | None = None) -> list[int]:
@@ -150,22 +153,30 @@ def sweep_hidden(connection: sqlite3.Connection, among: Iterable[int] | None = N
     garbage: list[int] = []
     if among is None:
         among = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
-    left = sorted(among, reverse=True)
-    for row in left:  # children have larger numbers than their parents and go first
-        needed = connection.execute(
-            "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
-            (row,),
-        ).fetchone()
-        if needed is not None:
-            continue
-        garbage += [int(found[0]) for found in connection.execute("SELECT id FROM states WHERE session = ?", (row,))]
-        for statement in (
-            "DELETE FROM states WHERE session = ?",
-            "DELETE FROM turns WHERE session = ?",
-            "DELETE FROM sessions WHERE id = ?",
-        ):
-            connection.execute(statement, (row,))
-    return garbage
+    left = sorted(among, reverse=True)  # children mostly have larger numbers than their parents, and go first
+    while True:
+        needed = [row for row in left if not _removed(connection, row, garbage)]
+        if not needed or len(needed) == len(left):
+            return garbage
+        left = needed
+
+
+def _removed(connection: sqlite3.Connection, row: int, garbage: list[int]) -> bool:
+    """Remove a hidden session, unless a child needs it; adds the state it had to the garbage."""
+    needed = connection.execute(
+        "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
+        (row,),
+    ).fetchone()
+    if needed is not None:
+        return False
+    garbage += [int(found[0]) for found in connection.execute("SELECT id FROM states WHERE session = ?", (row,))]
+    for statement in (
+        "DELETE FROM states WHERE session = ?",
+        "DELETE FROM turns WHERE session = ?",
+        "DELETE FROM sessions WHERE id = ?",
+    ):
+        connection.execute(statement, (row,))
+    return True
 
 
 def delete_chunks(connection: sqlite3.Connection, state: int, limit: int) -> bool:
@@ -178,17 +189,16 @@ def delete_chunks(connection: sqlite3.Connection, state: int, limit: int) -> boo
     return gone < limit
 
 
-def orphaned_states(connection: sqlite3.Connection) -> list[int]:
-    """States that a crash left half written or half removed."""
-    known = {int(row[0]) for row in connection.execute("SELECT id FROM states")}
+def orphaned_states(connection: sqlite3.Connection, first: int = 0, last: int | None = None) -> list[int]:
+    """States numbered `first` to before `last` that a crash left half written or half removed."""
     orphans: list[int] = []
-    at = 0
+    at = first * CHUNKS_PER_STATE
     while True:
         found = connection.execute("SELECT min(id) FROM state_chunks WHERE id >= ?", (at,)).fetchone()[0]
-        if found is None:
+        if found is None or (last is not None and found >= last * CHUNKS_PER_STATE):
             return orphans
         state = int(found) // CHUNKS_PER_STATE
-        if state not in known:
+        if connection.execute("SELECT 1 FROM states WHERE id = ?", (state,)).fetchone() is None:
             orphans.append(state)
         at = (state + 1) * CHUNKS_PER_STATE
 
@@ -199,3 +209,8 @@ def first_numbers(connection: sqlite3.Connection) -> tuple[int, int]:
     states = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
     chunks = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
     return int(row) + 1, max(int(states), int(chunks) // CHUNKS_PER_STATE) + 1
+
+
+def count_sessions(connection: sqlite3.Connection) -> int:
+    """How many are stored; reads an index only."""
+    return int(connection.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])

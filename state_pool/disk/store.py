@@ -10,12 +10,15 @@ from pathlib import Path
 
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
-from state_pool.disk.database import ProcessLock, explain, open_maintainer, open_reader, open_writer
-from state_pool.disk.operations import Append, Checkpoint, Delete, Done, ListQuery, Quarantined, SessionRow
-from state_pool.disk.reader import OnListed, OnLoaded, Reader
+from state_pool.disk.applier import Small
+from state_pool.disk.database import ProcessLock, explain, open_maintainer, open_reader, open_writer, wait_briefly
+from state_pool.disk.directory import stored_sessions
+from state_pool.disk.membership import Membership, strike_all
+from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, StoredSession
+from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
 from state_pool.disk.writer import Writer
+from state_pool.errors import DatabaseUnusable
 from state_pool.sessions import Session, SessionIndex, SessionKey
-from state_pool.tuned_state import origins
 
 
 class CompletionQueue:
@@ -54,24 +57,23 @@ class Store:
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self.path = str(Path(config.state_db).absolute())
+        self.shared = bool(config.engine)
+        """Whether other engines may write: then the database says what there is, and memory may be behind it."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._lock: ProcessLock | None = None
+        self._stored: list[StoredSession] = []
+        self._numbers: list[tuple[str, int]] = []
         connection = None
-        try:
-            self._lock = ProcessLock(self.path) if Path(self.path).parent.is_dir() else None
-            connection = open_writer(self.path, config.synchronous)
-            self._sessions = _stored_sessions(connection)
-            self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
-            self.writer = Writer(
-                connection,
-                open_maintainer(self.path),
-                layout=arena.layout,
-                fingerprint=arena.fingerprint,
-                retain=config.retain_tokens,
-                queue=config.transfer_states,
-                deliver=deliver,
-                on_death=deliver.wake,
+        if self.shared and config.durability == "lazy":
+            raise DatabaseUnusable(
+                f"session database {self.path}: several engines share it, and with --durability lazy none knows what "
+                "another has not written yet; use log or turn"
             )
+        try:
+            if Path(self.path).parent.is_dir():
+                self._lock = ProcessLock(self.path, config.service) if self.shared else ProcessLock(self.path)
+            connection = open_writer(self.path, config.synchronous)
+            self.writer = self._open(connection, config, arena, deliver)
         except sqlite3.Error as error:
             self._give_up(connection)
             raise explain(error, self.path) from error
@@ -85,6 +87,36 @@ class Store:
         self.pending = 0
         """Jobs whose outcome has not been delivered."""
 
+    def _open(
+        self, connection: sqlite3.Connection, config: PoolConfig, arena: Arena, deliver: CompletionQueue
+    ) -> Writer:
+        """Begin to write, alone or as one of several engines; the first of those finds the database in order."""
+        is_first = self._lock is None or self._lock.is_first
+        member = None
+        if is_first:
+            strike_all(connection)
+        if self.shared:
+            wait_briefly(connection)
+            member = Membership(connection, config.engine)
+        else:
+            self._stored = stored_sessions(connection, "s.hidden = 0")
+            self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
+        writer = Writer(
+            connection,
+            open_maintainer(self.path),
+            layout=arena.layout,
+            fingerprint=arena.fingerprint,
+            retain=config.retain_tokens,
+            queue=config.transfer_states,
+            deliver=deliver,
+            on_death=deliver.wake,
+            member=member,
+            sweep=is_first,
+        )
+        if self._lock is not None and self.shared:
+            self._lock.share()
+        return writer
+
     def _give_up(self, connection: sqlite3.Connection | None) -> None:
         if connection is not None:
             connection.close()
@@ -92,21 +124,15 @@ class Store:
             self._lock.release()
 
     def fill(self, index: SessionIndex) -> None:
-        """Enter every stored session, oldest first."""
-        by_row: dict[int, Session] = {}
-        for stored, disk_turn, disk_tokens, quarantined in self._sessions:
-            session = Session(stored.key, stored.row, stored.created, stored.updated)
-            session.parent = by_row.get(stored.parent) if stored.parent is not None else None
-            session.turn, session.num_tokens = stored.turn, stored.num_tokens
-            session.origin, session.adapter = stored.origin, stored.adapter
-            session.disk_turn, session.disk_tokens = disk_turn, disk_tokens
-            session.unusable = quarantined
-            by_row[stored.row] = session
+        """Enter every stored session, oldest first; where the database is shared, it is asked for each instead."""
+        by_row = {stored.row.row: session_of(stored) for stored in self._stored}
+        for stored in self._stored:
+            by_row[stored.row.row].parent = by_row.get(stored.row.parent) if stored.row.parent is not None else None
         for session in sorted(by_row.values(), key=lambda s: s.updated):
             index.add(session)
         for session_id, largest in self._numbers:
             index.retire_number(session_id, largest)
-        self._sessions, self._numbers = [], []
+        self._stored, self._numbers = [], []
 
     def next_row(self) -> int:
         """A row number that was never used."""
@@ -143,7 +169,7 @@ class Store:
         """Whether deleted sessions still have to leave the file."""
         return self.writer.collecting or self.writer.queued[0] > 0
 
-    def submit(self, job: Append | Delete | Quarantined, done: Done) -> None:
+    def submit(self, job: Small, done: Done) -> None:
         """Queue a small write."""
         if isinstance(job, Delete):
             self._deleted.update(job.rows)
@@ -157,6 +183,20 @@ class Store:
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Read a session back."""
         self._reader.load(row, on_loaded)
+
+    def find(self, key: SessionKey, on_found: OnFound) -> None:
+        """Look a session up, where memory need not know of it."""
+        self._reader.find(key, on_found)
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines that share the database and live."""
+        return [] if self.writer.member is None else list(self.writer.member.names)
+
+    @property
+    def looks_after_all(self) -> bool:
+        """Whether this engine deletes what has expired for all that share the database."""
+        return self.writer.member is not None and self.writer.member.is_first
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Read a page of the list; sessions whose delete is not on disk yet are left out."""
@@ -187,16 +227,12 @@ class Store:
         return outcome
 
 
-def _stored_sessions(connection: sqlite3.Connection) -> list[tuple[SessionRow, int, int, str | None]]:
-    rows = connection.execute(
-        "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
-        "s.origin_name, s.origin_digest, coalesce(t.turn, -1), coalesce(t.num_tokens, 0), s.quarantined "
-        "FROM sessions s LEFT JOIN states t ON t.session = s.id WHERE s.hidden = 0 ORDER BY s.id"
-    )
-    found: list[tuple[SessionRow, int, int, str | None]] = []
-    for row, sid, dialogue, parent, turn, tokens, created, updated, name, digest, disk_turn, disk_tokens, bad in rows:
-        session = SessionRow(
-            row, SessionKey(sid, dialogue), parent, turn, tokens, created, updated, *origins(name, digest)
-        )
-        found.append((session, disk_turn, disk_tokens, bad))
-    return found
+def session_of(stored: StoredSession) -> Session:
+    """A session as the database has it, without its parent."""
+    row = stored.row
+    session = Session(row.key, row.row, row.created, row.updated)
+    session.origin, session.adapter = row.origin, row.adapter
+    session.turn, session.num_tokens = row.turn, row.num_tokens
+    session.disk_turn, session.disk_tokens = stored.disk_turn, stored.disk_tokens
+    session.unusable = stored.quarantined
+    return session

@@ -9,13 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from state_pool.codec import Layout, chunks_of, layout_text
+from state_pool.codec import Layout, chunks_of
 from state_pool.crash_points import reach
 from state_pool.disk import statements
-from state_pool.disk.operations import Append, Checkpoint, Delete, Done, Quarantined
+from state_pool.disk.applier import Applier, Small
+from state_pool.disk.faults import in_words, is_outside
+from state_pool.disk.membership import BEAT_S, DeclaredLost, Membership, first_state_of
+from state_pool.disk.operations import Append, Checkpoint, Delete, Done
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.wal import WalMover, move
-from state_pool.errors import SessionNotFound, TurnNotStored
+from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,6 @@ _GARBAGE_ROUNDS = 8
 _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 
-Small = Append | Delete | Quarantined
 Deliver = Callable[[Callable[[], None]], None]
 """Hands a callback to the engine thread."""
 
@@ -55,7 +57,8 @@ class _Staging:
 
     job: Checkpoint
     done: Done
-    state: int
+    state: int = 0
+    """Its number, from the first piece on."""
     chunks: deque[memoryview] = field(default_factory=deque)
     number: int = 0
     num_bytes: int = 0
@@ -75,12 +78,15 @@ class Writer:
         queue: int,
         deliver: Deliver,
         on_death: Callable[[], None],
+        member: Membership | None = None,
+        sweep: bool = True,
     ) -> None:
+        """`member`: this engine among those that share the database; `sweep`: no other has it open yet."""
         self.stats = WriterStats()
+        self.member = member
         self._connection = connection
         self._layout = layout
-        self._fingerprint = fingerprint
-        self._retain = retain
+        self._applier = Applier(connection, layout, fingerprint, retain, member)
         self._queue = queue
         self._deliver = deliver
         self._changed = threading.Condition()
@@ -90,8 +96,10 @@ class Writer:
         self._stopping = False
         self._wal_bytes = 0
         self.next_row, self._next_state = statements.first_numbers(connection)
-        self._garbage = deque(statements.orphaned_states(connection))
-        self._garbage.extend(self._sweep_at_start())
+        if member is not None:
+            self.next_row = member.first_row
+        self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
+        self._garbage.extend(self._sweep_at_start() if sweep else ())
         self._measure()
         self._rest_to_move = False
         self._rounds = 0
@@ -131,8 +139,7 @@ class Writer:
     def submit_state(self, job: Checkpoint, done: Done) -> None:
         """Queue a state; ask `takes_state` first."""
         with self._changed:
-            self._states.append(_Staging(job, done, self._next_state))
-            self._next_state += 1
+            self._states.append(_Staging(job, done))
             self._changed.notify()
 
     def close(self) -> None:
@@ -160,6 +167,8 @@ class Writer:
     def _run(self) -> None:
         while self._round():
             self._rounds += 1
+        if self.member is not None:
+            self._leave(self.member)
         self._mover.close()
         self._connection.close()
 
@@ -167,16 +176,25 @@ class Writer:
     def _has_work(self) -> bool:
         return bool(self._small or self._states or self._staging or self._garbage or self._rest_to_move)
 
+    @property
+    def _patience(self) -> float | None:
+        """Seconds to wait for work; None: until there is some."""
+        if self.member is not None:
+            return BEAT_S
+        return None if self._wal_bytes == 0 else _IDLE_S
+
     def _round(self) -> bool:
         """The turns that wait, then one piece of the rest; False when told to stop and nothing is left."""
         with self._changed:
             if not (self._has_work or self._stopping):
-                self._changed.wait(None if self._wal_bytes == 0 else _IDLE_S)
+                self._changed.wait(self._patience)
             idle = not self._has_work
             group = [self._small.popleft() for _ in range(min(len(self._small), GROUP_LIMIT))]
             if self._staging is None and self._states:
                 self._staging = self._states.popleft()
             staging = self._staging
+        if self.member is not None and self.member.beat_due:
+            self._beat(self.member)
         if group:
             self._commit_group(group)
         if staging is not None:
@@ -188,7 +206,7 @@ class Writer:
 
     def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
         error = self._transaction([job for job, _ in group])
-        if error is not None and len(group) > 1 and not _is_outside(error):
+        if error is not None and len(group) > 1 and not is_outside(error):
             # One job of the group is at fault: each for itself, so that the others are kept.
             for job, done in group:
                 self._report(done, self._failure(self._transaction([job]), job))
@@ -199,9 +217,9 @@ class Writer:
     def _transaction(self, jobs: list[Small]) -> Exception | None:
         garbage: list[int] = []
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._begin()
             for job in jobs:
-                garbage += self._apply(job)
+                garbage += self._applier.apply(job)
             reach("before_commit")
             self._connection.execute("COMMIT")
             reach("after_commit")
@@ -213,17 +231,47 @@ class Writer:
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
         return None
 
-    def _apply(self, job: Small) -> list[int]:
-        if isinstance(job, Append):
-            reach("before_append")
-            statements.append_turn(self._connection, job, self._fingerprint)
-            reach("after_append")
-            return []
-        if isinstance(job, Delete):
-            reach("before_delete")
-            return statements.delete_sessions(self._connection, job)
-        self._connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
-        return []
+    def _begin(self) -> None:
+        """An engine that was struck off comes back under a new number: fences say what is still its own."""
+        try:
+            self._applier.begin()
+        except DeclaredLost:
+            assert self.member is not None
+            self._connection.execute("ROLLBACK")
+            self.member.join()
+            self._applier.begin()
+
+    def _beat(self, member: Membership) -> None:
+        """Say that this engine lives; what engines that do not have left half written is garbage."""
+        try:
+            self._begin()
+            lost = member.beat()
+            self._connection.execute("COMMIT")
+            for engine in lost:
+                logger.warning("engine %d has not been heard of for too long: its sessions may go on elsewhere", engine)
+                first, last = first_state_of(engine), first_state_of(engine + 1)
+                self._garbage.extend(statements.orphaned_states(self._connection, first, last))
+        except Exception as error:  # noqa: BLE001 - tried again; meanwhile others may take this engine for lost
+            self._roll_back(error)
+
+    def _leave(self, member: Membership) -> None:
+        try:
+            member.leave()
+        except Exception as error:  # noqa: BLE001 - others will notice by themselves
+            self._roll_back(error)
+
+    def _begin_pieces(self, staging: _Staging) -> None:
+        self._begin()
+        if staging.number == 0:
+            staging.state = self._new_state()
+        elif self.member is not None and not self.member.owns(staging.state):
+            raise TurnNotStored("this engine was taken for lost while it stored a state; the state is stored again")
+
+    def _new_state(self) -> int:
+        if self.member is not None:
+            return self.member.new_state()
+        self._next_state += 1
+        return self._next_state - 1
 
     def _write_state(self, staging: _Staging) -> None:
         """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
@@ -233,13 +281,14 @@ class Writer:
                 reach("before_checkpoint")
                 staging.chunks.extend(chunks_of(staging.job.host.parts(), list(self._layout)))
                 staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._begin_pieces(staging)
             while staging.chunks and (written == 0 or not self._small):
                 statements.put_chunk(self._connection, staging.state, staging.number, staging.chunks[0])
                 written += len(staging.chunks.popleft())
                 staging.number += 1
                 reach("within_checkpoint")
-            old = self._point_to(staging) if not staging.chunks else None
+            done = not staging.chunks
+            old = self._applier.point_to(staging.job, staging.state, staging.num_bytes) if done else None
             self._connection.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 - of copies and of SQLite; the state's failure, not the thread's
             self._roll_back(error)
@@ -248,26 +297,6 @@ class Writer:
         self._succeeded(written + _TRANSACTION_BYTES)
         if not staging.chunks:
             self._state_written(staging, old)
-
-    def _point_to(self, staging: _Staging) -> int | None:
-        job, connection = staging.job, self._connection
-        session = job.session
-        if job.commits is not None and self._retain:
-            statements.append_turn(connection, job.commits, self._fingerprint)
-        statements.put_session(connection, session, self._fingerprint)
-        row = statements.StateRow(
-            state=staging.state,
-            session=session.row,
-            turn=session.turn,
-            num_tokens=session.num_tokens,
-            fingerprint=self._fingerprint,
-            layout=layout_text(self._layout),
-            num_bytes=staging.num_bytes,
-        )
-        old = statements.put_state(connection, row)
-        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
-        reach("before_commit")
-        return old
 
     def _state_written(self, staging: _Staging, old: int | None) -> None:
         reach("after_checkpoint")
@@ -293,7 +322,7 @@ class Writer:
         """Remove chunks nothing points to, a few at a time, so that turns are not kept waiting."""
         state = self._garbage[0]
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._begin()
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             if empty and len(self._garbage) == 1:
                 self._garbage.extend(statements.sweep_hidden(self._connection))
@@ -335,7 +364,7 @@ class Writer:
         try:
             self._measure()
         except sqlite3.Error as error:  # what was written stays so
-            self.stats.degraded = _words(error)
+            self.stats.degraded = in_words(error)
 
     def _measure(self) -> None:
         """Counts pages in use; reads only the file's first page, which is in memory."""
@@ -346,41 +375,21 @@ class Writer:
     def _roll_back(self, error: Exception) -> None:
         self.stats.failures += 1
         if isinstance(error, sqlite3.Error):
-            self.stats.degraded = _words(error)
-        else:
+            self.stats.degraded = in_words(error)
+        elif not isinstance(error, PoolError):
             logger.error("a write of the state pool failed", exc_info=error)
         if self._connection.in_transaction:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error as second:
-                self.stats.degraded = _words(second)
+                self.stats.degraded = in_words(second)
 
     def _failure(self, error: Exception | None, job: Small | Checkpoint) -> Exception | None:
-        if error is None:
-            return None
+        if error is None or isinstance(error, PoolError):
+            return error
         what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
-        return TurnNotStored(f"{what}: {_words(error)}")
+        return TurnNotStored(f"{what}: {in_words(error)}")
 
     def _report(self, done: Done, error: Exception | None) -> None:
         reach("before_acknowledgement")
         self._deliver(lambda: done(error))
-
-
-def _is_outside(error: Exception) -> bool:
-    """Whether the fault lies outside the job: trying again at once would only wait again."""
-    return isinstance(error, sqlite3.Error) and any(
-        word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O")
-    )
-
-
-def _words(error: Exception) -> str:
-    if not isinstance(error, sqlite3.Error):
-        return f"{type(error).__name__}: {error}"
-    text = str(error)
-    if "full" in text:
-        return f"no space is left for the session database ({text}); make room on its disk"
-    if "readonly" in text:
-        return f"the session database is read-only ({text}); make it writable again"
-    if "locked" in text or "busy" in text:
-        return f"another program holds a lock on the session database ({text}); close it"
-    return f"the session database cannot be written ({text}); check its disk"

@@ -12,10 +12,10 @@ from state_pool.arena import ZERO_SLOT, HostState
 from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
-from state_pool.disk.operations import Append, Checkpoint, Loaded
+from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, StoredSession
 from state_pool.disk.reader import LoadResult
-from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.disk.store import CompletionQueue, Store, session_of
+from state_pool.errors import DatabaseUnreadable, PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
 from state_pool.tuned_state import joint, parted
@@ -58,15 +58,39 @@ class ImportExport:
 
     def export(self, session_id: str, dialogue: int | None, on_exported: OnExported) -> None:
         """See `StatePool.export`."""
-        session = self._index.get(SessionKey(session_id, LINEAR if dialogue is None else dialogue))
+        key = SessionKey(session_id, LINEAR if dialogue is None else dialogue)
+        if self._store is not None and self._store.shared:
+            self._export_shared(self._store, key, on_exported)
+            return
+        session = self._index.get(key)
         if session is None or not session.exists:
-            raise _gone(SessionKey(session_id, LINEAR if dialogue is None else dialogue))
+            raise _gone(key)
         if session.unusable is not None:
             raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
         if session.slot is None and session.host is None and session.unlogged:
             raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
         with self._place():
             self._copy_out(session, on_exported)
+
+    def _export_shared(self, store: Store, key: SessionKey, on_exported: OnExported) -> None:
+        """The database says which turn is the last; memory may have the state after it."""
+
+        def found(stored: list[StoredSession] | DatabaseUnreadable) -> None:
+            if isinstance(stored, Exception) or not stored or stored[0].quarantined is not None:
+                self._under_way -= 1
+                on_exported(stored if isinstance(stored, Exception) else _why_not(key, stored))
+                return
+            last, known = stored[0].row, self._index.get(key)
+            in_memory = known is not None and (known.slot is not None or known.host is not None)
+            if known is not None and in_memory and (known.row, known.turn) == (last.row, last.turn):
+                self._copy_out(known, on_exported)
+                return
+            session = session_of(stored[0])
+            store.load(last.row, lambda result: self._read(session, on_exported, last.num_tokens, result))
+
+        checked_key(key.session_id)
+        with self._place():
+            store.find(key, found)
 
     def _copy_out(self, session: Session, on_exported: OnExported) -> None:
         """Begin to copy the session from the tier it is on."""
@@ -115,8 +139,9 @@ class ImportExport:
         dataclasses.replace(file, fingerprint=fingerprint).check(arena.fingerprint, arena.layout, arena.vocab)
         adapter = self._adapters.of_digest(digest, f"file for session {session_id!r}") if digest else None
         key = checked_key(session_id)
+        self._forget_idle(key)
         if self._index.get(key) is not None:
-            raise SessionBusy(f"there is a session {session_id!r} already; delete it first, or choose another id")
+            raise _taken(key)
         if not self._tiers.host_has_room() or (self._store is not None and not self._store.takes_state):
             raise PoolFull("too many states are being moved; try again in a moment")
         try:
@@ -129,7 +154,36 @@ class ImportExport:
             session.adapter = None if adapter is None else adapter.origin
             session.pending = PendingTurn(0, [], None)  # who comes for the session meanwhile waits
             self._index.add(session)
-            self._write(session, host, file, lambda error: self._imported(session, host, file, error, on_durable))
+
+            def done(error: Exception | None) -> None:
+                self._imported(session, host, file, error, on_durable)
+
+            self._acquire(session, lambda: self._write(session, host, file, done), done)
+
+    def _forget_idle(self, key: SessionKey) -> None:
+        """Where engines share the database, it says whether there is such a session."""
+        session = self._index.get(key)
+        if session is not None and self._store is not None and self._store.shared and not session.busy:
+            self._tiers.forget(session)
+            self._index.remove(session)
+
+    def _acquire(self, session: Session, write: Callable[[], None], done: OnDurable) -> None:
+        """Have the name to oneself, where engines share the database, then `write`; or `done` with why not."""
+        if self._store is None or not self._store.shared:
+            write()
+            return
+        job = Acquire(session.key.session_id)
+
+        def acquired(error: Exception | None) -> None:
+            session.fence, session.acquired = job.fence, job.fence is not None
+            if error is None and (job.fence is None or job.stored):
+                error = _taken(session.key)
+            if error is not None:
+                done(error)
+            else:
+                write()
+
+        self._store.submit(job, acquired)
 
     def _write(self, session: Session, host: HostState | None, file: SessionFile, done: OnDurable) -> None:
         """First the state, then what follows it as a turn in the log."""
@@ -142,14 +196,14 @@ class ImportExport:
 
         def stored(error: Exception | None) -> None:
             if error is None and file.replay and not session.deleted:
-                store.submit(Append(following, file.replay), done)
+                store.submit(Append(following, file.replay, session.fence), done)
             else:
                 done(error)
 
         if host is None:
             stored(None)
         else:
-            store.submit_state(Checkpoint(state, host), stored)
+            store.submit_state(Checkpoint(state, host, fence=session.fence, shared=store.shared), stored)
 
     def _imported(
         self,
@@ -191,6 +245,15 @@ class ImportExport:
         except BaseException:
             self._under_way -= 1
             raise
+
+
+def _taken(key: SessionKey) -> SessionBusy:
+    return SessionBusy(f"there is a session {key.session_id!r} already; delete it first, or choose another id")
+
+
+def _why_not(key: SessionKey, stored: list[StoredSession]) -> PoolError:
+    """Why a session is not exported."""
+    return SessionUnusable(f"session {key.shown!r}: {stored[0].quarantined}") if stored else _gone(key)
 
 
 def _gone(key: SessionKey) -> SessionNotFound:

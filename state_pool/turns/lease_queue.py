@@ -135,7 +135,8 @@ class LeaseQueue:
         elif self._store is not None and self._may_load(session):
             session.loading = True
             self._tiers.arriving += 1
-            self._store.load(session.row, lambda result: self._loaded(session, result))
+            wanted = (session.row, session.turn)
+            self._store.load(session.row, lambda result: self._loaded(session, wanted, result))
 
     def _may_load(self, session: Session) -> bool:
         """Whether the disk has all of it, and reader and host memory have room."""
@@ -143,10 +144,12 @@ class LeaseQueue:
             return False
         return self._tiers.host_has_room()
 
-    def _loaded(self, session: Session, result: LoadResult) -> None:
+    def _loaded(self, session: Session, wanted: tuple[int, int], result: LoadResult) -> None:
         self._tiers.arriving -= 1
         session.loading = False
         if session.deleted or session.slot is not None or session.host is not None:
+            return
+        if (session.row, session.turn) != wanted:  # another engine's turns came in between
             return
         result = self._tuned.completed(session, result)
         if isinstance(result, Loaded):

@@ -12,7 +12,7 @@ from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
-from state_pool.disk.operations import Append, Delete
+from state_pool.disk.operations import Append, Delete, DeleteNamed
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
 from state_pool.sessions import (
@@ -26,6 +26,7 @@ from state_pool.sessions import (
     SessionKey,
     checked_key,
 )
+from state_pool.turns.acquisition import Acquisition
 from state_pool.turns.lease_queue import LeaseQueue, other_origin
 
 
@@ -52,6 +53,10 @@ class Turns:
         self._deliver = deliver
         self._stores_states = store is not None and config.durability == "turn"
         self._stores_log = store is not None and config.durability != "turn"
+        self.acquisition: Acquisition | None = None
+        """Where other engines share the database: asked before a session's state is."""
+        if store is not None and store.shared:
+            self.acquisition = Acquisition(store, index, tiers, self.supply, self.advance, self._check_room)
         self._branches: dict[Lease, None] = {}
         """Leases of dialogues that have no number yet, so that a delete finds them."""
         self._unsaved: deque[Callable[[], bool]] = deque()
@@ -65,7 +70,8 @@ class Turns:
     @property
     def pending(self) -> bool:
         """Whether a turn or a lease waits for something that `poll` begins."""
-        return self.unsaved or self.supply.pending
+        asks = self.acquisition is not None and self.acquisition.pending
+        return self.unsaved or self.supply.pending or asks
 
     @property
     def unsaved(self) -> bool:
@@ -84,11 +90,11 @@ class Turns:
             now = time.time()
             session = Session(key, self._row(), now, now)
             self._index.add(session)
-        if session.unusable is not None:
+        if session.unusable is not None and self.acquisition is None:
             raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
-        lease = self._held(Lease(session, session), state, adapter)
+        lease = self._held(Lease(session, session, wait=wait), state, adapter)
         session.queue.append(lease)
         self.advance(session)
         return lease
@@ -97,7 +103,7 @@ class Turns:
         """Raises StateNotFound, AdapterNotFound; OtherOrigin, OtherAdapter for a session that began otherwise."""
         asked = self._tuned.get(state) if state else None
         under = self._adapters.get(adapter) if adapter else None
-        if session is None or not session.exists:
+        if session is None or not session.exists or self.acquisition is not None:
             return
         error = other_origin(session, asked) or other_adapter(session.key.shown, session.adapter, under)
         if error is not None:
@@ -113,7 +119,7 @@ class Turns:
         """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`, also for what it raises."""
         checked_key(session_id)
         source = None
-        if parent != ROOT:
+        if parent != ROOT and self.acquisition is None:
             source = self._index.get(SessionKey(session_id, parent)) if parent > ROOT else None
             if source is None or not source.exists:
                 raise SessionNotFound(f"session {session_id!r} has no dialogue {parent}; 0 is its empty root")
@@ -127,10 +133,18 @@ class Turns:
         lease = self._held(Lease(dialogue, source, branch=True), state, adapter)
         dialogue.active = lease
         self._branches[lease] = None
-        self.supply.want(lease)
+        if self.acquisition is None:
+            self.supply.want(lease)
+        else:
+            self.acquisition.begin(lease, parent)
         return lease
 
     def _refuse_when_full(self) -> None:
+        """Before a new session; where engines share the database, it says first whether the session is new."""
+        if self.acquisition is None:
+            self._check_room()
+
+    def _check_room(self) -> None:
         if self._store is not None and self._store.over_limit and self._config.state_db_full == "refuse":
             raise PoolFull(
                 f"the session database holds its limit of {self._config.state_db_max_gb:g} GB and takes no new "
@@ -149,8 +163,14 @@ class Turns:
             return
         if session.queue:
             session.active = session.queue.pop(0)
-            self.supply.want(session.active)
-        elif not session.exists and not session.deleted:
+            if self.acquisition is None:
+                self.supply.want(session.active)
+            else:
+                self.acquisition.begin(session.active)
+            return
+        if self.acquisition is not None:
+            self.acquisition.release(session)
+        if not session.exists and not session.deleted:
             self._index.remove(session)
 
     # -- record, checkin, release ----------------------------------------------------------------------
@@ -177,7 +197,8 @@ class Turns:
         """A branch becomes the session's newest dialogue."""
         dialogue = lease.session
         session_id = dialogue.key.session_id
-        dialogue.key = SessionKey(session_id, self._index.next_dialogue(session_id))
+        number = self._index.next_dialogue(session_id) if lease.reserved is None else lease.reserved
+        dialogue.key = SessionKey(session_id, number)
         dialogue.num_tokens = lease.num_tokens
         lease.dialogue_idx = dialogue.key.dialogue
         self._branches.pop(lease, None)
@@ -257,6 +278,7 @@ class Turns:
         if session.deleted:
             error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")
         turn.outcome = error or True
+        session.acquired = session.acquired and error is not None  # the commit has released it
         if error is not None:
             _tell(turn, error)
         self._settle(session)
@@ -296,15 +318,22 @@ class Turns:
 
     # -- deletes ---------------------------------------------------------------------------------------
 
-    def delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> int:
-        """See `StatePool.delete`."""
+    def delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> DeleteNamed:
+        """See `StatePool.delete`; the count is final when the delete is durable."""
         doomed = self._index.matching(session_id, delete_prefix)
         for lease in list(self._branches):
             name = lease.session.key.session_id
             if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:
                 self._discard(lease.session)
-        self.remove(doomed, on_durable)
-        return len(doomed)
+        job = DeleteNamed(session_id, delete_prefix, len(doomed))
+        if self.acquisition is None:
+            self.remove(doomed, on_durable)
+            return job
+        for session in doomed:
+            self._discard(session)
+        assert self._store is not None
+        self._store.submit(job, lambda error: None if on_durable is None else on_durable(error))
+        return job
 
     def remove(self, doomed: list[Session], on_durable: OnDurable | None = None) -> None:
         """Take sessions out of every tier."""
@@ -359,4 +388,5 @@ def _tell(turn: PendingTurn, error: Exception | None) -> None:
 
 def _append_of(session: Session, turn: PendingTurn) -> Append:
     num_tokens = session.num_tokens + len(turn.tokens)
-    return Append(row_of(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time()), turn.tokens)
+    row = row_of(session, turn=turn.turn, num_tokens=num_tokens, updated=time.time())
+    return Append(row, turn.tokens, session.fence)

@@ -120,17 +120,16 @@ class WatchedPool(StatePool):
         if history is not None:  # until it is told, a crash may leave all of it, or its stored state alone
             ledger.unsure.setdefault(key, []).extend([history, history[: len(history) - len(file.replay)]])
 
-    def delete(self, session_id: str, delete_prefix: bool = False, on_durable: Any = None) -> int:
-        """See `StatePool.delete`."""
+    def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: Any) -> None:
+        """See `StatePool.delete_counted`."""
         gone = self.world.deleted(session_id, delete_prefix, list(self._index.matching(session_id, delete_prefix)))
 
-        def durable(error: Exception | None) -> None:
-            if error is None:
+        def durable(outcome: int | Exception) -> None:
+            if not isinstance(outcome, Exception):
                 self.world.ledger.deleted(gone)
-            if on_durable is not None:
-                on_durable(error)
+            on_deleted(outcome)
 
-        return super().delete(session_id, delete_prefix, durable)
+        super().delete_counted(session_id, delete_prefix, durable)
 
 
 class WatchedEngine(Engine):
@@ -371,8 +370,13 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
 class _NoLock:
     """In place of the lock between processes: a world has one."""
 
-    def __init__(self, path: str) -> None:
+    is_first = True
+
+    def __init__(self, path: str, service: str = "") -> None:
         pass
+
+    def share(self) -> None:
+        """Nobody else is there."""
 
     def release(self) -> None:
         """Nothing is held."""

@@ -1,0 +1,120 @@
+"""What each job does to the database, within the writer's transactions."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from state_pool.codec import Layout, layout_text
+from state_pool.crash_points import reach
+from state_pool.disk import directory, statements
+from state_pool.disk.database import BUSY_TIMEOUT_S
+from state_pool.disk.membership import Membership
+from state_pool.disk.operations import (
+    Acquire,
+    Append,
+    Checkpoint,
+    Delete,
+    DeleteNamed,
+    DeleteOldest,
+    Quarantined,
+    Release,
+)
+from state_pool.errors import SessionNotFound
+
+Small = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
+_TRY_AGAIN_S = 0.0003
+"""SQLite's own waiting for a lock grows to 100 ms: while two engines write, a third would never come to it."""
+
+
+class Applier:
+    """Begins transactions and applies jobs in them. Owned by the writer's thread."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        layout: Layout,
+        fingerprint: str,
+        retain: int,
+        member: Membership | None,
+    ) -> None:
+        """`member`: this engine among those that share the database; None: it is alone."""
+        self._connection = connection
+        self._layout = layout_text(layout)
+        self._fingerprint = fingerprint
+        self._retain = retain
+        self._member = member
+
+    def begin(self) -> None:
+        """Begin to write. Raises DeclaredLost when this engine was struck off, with the transaction open."""
+        if self._member is None:
+            self._connection.execute("BEGIN IMMEDIATE")
+            return
+        self._begin_among_others()
+        self._member.check()
+
+    def _begin_among_others(self) -> None:
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_TRY_AGAIN_S)
+
+    def apply(self, job: Small) -> list[int]:
+        """A small job; returns the states whose pieces are garbage now."""
+        connection = self._connection
+        match job:
+            case Append():
+                reach("before_append")
+                statements.append_turn(connection, job, self._fingerprint)
+                reach("after_append")
+            case Delete():
+                reach("before_delete")
+                return statements.delete_sessions(connection, job.rows)
+            case Quarantined():
+                connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row))
+            case Acquire():
+                assert self._member is not None
+                directory.acquire(connection, job, self._member.number, self._member.new_epoch())
+            case Release():
+                directory.release(connection, job)
+            case DeleteNamed():
+                reach("before_delete")
+                return statements.delete_sessions(connection, directory.named(connection, job))
+            case DeleteOldest():
+                return statements.delete_sessions(connection, directory.oldest(connection, job))
+        return []
+
+    def point_to(self, job: Checkpoint, state: int, num_bytes: int) -> int | None:
+        """Make the pieces that were written the session's state; returns the number of the one it replaces."""
+        connection, session = self._connection, job.session
+        self._check(job)
+        if job.commits is not None and self._retain:
+            statements.append_turn(connection, job.commits, self._fingerprint)
+        statements.put_session(connection, session, self._fingerprint)
+        row = statements.StateRow(
+            state=state,
+            session=session.row,
+            turn=session.turn,
+            num_tokens=session.num_tokens,
+            fingerprint=self._fingerprint,
+            layout=self._layout,
+            num_bytes=num_bytes,
+        )
+        old = statements.put_state(connection, row)
+        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)
+        reach("before_commit")
+        return old
+
+    def _check(self, job: Checkpoint) -> None:
+        """Nobody has taken the session over, or deleted it."""
+        directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
+        if job.shared and job.fence is None:  # a dialogue, which any engine may store
+            row = job.session.row
+            found = self._connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (row,))
+            if found.rowcount != 1:
+                raise SessionNotFound("the dialogue was deleted while its state was being stored")

@@ -1,0 +1,194 @@
+"""Statements about who has a session, where engines share the database; each within its caller's transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Release, SessionRow, StoredSession
+from state_pool.errors import SessionNotFound, StaleEpoch
+from state_pool.sessions import LINEAR, ROOT, Fence, SessionKey
+from state_pool.tuned_state import origins
+
+NOBODY = 0
+"""In place of an engine's number, where all of them may write."""
+_LAST_TEXT = "\U0010ffff"
+
+_COLUMNS = (
+    "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
+    "s.origin_name, s.origin_digest, coalesce(t.turn, -1), coalesce(t.num_tokens, 0), s.quarantined "
+    "FROM sessions s LEFT JOIN states t ON t.session = s.id "
+)
+
+
+def stored_sessions(
+    connection: sqlite3.Connection, where: str, values: tuple[int | str, ...] = ()
+) -> list[StoredSession]:
+    """Sessions, by number, that the condition on `s` finds."""
+    return [_stored(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
+
+
+def _stored(*columns: Any) -> StoredSession:
+    row, session_id, dialogue, parent, turn, num_tokens, created, updated, name, digest, *stored = columns
+    key, begun = SessionKey(session_id, dialogue), origins(name, digest)
+    return StoredSession(SessionRow(row, key, parent, turn, num_tokens, created, updated, *begun), *stored)
+
+
+def find_session(connection: sqlite3.Connection, key: SessionKey) -> list[StoredSession]:
+    """The session, and behind it those that it is rebuilt from; empty: there is none."""
+    found = stored_sessions(connection, "s.session_id = ? AND s.dialogue = ? AND s.hidden = 0", tuple(key))
+    while found and found[-1].disk_turn < 0 and found[-1].row.parent is not None:
+        parents = stored_sessions(connection, "s.id = ?", (found[-1].row.parent,))
+        if not parents:  # reading the session will say so
+            break
+        found += parents
+    return found
+
+
+def acquire(connection: sqlite3.Connection, job: Acquire, engine: int, epoch: int) -> None:
+    """Fill in the job's outcome. `epoch` becomes that of a new holder and was never given before."""
+    job.fence, job.stored = None, []
+    if job.branch_from is not None:
+        _acquire_branch(connection, job, epoch)
+        return
+    key = SessionKey(job.session_id)
+    _lock(connection, key)
+    holder, held, busy, alive = connection.execute(
+        "SELECT d.holder, d.epoch, d.busy, e.id FROM directory d LEFT JOIN engines e ON e.id = d.holder "
+        "WHERE d.session_id = ? AND d.dialogue = ?",
+        key,
+    ).fetchone()
+    if busy and holder != engine and alive is not None:
+        return
+    if holder == engine:
+        epoch = int(held)
+    connection.execute(
+        "UPDATE directory SET holder = ?, epoch = ?, busy = 1 WHERE session_id = ? AND dialogue = ?",
+        (engine, epoch, *key),
+    )
+    job.fence = Fence(*key, epoch)
+    job.stored = find_session(connection, key)
+
+
+def _lock(connection: sqlite3.Connection, key: SessionKey, epoch: int = 0) -> None:
+    """The session's place in the directory is there, and nobody else changes it before this transaction ends."""
+    connection.execute(
+        "INSERT INTO directory(session_id, dialogue, holder, epoch, busy) VALUES (?, ?, ?, ?, 0) "
+        "ON CONFLICT(session_id, dialogue) DO UPDATE SET busy = directory.busy",
+        (*key, NOBODY, epoch),
+    )
+
+
+def _acquire_branch(connection: sqlite3.Connection, job: Acquire, epoch: int) -> None:
+    """Dialogues never change, so any engine may read one and add another; only a delete of all makes a new epoch."""
+    key = SessionKey(job.session_id, ROOT)
+    _lock(connection, key, epoch)
+    found = connection.execute("SELECT epoch FROM directory WHERE session_id = ? AND dialogue = ?", key).fetchone()
+    job.stored = find_session(connection, SessionKey(job.session_id, job.branch_from or ROOT))
+    job.fence = Fence(*key, int(found[0]), job.stored[0].row.row if job.stored else None)
+    if job.branch_from == ROOT or job.stored:
+        job.dialogue = _next_dialogue(connection, job.session_id)
+
+
+def _next_dialogue(connection: sqlite3.Connection, session_id: str) -> int:
+    connection.execute(
+        "INSERT INTO dialogue_numbers(session_id, largest) VALUES (?, 1) "
+        "ON CONFLICT(session_id) DO UPDATE SET largest = dialogue_numbers.largest + 1",
+        (session_id,),
+    )
+    found = connection.execute("SELECT largest FROM dialogue_numbers WHERE session_id = ?", (session_id,)).fetchone()
+    return int(found[0])
+
+
+def check_fence(connection: sqlite3.Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
+    """Raises StaleEpoch, or SessionNotFound after a delete, unless the writer still has what it acquired.
+
+    `ends_turn`: with this transaction the session's turn is over, and another may begin.
+    """
+    if fence is None:
+        return
+    changed = connection.execute(
+        "UPDATE directory SET busy = busy * ? WHERE session_id = ? AND dialogue = ? AND epoch = ?",
+        (int(not ends_turn), fence.session_id, fence.dialogue, fence.epoch),
+    )
+    if changed.rowcount != 1:
+        raise stale(fence)
+    if fence.parent is not None:
+        # An update, so that no delete takes it away before this transaction ends.
+        parent = connection.execute("UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (fence.parent,))
+        if parent.rowcount != 1:
+            raise SessionNotFound(f"a dialogue of {fence.session_id!r} was deleted while a turn read it")
+
+
+def stale(fence: Fence) -> StaleEpoch:
+    """What to tell of a write whose fence does not stand any more."""
+    return StaleEpoch(
+        f"session {fence.session_id!r} was taken over by another engine, or deleted, while its turn ran: "
+        "the turn is not kept; send it again"
+    )
+
+
+def release(connection: sqlite3.Connection, job: Release) -> None:
+    """A turn is over that changed nothing; one of somebody else is not touched."""
+    connection.execute(
+        "UPDATE directory SET busy = 0 WHERE session_id = ? AND dialogue = ? AND epoch = ?",
+        (job.fence.session_id, job.fence.dialogue, job.fence.epoch),
+    )
+
+
+def named(connection: sqlite3.Connection, job: DeleteNamed) -> list[int]:
+    """Rows that a delete by name means, and their places in the directory removed: no turn of them is kept any more."""
+    # First the directory, where this waits for turns that are being committed; then what they have left.
+    if job.prefix:
+        beginning = (job.session_id, job.session_id + _LAST_TEXT)
+        connection.execute("DELETE FROM directory WHERE session_id >= ? AND session_id < ?", beginning)
+        found = _rows_beginning(connection, job.session_id)
+    else:
+        connection.execute("DELETE FROM directory WHERE session_id = ?", (job.session_id,))
+        found = _rows_of(connection, job.session_id)
+    job.count = len(found)
+    return found
+
+
+def _rows_of(connection: sqlite3.Connection, session_id: str) -> list[int]:
+    """Sessions and dialogues called so, or else the dialogue that is shown so."""
+    whole = connection.execute("SELECT id FROM sessions WHERE session_id = ? AND hidden = 0", (session_id,)).fetchall()
+    if whole:
+        return [int(row) for (row,) in whole]
+    owner, _, number = session_id.rpartition(":")
+    dialogue = int(number) if number.isdecimal() and len(number) < 19 else ROOT
+    if dialogue == ROOT or SessionKey(owner, dialogue).shown != session_id:
+        return []
+    rows = connection.execute(
+        "SELECT id FROM sessions WHERE session_id = ? AND dialogue = ? AND hidden = 0", (owner, dialogue)
+    )
+    return [int(row) for (row,) in rows.fetchall()]
+
+
+def _rows_beginning(connection: sqlite3.Connection, prefix: str) -> list[int]:
+    rows = connection.execute(
+        "SELECT id FROM sessions WHERE session_id >= ? AND session_id < ? AND hidden = 0", (prefix, prefix + _LAST_TEXT)
+    )
+    found = [int(row) for (row,) in rows.fetchall()]
+    if ":" in prefix:
+        owner = prefix.rpartition(":")[0]
+        dialogues = connection.execute(
+            "SELECT id, dialogue FROM sessions WHERE session_id = ? AND dialogue <> ? AND hidden = 0", (owner, LINEAR)
+        ).fetchall()
+        found += [int(row) for row, number in dialogues if SessionKey(owner, number).shown.startswith(prefix)]
+    return found
+
+
+def oldest(connection: sqlite3.Connection, job: DeleteOldest) -> list[int]:
+    """Rows of the sessions longest unused, their places in the directory removed."""
+    rows = connection.execute(
+        "SELECT s.id, s.session_id, s.dialogue FROM sessions s "
+        "LEFT JOIN directory d ON d.session_id = s.session_id AND d.dialogue = s.dialogue AND d.busy = 1 "
+        "LEFT JOIN engines e ON e.id = d.holder "
+        "WHERE s.hidden = 0 AND e.id IS NULL AND s.updated < ? ORDER BY s.updated LIMIT ?",
+        (1e18 if job.before is None else job.before, job.limit),
+    ).fetchall()
+    for _, session_id, dialogue in rows:
+        connection.execute("DELETE FROM directory WHERE session_id = ? AND dialogue = ?", (session_id, dialogue))
+    job.count = len(rows)
+    return [int(row) for row, _, _ in rows]

@@ -1,0 +1,146 @@
+"""Which engines share the database. Each has a number that no other ever had, and says every half second that it lives.
+
+Numbers of sessions, states and epochs are drawn from an engine's own range, so that nobody has to ask for one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from dataclasses import dataclass
+
+from state_pool.codec import CHUNKS_PER_STATE
+
+BEAT_S = 0.5
+"""Time between two signs of life."""
+LOST_S = 2.0
+"""An engine of which none was seen for so long, by one that could look all the while, is lost."""
+ROW_BITS = 32
+"""Of a session's number, and of an epoch: what an engine counts itself. Its own number stands above."""
+STATE_BITS = 21
+"""Likewise of a state's number."""
+
+
+class DeclaredLost(Exception):  # noqa: N818 - names what happened
+    """Others have not heard of this engine for too long: what it acquired may be somebody else's now."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    beat: int
+    at: float
+    """Monotonic time when that beat was first seen."""
+
+
+class Membership:
+    """This engine among the others. Owned by the writer's thread."""
+
+    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+        self.names: list[str] = []
+        """Of the engines that live."""
+        self.is_first = False
+        """Whether it looks after what belongs to nobody."""
+        self._connection = connection
+        self._name = name
+        self._seen: dict[int, _Seen] = {}
+        self._last_look = 0.0
+        self._next_state = 0
+        self._epochs = 0
+        self.number = 0
+        self.join()
+
+    def join(self) -> None:
+        """Take a new number, within a transaction of its own; an engine of the same name is a predecessor, and gone."""
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.execute("DELETE FROM engines WHERE name = ?", (self._name,))
+            self.number = _fresh_number(connection)
+            connection.execute("UPDATE engine_numbers SET last = ?", (self.number,))
+            connection.execute("INSERT INTO engines(id, name, beat) VALUES (?, ?, 0)", (self.number, self._name))
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        self._next_state = self.number << STATE_BITS
+        self._last_look = 0.0
+
+    def leave(self) -> None:
+        """Others need not wait to see that this engine is gone."""
+        self._connection.execute("DELETE FROM engines WHERE id = ?", (self.number,))
+
+    def check(self) -> None:
+        """Within a transaction: raises DeclaredLost if this engine's work may be somebody else's now."""
+        found = self._connection.execute("SELECT 1 FROM engines WHERE id = ?", (self.number,)).fetchone()
+        if found is None:
+            raise DeclaredLost(self._name)
+
+    @property
+    def first_row(self) -> int:
+        """The first number for a session of this engine's."""
+        return (self.number << ROW_BITS) + 1
+
+    def new_state(self) -> int:
+        """A number for a state."""
+        self._next_state += 1
+        return self._next_state
+
+    def owns(self, state: int) -> bool:
+        """Whether the number is of this engine's present range."""
+        return state >> STATE_BITS == self.number
+
+    def new_epoch(self) -> int:
+        """A number for a holder's time."""
+        self._epochs += 1
+        return (self.number << ROW_BITS) + self._epochs
+
+    @property
+    def beat_due(self) -> bool:
+        """Whether it is time for a sign of life."""
+        return time.monotonic() >= self._last_look + BEAT_S
+
+    def beat(self) -> list[int]:
+        """Within a transaction: give a sign of life and look for others'; returns the engines lost, struck off."""
+        connection, now = self._connection, time.monotonic()
+        connection.execute("UPDATE engines SET beat = beat + 1 WHERE id = ?", (self.number,))
+        if now > self._last_look + LOST_S:  # it did not look meanwhile, and can say nothing of the others
+            self._seen.clear()
+        self._last_look = now
+        found = connection.execute("SELECT id, name, beat FROM engines ORDER BY id").fetchall()
+        lost = [number for number, _, beat in found if number != self.number and self._is_silent(number, beat, now)]
+        for number in lost:
+            connection.execute("DELETE FROM engines WHERE id = ?", (number,))
+        self.names = [name for number, name, _ in found if number not in lost]
+        self.is_first = min(number for number, _, _ in found if number not in lost) == self.number
+        self._seen = {number: seen for number, seen in self._seen.items() if number not in lost}
+        return lost
+
+    def _is_silent(self, number: int, beat: int, now: float) -> bool:
+        seen = self._seen.get(number)
+        if seen is None or seen.beat != beat:
+            self._seen[number] = _Seen(beat, now)
+            return False
+        return now - seen.at > LOST_S
+
+
+def first_state_of(engine: int) -> int:
+    """States of an engine are numbered from here to the first of the next."""
+    return engine << STATE_BITS
+
+
+def strike_all(connection: sqlite3.Connection) -> None:
+    """Nobody lives who has the database open: forget who was there and what they held."""
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("DELETE FROM engines")
+    connection.execute("DELETE FROM directory")
+    connection.execute("COMMIT")
+
+
+def _fresh_number(connection: sqlite3.Connection) -> int:
+    """Larger than any before, and of a range in which no session or state lies."""
+    last = connection.execute("SELECT last FROM engine_numbers").fetchone()[0]
+    row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
+    state = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
+    chunk = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
+    return 1 + max(int(last), int(row) >> ROW_BITS, max(int(state), int(chunk) // CHUNKS_PER_STATE) >> STATE_BITS)

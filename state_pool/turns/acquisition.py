@@ -1,0 +1,211 @@
+"""Turns of sessions that other engines may have: each begins with a question to the database they share.
+
+A plain session belongs to one engine at a time. Whoever begins a turn takes it over, unless a turn of it runs elsewhere
+on an engine that lives; then he asks again until that is over. What memory has of a session counts only if the database
+has the same turn of the same row. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from state_pool.cache.tiers import Tiers
+from state_pool.disk.operations import Acquire, Release, StoredSession
+from state_pool.disk.store import Store, session_of
+from state_pool.errors import (
+    DirectoryUnreachable,
+    PoolError,
+    SessionBusy,
+    SessionNotFound,
+    SessionUnusable,
+)
+from state_pool.sessions import ROOT, Lease, LeaseState, Session, SessionIndex
+from state_pool.turns.lease_queue import LeaseQueue
+
+ASK_AGAIN_S = 0.03
+"""Between two questions for a session that another engine runs a turn of."""
+PATIENCE_S = 10.0
+"""How long a turn waits for a database that does not answer."""
+_TRY_AGAIN_S = 0.25
+
+
+class Acquisition:
+    """Brings leases from the database to the queue for their states."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: SessionIndex,
+        tiers: Tiers,
+        supply: LeaseQueue,
+        advance: Callable[[Session], None],
+        refuse_when_full: Callable[[], None],
+    ) -> None:
+        """`advance`: the session's next turn may begin; `refuse_when_full`: raises PoolFull for a new session."""
+        self._store = store
+        self._index = index
+        self._tiers = tiers
+        self._supply = supply
+        self._advance = advance
+        self._refuse_when_full = refuse_when_full
+        self._again: list[tuple[float, Callable[[], None]]] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody asks again soon."""
+        return bool(self._again)
+
+    def serve(self) -> None:
+        """Ask again where it is time."""
+        if not self._again:
+            return
+        now = time.monotonic()
+        due = [ask for at, ask in self._again if at <= now]
+        self._again = [(at, ask) for at, ask in self._again if at > now]
+        for ask in due:
+            ask()
+
+    def begin(self, lease: Lease, branch_from: int | None = None) -> None:
+        """Acquire the lease's session, or read the dialogue that a new one begins from; then its state is fetched."""
+        self._ask(lease, branch_from, time.monotonic() + PATIENCE_S)
+
+    def release(self, session: Session) -> None:
+        """No turn of the session runs here any more: another engine's may."""
+        if not session.acquired or session.fence is None:
+            return
+        session.acquired = False
+        current = self._index.get(session.key)
+        if current is None or current is session or not current.busy:
+            self._store.submit(Release(session.fence), lambda _: None)
+
+    def _ask(self, lease: Lease, branch_from: int | None, deadline: float) -> None:
+        if lease.state is not LeaseState.WAITING:
+            return
+        job = Acquire(lease.session.key.session_id, branch_from)
+
+        def answered(error: Exception | None) -> None:
+            if error is not None:
+                self._ask_later(lease, branch_from, deadline, error)
+            elif job.fence is None:
+                self._wait_for_others(lease)
+            else:
+                self._acquired(lease, job)
+
+        self._store.submit(job, answered)
+
+    def _ask_later(self, lease: Lease, branch_from: int | None, deadline: float, error: Exception) -> None:
+        now = time.monotonic()
+        if now < deadline:
+            self._again.append((now + _TRY_AGAIN_S, lambda: self._ask(lease, branch_from, deadline)))
+            return
+        self._fail(
+            lease,
+            DirectoryUnreachable(
+                f"the session database has not answered within {PATIENCE_S:g} s ({error}); try again in a moment"
+            ),
+        )
+
+    def _wait_for_others(self, lease: Lease) -> None:
+        name = lease.session.key.shown
+        if not lease.wait:
+            self._fail(
+                lease,
+                SessionBusy(f"session {name!r} is busy with a turn of another engine; wait for it, or send wait: true"),
+            )
+            return
+        at = time.monotonic()
+        self._again.append((at + ASK_AGAIN_S, lambda: self._ask(lease, None, at + PATIENCE_S)))
+
+    def _acquired(self, lease: Lease, job: Acquire) -> None:
+        session = lease.session
+        session.fence = job.fence
+        session.acquired = not lease.branch
+        if lease.state is not LeaseState.WAITING:  # cancelled, or deleted, meanwhile
+            if session.active is None:
+                self.release(session)
+            return
+        try:
+            if lease.branch:
+                self._begin_branch(lease, job)
+            else:
+                self._refresh(session, job.stored)
+        except PoolError as error:
+            self._fail(lease, error)
+            return
+        self._supply.want(lease)
+
+    def _begin_branch(self, lease: Lease, job: Acquire) -> None:
+        """Raises SessionNotFound, SessionUnusable, PoolFull."""
+        session_id = lease.session.key.session_id
+        if job.branch_from != ROOT and not job.stored:
+            raise SessionNotFound(f"session {session_id!r} has no dialogue {job.branch_from}; 0 is its empty root")
+        self._refuse_when_full()
+        lease.reserved = job.dialogue
+        if job.stored:
+            source = self._known(job.stored)
+            _check_usable(source)
+            lease.source = lease.session.parent = source
+
+    def _known(self, stored: list[StoredSession]) -> Session:
+        """The dialogue as memory has it, which is as good as stored since it never changes; entered if it is new."""
+        session = self._index.get(stored[0].row.key)
+        if session is None or session.row != stored[0].row.row:
+            if session is not None:
+                self.drop(session)
+            session = session_of(stored[0])
+            self._index.add(session)
+        at = session
+        for ancestor in stored[1:]:
+            at.parent = at.parent or session_of(ancestor)
+            at = at.parent
+        return session
+
+    def _refresh(self, session: Session, stored: list[StoredSession]) -> None:
+        """Have the session in memory be what is stored. Raises SessionUnusable, PoolFull."""
+        if not stored:
+            self._begin_anew(session)
+            return
+        row = stored[0].row
+        if (session.row, session.turn) != (row.row, row.turn):
+            self._tiers.forget(session)
+            self._index.num_existing += not session.exists
+            session.row, session.turn, session.num_tokens = row.row, row.turn, row.num_tokens
+            session.created = row.created
+            session.origin, session.adapter = row.origin, row.adapter
+        session.disk_turn, session.disk_tokens = stored[0].disk_turn, stored[0].disk_tokens
+        if stored[0].quarantined is not None:
+            self._index.refuse(session, stored[0].quarantined)
+        elif session.unusable is not None:
+            self._index.accept(session)
+        _check_usable(session)
+
+    def _begin_anew(self, session: Session) -> None:
+        """There is no such session, or no more."""
+        self._refuse_when_full()
+        if not session.exists:
+            return
+        self._tiers.forget(session)
+        self._index.num_existing -= 1
+        session.row, session.turn, session.num_tokens = self._store.next_row(), 0, 0
+        session.disk_turn, session.disk_tokens = -1, 0
+        session.origin = session.adapter = None
+        session.created = time.time()
+        self._index.accept(session)
+
+    def drop(self, session: Session) -> None:
+        """Memory has what the database has no more."""
+        self._tiers.forget(session)
+        self._index.remove(session)
+
+    def _fail(self, lease: Lease, error: Exception) -> None:
+        session = lease.session
+        lease.state, lease.error = LeaseState.FAILED, error
+        if session.active is lease and not lease.branch:
+            session.active = None
+            self._advance(session)
+
+
+def _check_usable(session: Session) -> None:
+    if session.unusable is not None:
+        raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")

@@ -1,0 +1,62 @@
+"""What has expired or finds no room, where engines share the database: one deletes for all. Engine thread."""
+
+from __future__ import annotations
+
+import time
+
+from state_pool.arena import Arena
+from state_pool.config import PoolConfig
+from state_pool.disk.operations import DeleteOldest
+from state_pool.disk.store import Store
+from state_pool.sessions import Session, SessionIndex
+
+_AT_ONCE = 256
+_KNOWN = 4096
+"""Sessions beyond those in memory whose names are kept, though the database is asked for each at its next turn."""
+
+
+class SharedCleaning:
+    """Deletes through the database; other engines find out when they are asked for the session again."""
+
+    def __init__(self, config: PoolConfig, index: SessionIndex, arena: Arena, store: Store) -> None:
+        self._config = config
+        self._index = index
+        self._state_bytes = max(1, arena.state_bytes)
+        self._store = store
+        self._under_way = False
+
+    def run(self) -> None:
+        """Called each second."""
+        self._forget_names()
+        if self._under_way or not self._store.looks_after_all:
+            return
+        job = self._crowded_out() or self._expired()
+        if job is not None:
+            self._under_way = True
+            self._store.submit(job, self._done)
+
+    def _done(self, _: Exception | None) -> None:
+        self._under_way = False
+
+    def _expired(self) -> DeleteOldest | None:
+        ttl = self._config.session_ttl
+        return DeleteOldest(_AT_ONCE, time.time() - ttl) if ttl > 0 else None
+
+    def _crowded_out(self) -> DeleteOldest | None:
+        store = self._store
+        if not store.over_limit or store.shrinking or self._config.state_db_full != "evict":
+            return None
+        return DeleteOldest(min(_AT_ONCE, 1 + store.excess_bytes // self._state_bytes), None)
+
+    def _forget_names(self) -> None:
+        """Sessions that only the database has need no entry here."""
+        excess = len(self._index) - len(self._index.l1) - len(self._index.l2) - _KNOWN
+        if excess > 0:
+            idle = [session for session in self._index if self._may_forget(session)]
+            for session in idle[:excess]:
+                self._index.remove(session)
+
+    @staticmethod
+    def _may_forget(session: Session) -> bool:
+        in_memory = session.slot is not None or session.host is not None
+        return not (in_memory or session.busy or session.loading or session.moving or session.unlogged)

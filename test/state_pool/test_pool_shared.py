@@ -1,0 +1,365 @@
+"""Several engines over one database: who has a session, what is refused, what nobody may lose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.config import PoolConfig
+from state_pool.disk import database
+from state_pool.disk.membership import Membership
+from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, StaleEpoch
+from state_pool.session_file import SessionFile, decode
+from state_pool.session_page import Tier
+from state_pool.sessions import Lease, LeaseState
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+
+Engines = Callable[..., Driver]
+
+
+@pytest.fixture(params=["log", "turn"])
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
+    """Makes engines over one database; those that are not `gone` are closed, and must have kept their books."""
+    made: list[Driver] = []
+
+    def make(name: str, **changes: object) -> Driver:
+        config = config_in(tmp_path, durability=request.param, engine=name, service="here", **changes)
+        made.append(Driver(FakeArena(delay=1), config))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        if driver.pool._store is not None and not driver.pool._store.writer._stopping:
+            driver.settle()
+            assert driver.pool.check_integrity() == []
+            driver.pool.close()
+
+
+def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, int]:
+    """A turn that runs: its lease, and the slot with the state after it."""
+    lease = driver.ready(driver.pool.checkout(session_id))
+    return lease, driver.compute(lease, tokens)
+
+
+def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception | None:
+    """Its commit; returns what was told."""
+    outcome = Outcome()
+    driver.pool.record(lease, tokens, outcome)
+    driver.pool.checkin(lease, slot)
+    driver.until(lambda: outcome.known)
+    return outcome.calls[0]
+
+
+def struck_off(driver: Driver) -> None:
+    """Others take the engine for lost, as if it had been silent."""
+    store = driver.pool._store
+    assert store is not None and store.writer.member is not None
+    number, writer = store.writer.member.number, store.writer
+    with writer._changed:
+        writer._connection.execute("DELETE FROM engines WHERE id = ?", (number,))
+
+
+def test_a_session_goes_on_wherever_its_next_turn_is_asked_for(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    history: list[int] = []
+    for turn, driver in enumerate([one, two, two, one, two, one, one]):
+        driver.turn("s", [turn, turn + 7])
+        history += [turn, turn + 7]
+        for each in (one, two):
+            assert np.array_equal(each.state("s"), state_of(history))
+
+
+def test_what_memory_has_is_read_again_only_after_another_engines_turn(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("s", [1])
+    two.state("s")  # it was acquired there, and nothing happened
+    loads = one.pool.stats()["counters"]["loads"]
+    assert np.array_equal(one.state("s"), state_of([1]))
+    assert one.pool.stats()["counters"]["loads"] == loads
+    two.turn("s", [2])
+    assert np.array_equal(one.state("s"), state_of([1, 2]))
+    assert one.pool.stats()["counters"]["loads"] == loads + 1
+
+
+def test_a_turn_elsewhere_is_waited_for(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    lease, slot = begin(one, "s", [1])
+    with pytest.raises(SessionBusy, match="another engine"):
+        two.ready(two.pool.checkout("s", wait=False))
+    waits = two.pool.checkout("s")
+    deadline = time.monotonic() + 0.2
+    two.until(lambda: time.monotonic() > deadline)
+    assert waits.poll() is LeaseState.WAITING
+    assert end(one, lease, slot, [1]) is None
+    two.ready(waits)
+    assert waits.num_tokens == 1
+    assert np.array_equal(fold(two.arena.memory[waits.read_slot], waits.replay), state_of([1]))
+    two.pool.release(waits)
+
+
+def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    lease, slot = begin(one, "s", [1])
+    one.pool.release(lease)
+    one.pool.free(slot)
+    one.settle()
+    two.turn("s", [2])
+    assert np.array_equal(one.state("s"), state_of([2]))
+
+
+def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("s", [1])
+    lease, slot = begin(one, "s", [2])
+    struck_off(one)
+    two.turn("s", [3])
+    assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
+    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    one.turn("s", [4])
+    assert np.array_equal(two.state("s"), state_of([1, 3, 4]))
+
+
+def test_a_new_session_of_one_that_was_cut_off_is_not_there_twice(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    lease, slot = begin(one, "s", [2])
+    struck_off(one)
+    two.turn("s", [3])
+    assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
+    assert one.list_sessions().total == two.list_sessions().total == 1
+
+
+def test_one_that_was_taken_for_lost_keeps_what_nobody_took_over(engines: Engines) -> None:
+    one, _ = engines("one"), engines("two")
+    lease, slot = begin(one, "s", [2])
+    struck_off(one)
+    assert end(one, lease, slot, [2]) is None
+    one.settle()
+    one.turn("s", [3])
+    assert np.array_equal(one.state("s"), state_of([2, 3]))
+
+
+def test_a_state_of_before_is_not_stored_over_a_later_turn(engines: Engines) -> None:
+    one, two = engines("one", checkpoint_idle_s=0), engines("two", checkpoint_idle_s=0)
+    for turn in range(40):
+        (one if turn % 3 else two).turn("s", [turn])
+    for driver in (one, two):
+        driver.settle()
+    assert np.array_equal(two.state("s"), state_of(list(range(40))))
+    two.pool.close()
+    one.pool.close()
+    alone = engines("three")
+    assert np.array_equal(alone.state("s"), state_of(list(range(40))))
+
+
+def test_a_delete_reaches_what_other_engines_made(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    for name in ("a", "ab", "b"):
+        one.turn(name, [1])
+    two.turn("ab", [2])
+    two.turn("a", [3], branch_from=0)
+    deleted: list[int | Exception] = []
+    two.pool.delete_counted("a", True, deleted.append)
+    two.until(lambda: bool(deleted))
+    assert deleted == [3]
+    lease = one.ready(one.pool.checkout("a"))
+    assert not lease.exists
+    one.pool.release(lease)
+    assert [entry.session_id for entry in one.list_sessions().sessions] == ["b"]
+    assert np.array_equal(one.state("ab"), state_of([]))
+
+
+def test_a_delete_wins_over_a_turn_elsewhere(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("s", [1])
+    lease, slot = begin(one, "s", [2])
+    branch = one.ready(one.pool.checkout("d", branch_from=0))
+    branch_slot = one.compute(branch, [5])
+    two.delete("s")
+    two.delete("d")
+    two.turn("s", [9])
+    assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
+    assert isinstance(end(one, branch, branch_slot, [5]), StaleEpoch | SessionNotFound)
+    assert np.array_equal(one.state("s"), state_of([9]))
+    assert one.list_sessions().total == 1
+
+
+def test_dialogues_branch_anywhere_and_have_numbers_of_their_own(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    first = one.turn("s", [1], branch_from=0).dialogue_idx
+    second = two.turn("s", [2], branch_from=first).dialogue_idx
+    third = one.turn("s", [3], branch_from=second).dialogue_idx
+    fourth = two.turn("s", [4], branch_from=0).dialogue_idx
+    assert len({first, second, third, fourth}) == 4
+    for driver in (one, two):
+        assert np.array_equal(driver.state("s", third), state_of([1, 2, 3]))
+        assert np.array_equal(driver.state("s", fourth), state_of([4]))
+    with pytest.raises(SessionNotFound, match="no dialogue 99"):
+        one.ready(one.pool.checkout("s", branch_from=99))
+
+
+def test_no_branch_from_a_dialogue_that_was_deleted_elsewhere(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    number = one.turn("s", [1], branch_from=0).dialogue_idx
+    lease = one.ready(one.pool.checkout("s", branch_from=number))
+    slot = one.compute(lease, [2])
+    assert two.delete(f"s:{number}") == 0  # that engine never knew it
+    assert isinstance(end(one, lease, slot, [2]), SessionNotFound)
+    with pytest.raises(SessionNotFound):
+        one.ready(one.pool.checkout("s", branch_from=number))
+
+
+def test_the_list_shows_everybodys_sessions(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("a", [1])
+    two.turn("b", [1])
+    page = one.list_sessions()
+    assert (page.total, page.in_slots, page.on_disk) == (2, 1, 1)
+    assert {entry.session_id: entry.tier for entry in page.sessions} == {"a": Tier.SLOT, "b": Tier.DISK}
+    one.until(lambda: sorted(one.pool.stats()["database"]["engines"]) == ["one", "two"])
+
+
+def test_sessions_are_carried_away_and_back_through_any_engine(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("s", [1, 2])
+    two.turn("s", [3])
+    got: list[SessionFile | Exception] = []
+    one.pool.export("s", got.append)  # its own copy is older
+    one.until(lambda: bool(got))
+    assert isinstance(got[0], SessionFile)
+    file = decode(got[0].encode())
+    taken, brought = Outcome(), Outcome()
+    one.pool.import_session("s", file, taken)
+    one.until(lambda: taken.known)
+    assert isinstance(taken.calls[0], SessionBusy)
+    one.pool.import_session("copy", file, brought)
+    one.until(lambda: brought.known)
+    assert brought.ok
+    two.turn("copy", [4])
+    assert np.array_equal(one.state("copy"), state_of([1, 2, 3, 4]))
+    assert np.array_equal(one.state("s"), state_of([1, 2, 3]))
+
+
+def test_expired_sessions_go_once_and_not_those_in_use(engines: Engines) -> None:
+    one, two = engines("one", session_ttl=0.2), engines("two", session_ttl=0.2)
+    two.turn("old", [1])
+    lease, slot = begin(two, "used", [1])
+    assert end(two, lease, slot, [1]) is None
+    lease, slot = begin(two, "used", [2])
+
+    def gone() -> bool:
+        two.pool.poll()
+        return [entry.session_id for entry in one.list_sessions().sessions] == ["used"]
+
+    one.until(gone)
+    assert end(two, lease, slot, [2]) is None
+
+
+def test_a_silent_engine_is_lost_and_its_sessions_go_on(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = engines("one"), engines("two")
+    lease, slot = begin(one, "s", [1])
+    assert one.pool._store is not None
+    member = one.pool._store.writer.member
+    monkeypatch.setattr(Membership, "beat_due", property(lambda self: self is not member))
+    two.turn("s", [2])
+    assert isinstance(end(one, lease, slot, [1]), StaleEpoch)
+
+
+def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    assert one.pool._store is not None and two.pool._store is not None
+    first, writer = one.pool._store.writer.member, two.pool._store.writer
+    assert first is not None
+    with writer._changed:  # neither writer beats by itself: both wait for this lock, or for work
+        looks = Membership(writer._connection, "three")
+        writer._connection.execute("BEGIN IMMEDIATE")
+        assert looks.beat() == []
+        writer._connection.execute("COMMIT")
+        looks._last_look -= 10
+        for seen in looks._seen.values():
+            seen.at -= 10
+        writer._connection.execute("BEGIN IMMEDIATE")
+        assert looks.beat() == []
+        writer._connection.execute("COMMIT")
+        looks.leave()
+
+
+def test_another_service_is_refused_while_an_engine_lives(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.1)
+    one = engines("one")
+    engines("two")
+    for config in (config_in(tmp_path), config_in(tmp_path, engine="x", service="elsewhere")):
+        with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
+            Driver(FakeArena(), config)
+    assert one.pool.failure is None
+
+
+def test_lazy_turns_are_for_one_engine(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseUnusable, match="lazy"):
+        Driver(FakeArena(), config_in(tmp_path, durability="lazy", engine="one", service="here"))
+
+
+def test_alone_again_it_has_everything(engines: Engines, tmp_path: Path) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("a", [1])
+    two.turn("b", [2])
+    one.pool.close()
+    two.pool.close()
+    alone = Driver(FakeArena(), config_in(tmp_path))
+    assert np.array_equal(alone.state("a"), state_of([1]))
+    assert np.array_equal(alone.state("b"), state_of([2]))
+    alone.pool.close()
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from test.pool_fakes import Driver, FakeArena, config_in
+driver = Driver(FakeArena(), config_in(Path(sys.argv[1]), engine="child", service="here"))
+turn = 0
+while True:
+    turn += 1
+    driver.turn("s%d" % (turn % 5), [turn])
+    print("s%d" % (turn % 5), turn, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_killed_or_stopped_engine_acknowledged_is_there(tmp_path: Path, how: signal.Signals) -> None:
+    here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    told: list[str] = []
+    reader = threading.Thread(target=lambda: told.extend(child.stdout), daemon=True)  # type: ignore[arg-type]
+    reader.start()
+    try:
+        here.until(lambda: len(told) > 40)
+        child.send_signal(how)
+        histories: dict[str, list[int]] = {}
+        for line in told:
+            histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
+        for name, history in histories.items():  # the newest turn may be there without the answer
+            lease = here.ready(here.pool.checkout(name))
+            found = fold(here.arena.memory[lease.read_slot], lease.replay)
+            here.pool.release(lease)
+            later = [*history, history[-1] + 5]
+            assert any(np.array_equal(found, state_of(known)) for known in (history, later)), name
+    finally:
+        child.kill()
+        child.wait()
+        reader.join()
+        here.pool.close()
+
+
+def test_config_names_are_no_flags() -> None:
+    assert (PoolConfig().engine, PoolConfig().service) == ("", "")
