@@ -22,7 +22,7 @@ from settings import (
 )
 from state_pool.config import PoolConfig
 
-DERIVED = {"front_key", "pool", "engine", "service", "drain_timeout_s", "model_name", "models_dir"}
+DERIVED = {"front_key", "pool", "engine", "service", "gives_way", "drain_timeout_s", "model_name", "models_dir"}
 """Fields that another section's flag or the supervisor sets, or that are sections themselves."""
 
 
