@@ -27,6 +27,7 @@ from routes.api_keys import KeysFile
 from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings
 from supervisor.child import Child
 from supervisor.front import front_process
@@ -107,6 +108,8 @@ class Supervisor:
             batches = (settings.http, self._address, style)
             self._batches = Child("batches", fork_context(), batches_process, batches)
         self._wake_read, self._wake_write = os.pipe()
+        self._batches_told: tuple[object, tuple[ServedModel, ...]] = (None, ())
+        """the process of batches, and what it was told of models"""
         self._have_started: set[Child] = set()
         self._is_drained = False
         self._signals = 0
@@ -143,11 +146,21 @@ class Supervisor:
             if child.process is None and time.monotonic() >= child.restart_at:
                 self._start(child)
         self._models.look_after()
+        self._tell_batches()
         self._workers.look_after()
         waitables = [self._wake_read, *self._workers.waitables, *self._models.waitables]
         waitables += [one for child in self._singles() for one in child.waitables]
         if self._wake_read in wait(waitables, timeout=self._next_start_s()) and _RELOAD in os.read(self._wake_read, 64):
             self._workers.reload()
+
+    def _tell_batches(self) -> None:
+        """Tell the process of batches which other models there are, when it has begun and when that changes."""
+        if self._batches is None or not self._batches.is_alive:
+            return
+        told = (self._batches.process, self._models.table)
+        if told != self._batches_told:
+            self._batches_told = told
+            self._batches.tell(("models", self._models.table))
 
     def _start(self, child: Child) -> None:
         """Start a process; where that fails, as when the one that forks has just been lost, again in a moment."""
@@ -175,6 +188,8 @@ class Supervisor:
                     self._have_started.add(child)
                 case "drained":
                     self._is_drained = True
+                case "used":
+                    self._models.used(value)
                 case "failed" if child not in self._have_started:
                     raise StartupError(value)
                 case "failed":

@@ -68,6 +68,7 @@ ROOMS = {
     "routes.api_keys": "",
     "routes.exchange": "",
     "routes.files_folder": "routes.config",
+    "routes.model_clients": "routes routes.context routes.readiness",
     "routes.context": "routes.api_keys routes.config routes.wakeups routes.readiness",
     "routes.request": "routes.config routes.context",
     "routes.response": "routes.config routes.context routes.exchange routes.wakeups routes.request",
@@ -85,9 +86,9 @@ ROOMS = {
     "bulk.backends": "bulk.records",
     "bulk": "bulk.records bulk.inputs bulk.formats bulk.backends",
     "bulk.batches": "bulk bulk.records bulk.inputs bulk.formats bulk.backends",
-    "routes.serving": "routes routes.api_keys routes.config routes.context routes.exchange routes.readiness "
-    "routes.request routes.response routes.route routes.dispatch routes.files_folder routes.openai routes.docs "
-    "routes.table",
+    "routes.serving": "routes routes.model_clients routes.api_keys routes.config routes.context routes.exchange "
+    "routes.readiness routes.request routes.response routes.route routes.dispatch routes.files_folder routes.openai "
+    "routes.docs routes.table",
 }
 """Room -> rooms of the same package that it may import. A file belongs to the longest name that fits."""
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from batch_store.records import Batch, Status
@@ -21,6 +22,8 @@ from bulk.records import RunError
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.files_folder import open_store
+from routes.model_clients import connected
+from routes.model_directory import ModelDirectory
 from routes.readiness import Readiness
 from routes.translate import CACHE, TranslationCache
 from rwkv_batch.ipc.client import EngineClient
@@ -44,29 +47,41 @@ def run_batches(config: HttpConfig, address: str, style: LogStyle, name: str, su
     client = EngineClient(address)
     context = Context(client, config, Gate(1), Readiness(0), files=store, whole_within_s=None)
     context.shared[CACHE] = TranslationCache(config.translate_cache)
+    models = ModelDirectory(lambda _: None, lambda model: connected(context, model, name))
+    context.models = models
     client.start(name)
     supervisor.send(("started", None))
-    asyncio.run(_until_told(Runner(store, context), supervisor))
+
+    def tell_used() -> None:
+        if used := models.take_used():
+            supervisor.send(("used", used))
+
+    asyncio.run(_until_told(Runner(store, context, tell_used), models, supervisor))
 
 
-async def _until_told(runner: Runner, supervisor: Connection) -> None:
-    """Run until the supervisor says "drain", or is gone."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+async def _until_told(runner: Runner, models: ModelDirectory, supervisor: Connection) -> None:
+    """Run until the supervisor says "drain", or is gone; from when it has said which other models there are."""
+    loop, told, knows_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
-            while supervisor.recv() != "drain":
-                pass
+            while (heard := supervisor.recv()) != "drain":
+                models.update(heard[1])
+                loop.call_soon_threadsafe(knows_models.set)
         loop.call_soon_threadsafe(told.set)
+        loop.call_soon_threadsafe(knows_models.set)
 
     threading.Thread(target=listen, name="supervisor", daemon=True).start()
+    await knows_models.wait()
     await runner.run(told)
 
 
 class Runner:
     """Begins batches and follows them. One event loop."""
 
-    def __init__(self, store: Store, context: Context) -> None:
+    def __init__(self, store: Store, context: Context, tell_used: Callable[[], None]) -> None:
+        """`tell_used` tells the supervisor which models lines have asked for: these are not idle."""
+        self._tell_used = tell_used
         self._store = store
         self._context = context
         self._jobs: dict[str, BatchJob] = {}
@@ -88,6 +103,8 @@ class Runner:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _look(self) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is gone, and so will be this process
+            self._tell_used()
         for batch in await asyncio.to_thread(self._store.under_way):
             job = self._jobs.get(batch.id)
             if job is not None:

@@ -7,7 +7,6 @@ one keeps house; one listens to the supervisor.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import os
@@ -19,7 +18,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 from robyn import Headers, Robyn
 
 from routes import system, translate, web_page
@@ -27,6 +25,7 @@ from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.files_folder import open_store
+from routes.model_clients import connected
 from routes.model_directory import ModelDirectory
 from routes.readiness import Readiness
 from routes.serving import preload
@@ -37,7 +36,6 @@ from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
-from rwkv_batch.ipc.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +104,10 @@ def _run(
 
     client = EngineClient(address, engine_changed)
     context = _context(client, config, readiness)
-    models = ModelDirectory(lambda command: supervisor.tell("model", command), lambda model: _connected(context, model))
+    models = ModelDirectory(
+        lambda command: supervisor.tell("model", command),
+        lambda model: connected(context, model, f"http-{os.getpid()}"),
+    )
     context.models = models
     cpus = os.sched_getaffinity(0)
     app = _application(context, cpus, supervisor, models)
@@ -140,21 +141,6 @@ def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> 
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
     context.shared[web_page.FILES] = preload.WEB_FILES
     return context
-
-
-def _connected(context: Context, model: ServedModel) -> tuple[Context, EngineClient]:
-    """The context of a model that is ready: its engine, which work waits for, its name, and translations of its own."""
-    readiness = Readiness(context.config.engine_wait_s)
-    client = EngineClient(model.address, readiness.engine_changed)
-    client.start(f"http-{os.getpid()}")
-    config = msgspec.structs.replace(context.config, model_name=model.wish.name)
-    shared = {**context.shared, translate.CACHE: translate.TranslationCache(config.translate_cache)}
-    return (
-        dataclasses.replace(
-            context, engine=client, readiness=readiness, config=config, shared=shared, defaults=model.wish.defaults
-        ),
-        client,
-    )
 
 
 def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> Robyn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from rwkv_batch.config import EngineConfig
@@ -201,6 +203,31 @@ def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path)
         assert "Traceback" not in service.log.read_text()
     finally:
         service.close()
+
+
+def test_lines_of_a_batch_go_to_the_models_they_name(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--models-dir", str(folder), "--http-workers", "1")
+    service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        service.wait_ready()
+        load(service, "good.pth", "other")
+        named = ("other", "rwkv7", "none")
+        lines = [{"custom_id": m, "method": "POST", "url": CHAT, "body": {**WHO, "model": m}} for m in named]
+        client = openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0)
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = wait_for(lambda: _ended(client.batches.retrieve(batch.id)), 60, "the batch has ended")
+        answers = client.files.content(batch.output_file_id).text + client.files.content(batch.error_file_id).text
+        found = {line["custom_id"]: line["response"] for line in map(json.loads, answers.splitlines())}
+        said = {name: found[name]["body"]["choices"][0]["message"]["content"].strip() for name in named[:2]}
+        assert said == {"other": "other", "rwkv7": "rwkv7"} and found["none"]["status_code"] == 404
+    finally:
+        service.close()
+
+
+def _ended(batch: Any) -> Any:
+    return batch if batch.status in ("completed", "failed", "expired", "cancelled") else None
 
 
 class NoProcesses:

@@ -1,0 +1,31 @@
+"""A model that was loaded while the service runs, as handlers see it: a context with an engine of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from routes import translate
+from routes.context import Context
+from routes.readiness import Readiness
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.served_model import ServedModel
+
+
+def connected(context: Context, model: ServedModel, name: str) -> tuple[Context, EngineClient]:
+    """The context of a model that is ready: its engine, which work waits for, its name, and translations of its own.
+
+    `name`: of this process, as the engine's status lists it.
+    """
+    readiness = Readiness(context.config.engine_wait_s)
+    client = EngineClient(model.address, readiness.engine_changed)
+    client.start(name)
+    config = msgspec.structs.replace(context.config, model_name=model.wish.name)
+    shared = {**context.shared, translate.CACHE: translate.TranslationCache(config.translate_cache)}
+    return (
+        dataclasses.replace(
+            context, engine=client, readiness=readiness, config=config, shared=shared, defaults=model.wish.defaults
+        ),
+        client,
+    )
