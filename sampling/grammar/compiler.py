@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import llguidance
 
-from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form
+from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form, SchemaRule
 from sampling.grammar.errors import GrammarError, in_one_line
-from sampling.grammar.formats import narrow_formats
 from sampling.grammar.matcher import Grammar
+from sampling.grammar.narrowing import narrow
 from sampling.grammar.schema_place import place_of_fault
 from sampling.grammar.trial import Trials
 from sampling.grammar.vocabulary import make_vocabulary
@@ -130,7 +130,7 @@ def _as_llguidance(constraint: Constraint) -> str:
     try:
         match constraint.form:
             case Form.LARK:
-                rules = (f"{rule.name}: %json {_json_rule(rule.source, rule.strict)}\n" for rule in constraint.rules)
+                rules = (f"{rule.name}: %json {_rule_of(rule)}\n" for rule in constraint.rules)
                 grammar = matcher.grammar_from_lark("\n".join([constraint.source, *rules]))
             case Form.REGEX:
                 grammar = matcher.grammar_from_regex(constraint.source)
@@ -145,7 +145,7 @@ def _as_llguidance(constraint: Constraint) -> str:
 
 def _json_grammar(source: str, strict: bool) -> str:
     loose: JsonCompileOptions = {"lenient": not strict, "coerce_one_of": not strict}
-    return llguidance.LLMatcher.grammar_from_json_schema(_schema_of(source), defaults=WRITTEN, overrides=loose)
+    return llguidance.LLMatcher.grammar_from_json_schema(_schema_of(source, strict), defaults=WRITTEN, overrides=loose)
 
 
 def _json_rule(source: str, strict: bool) -> str:
@@ -153,12 +153,23 @@ def _json_rule(source: str, strict: bool) -> str:
     return json.dumps(json.loads(_json_grammar(source, strict))["grammars"][0]["json_schema"])
 
 
-def _schema_of(source: str) -> dict[str, Any]:
-    """A schema that is an object; `true` is {}. Raises GrammarError for false, under which no answer is valid."""
+def _rule_of(rule: SchemaRule) -> str:
+    try:
+        return _json_rule(rule.source, rule.strict)
+    except GrammarError as error:
+        raise GrammarError(str(error), error.place, rule.field) from error
+
+
+def _schema_of(source: str, strict: bool) -> dict[str, Any]:
+    """A schema that is an object; `true` is {}. Raises GrammarError for what cannot be held to.
+
+    That is false, under which no answer is valid, and see `narrow`. How JSON is written is not the client's to say.
+    """
     schema = {} if (given := json.loads(source)) is True else given
     if not isinstance(schema, dict):
         raise GrammarError("the schema is false: no answer is valid" if given is False else "a schema is an object")
-    narrow_formats(schema)
+    schema.pop("x-guidance", None)
+    narrow(schema, strict)
     return schema
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_OPTION = re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' option[^\n]*")
+
 
 class GrammarError(Exception):
     """A grammar that cannot be served or followed any further; the message says why."""
@@ -16,6 +20,7 @@ class GrammarError(Exception):
 
 def in_one_line(error: str) -> str:
     """What llguidance says first, and what is wrong with a regular expression; the rest is its inner state."""
+    error = _OPTION.sub("more than one branch of oneOf may match; write anyOf", error)
     first, *others = error.strip().split("\n")
     why = (line.removeprefix("error: ") for line in others if line.startswith("error: "))
     return " ".join([first, *why])

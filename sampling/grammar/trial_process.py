@@ -54,6 +54,8 @@ def _refusal(compiler: GrammarCompiler, constraint: Constraint) -> tuple[str, st
         state.compute_bitmask()
         if time.thread_time() - started > MASK_S:
             return "its masks take too long; write it with less ambiguity", "", ""
+        if state.is_error():
+            return "no text matches it, or none that can be written from its beginning on", "", ""
     except GrammarError as error:
         return str(error), error.place, error.field
     return None

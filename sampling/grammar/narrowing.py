@@ -1,0 +1,73 @@
+"""Where llguidance allows more than a schema does: the schema is made narrower, or refused.
+
+Formats are said as patterns beside them, white space in patterns is ECMA's, and limits of numbers are those that a
+double holds exactly: beyond them llguidance takes another number.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sampling.grammar.errors import GrammarError
+from sampling.grammar.schema_place import parts_of
+
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])-|[0-9]{{4}}-02-(?:[01]|2[0-8])|{_LEAP_YEAR}-02-29)"
+PATTERNS = {
+    "date": _DAY,
+    "time": r"^[0-9]{2}:[0-9]{2}:[0-5]",
+    "date-time": f"{_DAY}[^:]{{2,5}}:[0-9]{{2}}:[0-5]",
+    "email": r"^[^@]{1,64}@",
+}
+"""February has 29 days in leap years; leap seconds are there once in years; a mailbox has 64 bytes at most."""
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+LARGEST = 2**53
+"""Of a limit's size."""
+_PIECE = re.compile(r"\\.|.", re.DOTALL)
+
+
+def narrow(schema: Any, strict: bool, place: str = "") -> None:
+    """Change a schema and all schemas in it, in place.
+
+    Raises GrammarError, naming the place, for limits that cannot be held to; if not `strict` they are left out.
+    """
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = as_ecma(schema["pattern"])
+    _narrow_format(schema)
+    for name in LIMITS:
+        limit = schema.get(name)
+        if isinstance(limit, int | float) and not -LARGEST <= limit <= LARGEST:
+            if strict:
+                raise GrammarError(f"{name} is beyond 2^53, where numbers are not exact: {limit}", place)
+            del schema[name]
+    for step, part in parts_of(schema):
+        narrow(part, strict, place + step)
+
+
+def _narrow_format(schema: dict[str, Any]) -> None:
+    given = schema.get("format")
+    pattern = PATTERNS.get(given) if isinstance(given, str) else None
+    if pattern is None:
+        return
+    if "pattern" not in schema:
+        schema["pattern"] = pattern
+    elif isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"].append({"pattern": pattern})
+
+
+def as_ecma(pattern: str) -> str:
+    """A pattern whose white space has the byte order mark among it, as JavaScript's."""
+    made, in_class = [], False
+    for piece in _PIECE.findall(pattern):
+        if piece in ("[", "]"):
+            in_class = piece == "["
+        if piece == r"\s":
+            made.append(r"\s\x{FEFF}" if in_class else r"[\s\x{FEFF}]")
+        elif piece == r"\S" and not in_class:
+            made.append(r"[^\s\x{FEFF}]")
+        else:
+            made.append(piece)
+    return "".join(made)

@@ -1,0 +1,103 @@
+"""Schemas of which llguidance would allow more than they say, and grammars that no text matches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
+from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.constraint import Constraint, Form, SchemaRule
+from sampling.grammar.errors import GrammarError
+from sampling.grammar.matcher import Matcher
+from sampling.grammar.trial import Trials
+
+TOKENIZER = Tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    table = TOKENIZER.byte_table
+    made = GrammarCompiler(table, TOKENIZER.encode_bytes, VOCAB_SIZE, Trials(table, VOCAB_SIZE))
+    yield made
+    made.close()
+
+
+def schema(value: Any, **fields: Any) -> Constraint:
+    return Constraint(form=Form.JSON_SCHEMA, source=json.dumps(value), field="json_schema", **fields)
+
+
+def takes(compiler: GrammarCompiler, constraint: Constraint, value: Any) -> bool:
+    ids = TOKENIZER.encode(json.dumps(value, ensure_ascii=False))
+    state = Matcher(compiler.compile(constraint)).state
+    return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "2023-02-28", "2023-12-31"], ["2021-02-29", "1900-02-29", "2024-02-30"]),
+        ("date-time", ["2024-02-29T10:00:00Z"], ["2023-02-29T10:00:00Z", "2023-03-01T10:00:60Z"]),
+    ],
+)
+def test_dates_that_there_are(compiler: GrammarCompiler, form: str, good: list[str], bad: list[str]) -> None:
+    for pattern in ({}, {"pattern": "^[0-9]"}):
+        held = schema({"type": "string", "format": form, **pattern})
+        assert [text for text in [*good, *bad] if takes(compiler, held, text)] == good
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "is_taken"),
+    [
+        (r"^\S$", "\ufeff", False),
+        (r"^\S$", "a", True),
+        (r"^\s$", "\ufeff", True),
+        (r"^[\s]$", "\ufeff", True),
+        (r"^[^\s]$", "\ufeff", False),
+        (r"^\\S$", r"\S", True),
+    ],
+)
+def test_white_space_of_patterns(compiler: GrammarCompiler, pattern: str, text: str, is_taken: bool) -> None:
+    assert takes(compiler, schema({"type": "string", "pattern": pattern}), text) is is_taken
+
+
+def test_limits_that_are_not_exact_are_refused_by_their_place(compiler: GrammarCompiler) -> None:
+    limits = [{"minimum": 1e300, "maximum": 1e301}, {"exclusiveMinimum": 2**53 + 1}, {"maximum": -(2**60)}]
+    for limit in limits:
+        held = {"properties": {"a": {"items": {"type": "integer", **limit}}}}
+        with pytest.raises(GrammarError, match=r"beyond 2\^53") as refusal:
+            compiler.compile(schema(held))
+        assert refusal.value.place == ".properties.a.items"
+        compiler.compile(schema(held, strict=False))
+        rule = SchemaRule(name="x", source=json.dumps(held), field="tools[0]")
+        with pytest.raises(GrammarError) as refusal:
+            compiler.compile(Constraint(form=Form.LARK, source="start: x\n", rules=(rule,)))
+        assert (refusal.value.field, refusal.value.place) == ("tools[0]", ".properties.a.items")
+    assert takes(compiler, schema({"type": "integer", "minimum": 2**53}), 2**53)
+
+
+def test_how_json_is_written_is_not_the_schemas_to_say(compiler: GrammarCompiler) -> None:
+    held = schema({"type": "array", "x-guidance": {"item_separator": "[xy]"}})
+    assert takes(compiler, held, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        schema({"$ref": "#"}),
+        schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        Constraint(form=Form.REGEX, source=r"[^\s\S]"),
+    ],
+    ids=["itself", "each other", "nothing"],
+)
+def test_what_no_text_matches_is_refused(compiler: GrammarCompiler, constraint: Constraint) -> None:
+    with pytest.raises(GrammarError, match="no text matches it"):
+        compiler.compile(constraint)
+
+
+def test_one_of_is_refused_in_words_of_the_request(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="more than one branch of oneOf may match; write anyOf"):
+        compiler.compile(schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
