@@ -69,8 +69,6 @@ def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Ou
         for done in as_completed([pool.submit(attempt, mutant) for mutant in chosen]):
             if (outcome := done.result()) is not None:
                 yield outcome
-    if unchanged.failing:
-        print("fail without any change here, and were left out:", *sorted(unchanged.failing), sep="\n  ")
 
 
 def summary(results: dict[str, Result], here: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,13 @@ def test_what_fails_without_any_change_is_left_out(
     assert unchanged.failing == {f"test/test_it.py{failing}"}
 
 
+def test_where_every_test_is_left_out_nothing_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_it.py").write_text(WRONG)
+    left_out = ["test/test_it.py::test_wrong", "test/test_it.py::test_right"]
+    assert runner.first_failure(runner.Tree(tmp_path), ["test/test_it.py"], Limits(), left_out) == ""
+
+
 def test_a_test_that_is_not_there_has_seen_nothing(tmp_path: Path) -> None:
     """Such as a case that has another name by now."""
     (tmp_path / "test").mkdir()
