@@ -380,7 +380,7 @@ class Engine:
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the step failed: {_named(error)}")
         if self.machine.is_out_of_memory(error):
             info = _no_memory()
-        for job in dict.fromkeys(row.sequence.job for row in rows if row.sequence.is_in_steps):
+        for job in dict.fromkeys(row.sequence.job for row in rows if self.jobs.goes_on_from(row.sequence)):
             self.jobs.fail(job, info)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ import httpx
 from bench.crash import descendants
 
 SAMPLE_S = 1.0
-FLAT = 0.01
-"""Growth an hour, as a share, that is called flat."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +75,6 @@ class Sampler:
             with contextlib.suppress(OSError):
                 for pid, figures in all_figures(self.supervisor).items():
                     self.samples.setdefault(pid, []).append((time.monotonic(), figures.rss))
-
-
-def growth(samples: list[tuple[float, int]], since: float) -> tuple[float, float] | None:
-    """(share an hour, its standard error) of memory after `since`; None: too few samples."""
-    points = [(at, rss) for at, rss in samples if at >= since]
-    if len(points) < 20:
-        return None
-    times, values = [at for at, _ in points], [float(rss) for _, rss in points]
-    slope, intercept = statistics.linear_regression(times, values)
-    rest = sum((v - slope * t - intercept) ** 2 for t, v in points) / (len(points) - 2)
-    spread = sum((t - statistics.fmean(times)) ** 2 for t in times)
-    scale = 3600 / statistics.fmean(values)
-    return slope * scale, (rest / spread) ** 0.5 * scale
 
 
 def at_rest(url: str, timeout_s: float = 60.0) -> dict[str, Any]:

@@ -375,6 +375,14 @@ class JobTable:
         for sequence in rows:
             self._drop(sequence)
 
+    def goes_on_from(self, sequence: Sequence) -> bool:
+        """Whether a step's failure over this row is its job's: it is in the steps, or others go on from its prompt."""
+        if sequence.is_in_steps:
+            return True
+        live = sequence.job.live
+        has_forked = not sequence.draws and sequence not in live
+        return has_forked and any(0 <= row.row - sequence.row < sequence.stands_for for row in live)
+
     def fail_grammar(self, sequence: Sequence, error: GrammarError) -> None:
         """End a row's job because its grammar cannot be followed any further."""
         constraint = sequence.request.constraint
