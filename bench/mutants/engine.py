@@ -342,6 +342,12 @@ MUTANTS: list[Mutant] = [
                 "a token is taken for a row that has ended",
             ),
             (
+                "return has_forked and any(0 <=",
+                "return False and any(0 <=",
+                "rows go on from a prompt whose step failed",
+                f"{WORLDS}::test_worlds_that_found_something[741]",
+            ),
+            (
                 "            self._keeper.take_back(sequence)\n",
                 "",
                 "each turn that ends by a stop reads its session anew",
