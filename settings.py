@@ -34,6 +34,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     http_workers: int = 0
     """0: by the number of CPUs."""
+    replicas: int = 0
+    """Engines of the service's own model, which share the database; 0: one that has it for itself."""
+    replica_devices: tuple[tuple[str, ...], ...] = ()
+    """The devices of each, where they are named."""
     front: str = "auto"
     """"nginx" | "none" | "auto": nginx where it is installed and the host is not loopback."""
     max_connections_per_client: int = 0
@@ -106,6 +110,11 @@ def _host(text: str) -> str:
         return str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         raise SettingsError(f"must be an address of this machine, got {text!r}, which cannot be resolved") from None
+
+
+def _device_groups(text: str) -> tuple[tuple[str, ...], ...]:
+    """`0,1;2,3`: the devices of each engine."""
+    return tuple(_devices(group) for group in text.split(";"))
 
 
 def _devices(text: str) -> tuple[str, ...]:
@@ -225,6 +234,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
     ServiceConfig: (
         Flag("http_workers", _whole(0, 128), "HTTP worker processes; 0: 2, from 8 CPUs on 4, from 32 on 8"),
         Flag(
+            "replicas",
+            _whole(0, 64),
+            "engines that serve the model, a process each, on a GPU each; more may be added; 0: one, and none is added",
+        ),
+        Flag(
             "front",
             _one_of("auto", "nginx", "none"),
             "what clients talk to: nginx, which the service starts, or the HTTP workers themselves (none); "
@@ -275,6 +289,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         ),
         Flag("trusted_proxies", _networks, "addresses or networks whose X-Forwarded-For is believed, like 10.0.0.0/8"),
         Flag("engine_wait_s", _number(0, 3600), "seconds that work waits for an engine that loads or is restarted"),
+        Flag("resubmit", _whole(0, 16), "engines that a request may lose and still go on with another; 0: none"),
         Flag("stall_timeout_s", _number(0.1, 1e6), "seconds after which a client that reads nothing is cut off"),
         Flag("default_timeout_s", _number(0, 86400), "timeout_s of requests that give none; 0: no limit"),
         Flag(
@@ -318,7 +333,12 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             repeats=True,
         ),
         Flag("models_dir", _folder, "folder of the files that requests may load: models, tuned states, adapters"),
-        Flag("devices", _devices, "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu", name="pp_devices"),
+        Flag(
+            "devices",
+            _device_groups,
+            "one pipeline stage each: [0,1,2,3], 0,1 or cuda:0,cpu; of several engines, divided by semicolons: 0,1;2,3",
+            name="pp_devices",
+        ),
         Flag(
             "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
         ),
@@ -449,6 +469,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     values = {section: _section_values(flags, given, source) for section, flags in FLAGS.items()}
     if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
         values[HttpConfig]["password"] = _first_line(path)
+    _apply_devices(values[EngineConfig], values[ServiceConfig])
     _apply_strategy(values[EngineConfig])
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
     shared: dict[str, Any] = {name: getattr(engine, name) for name in ("drain_timeout_s", "model_name", "models_dir")}
@@ -456,6 +477,18 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     if service.http_workers == 0:
         service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))
     return Settings(service=service, http=HttpConfig(**values[HttpConfig], **shared), engine=engine)
+
+
+def _apply_devices(engine: dict[str, Any], service: dict[str, Any]) -> None:
+    """`--pp-devices` as the devices of the first engine, and of each if there are several."""
+    groups: tuple[tuple[str, ...], ...] = engine.pop("devices", ())
+    if not groups:
+        return
+    engine["devices"] = groups[0]
+    if len(groups) > 1:
+        if service.setdefault("replicas", len(groups)) != len(groups):
+            raise SettingsError(f"--pp-devices names {len(groups)} engines, --replicas {service['replicas']}")
+        service["replica_devices"] = groups
 
 
 def _apply_strategy(engine: dict[str, Any]) -> None:

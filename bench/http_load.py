@@ -189,7 +189,7 @@ def fetch(url: str, path: str, password: str) -> str:
 def served_tokens(url: str, password: str) -> float:
     """Tokens the service has sent since its start."""
     lines = fetch(url, "/metrics", password).splitlines()
-    return float(next(line for line in lines if line.startswith("rwkv_completion_tokens_total")).split()[1])
+    return sum(float(line.split()[1]) for line in lines if line.startswith("rwkv_completion_tokens_total"))
 
 
 def over_http(load: Load, url: str, client_processes: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rwkv_batch.calls import CountJobs, EngineCall, GetStatus, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import set_up_logging
 from rwkv_batch.protocol import Admitted, Sink
-from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
+from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Load
 from settings import parse_settings
 
 TEXT = b" the river ran past"
@@ -75,6 +75,11 @@ class PacedEngine:
     def stop(self) -> None:
         """End the steps."""
         self._stopping = True
+
+    @property
+    def load(self) -> Load:
+        """See ManagedEngine."""
+        return Load(len(self._rows), 0)
 
     def when_delivered(self, act: Callable[[], None]) -> None:
         """See server.ManagedEngine."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed
+from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed, SessionTurn
 
 
 @dataclass(slots=True)
@@ -21,12 +21,15 @@ class RowProgress:
     """tokens whose log-probabilities were told"""
     prompt_logprobs: int = 0
     """the same of its prompt's"""
+    session_tokens: int | None = None
+    """of its session before the turn; None: the turn has not begun"""
     has_ended: bool = False
 
     @property
     def has_begun(self) -> bool:
         """Whether anything was told of it."""
-        return bool(self.token_ids or self.prompt_logprobs or self.has_ended)
+        has_told = self.token_ids or self.prompt_logprobs or self.has_ended
+        return bool(has_told or self.session_tokens is not None)
 
     def take(self, delta: Delta) -> None:
         """Note what is told."""
@@ -34,6 +37,8 @@ class RowProgress:
         self.shown += len(delta.text)
         self.logprobs += len(delta.logprobs or ())
         self.prompt_logprobs += len(delta.prompt_logprobs or ())
+        if delta.session_tokens is not None:
+            self.session_tokens = delta.session_tokens
         self.has_ended = delta.finish is not None
 
 
@@ -47,12 +52,15 @@ class Progress:
         """of the rows of the job as it was handed over last; None: as they are"""
 
     def take(self, events: JobEvents) -> JobEvents:
-        """Note what the engine tells; returns it with the rows numbered as in the job."""
+        """Note what the engine tells; returns what its caller is told, with the rows numbered as in the job."""
         if self._numbers is not None:
             deltas = [msgspec.structs.replace(delta, row=self._numbers[delta.row]) for delta in events.deltas]
             events = msgspec.structs.replace(events, deltas=deltas)
         for delta in events.deltas:
             self._rows[delta.row].take(delta)
+        if any(delta.session_tokens is not None for delta in events.deltas):
+            deltas = [delta for delta in events.deltas if delta.session_tokens is None]
+            events = msgspec.structs.replace(events, deltas=deltas)
         return events
 
     def rest(self) -> Job | None:
@@ -93,8 +101,14 @@ def _resumed(request: GenerateRequest, i: int, told: RowProgress) -> GenerateReq
         n=1,
         sampling=msgspec.structs.replace(request.sampling, seed=seed),
         resumed=Resumed(token_ids=list(token_ids), shown=told.shown) if token_ids else None,
+        session=_session_of(request.session, told),
         prompt_logprobs=_rest_of_scores(request, i, told, len(prompt)),
     )
+
+
+def _session_of(turn: SessionTurn | None, told: RowProgress) -> SessionTurn | None:
+    """The turn, to be taken only if it was not kept before its engine was lost."""
+    return turn if turn is None else msgspec.structs.replace(turn, expected_tokens=told.session_tokens)
 
 
 def _rest_of_scores(request: GenerateRequest, i: int, told: RowProgress, prompt_end: int) -> PromptLogprobs | None:

@@ -39,6 +39,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What our own nginx proves itself with; "" = there is none."""
     engine_wait_s: float = 10.0
     """How long work waits for an engine that is loading or being restarted."""
+    resubmit: int = 2
+    """Engines that a request may lose and go on with another; 0: it ends with its engine."""
+    shares_sessions: bool = False
+    """Whether any of the model's engines can go on with any session."""
     stall_timeout_s: float = 30.0
     """A client that reads nothing for so long is cut off."""
     default_timeout_s: float = 0.0

@@ -16,7 +16,7 @@ from routes.readiness import Readiness
 from routes.wakeups import WakeUps
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.served_model import ModelWish, ServedModel
+from rwkv_batch.ipc.served_model import ModelCommand, ModelWish, ServedModel
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
@@ -28,6 +28,10 @@ class ServingEngine(EngineProtocol, Protocol):
     @property
     def is_connected(self) -> bool:
         """Whether a loaded engine is there."""
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of those of its engines that take no work."""
 
     def observe(self, observation: Observe) -> None:
         """Report an ended HTTP request."""
@@ -48,6 +52,13 @@ class Models(Protocol):
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
         """Have a model unloaded, and wait so long for it. Raises ServiceError if there is none."""
+
+    @property
+    def engines(self) -> Sequence[ServedModel]:
+        """Those of the service's own model."""
+
+    async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
+        """Add, remove or restart engines, and wait so long until all stand still. Raises ServiceError."""
 
 
 class Gate:

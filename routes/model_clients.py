@@ -6,26 +6,27 @@ import dataclasses
 
 import msgspec
 
+from cluster.fleet import Fleet, FleetLimits
 from routes import translate
 from routes.context import Context
 from routes.readiness import Readiness
-from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.served_model import ServedModel
 
 
-def connected(context: Context, model: ServedModel, name: str) -> tuple[Context, EngineClient]:
+def connected(context: Context, model: ServedModel, name: str) -> tuple[Context, Fleet]:
     """The context of a model that is ready: its engine, which work waits for, its name, and translations of its own.
 
     `name`: of this process, as the engine's status lists it.
     """
     readiness = Readiness(context.config.engine_wait_s)
-    client = EngineClient(model.address, readiness.engine_changed)
-    client.start(name)
+    fleet = Fleet(FleetLimits(context.config.resubmit, context.config.engine_wait_s), readiness.engine_changed)
+    fleet.update([model])
+    fleet.start(name)
     config = msgspec.structs.replace(context.config, model_name=model.wish.name)
     shared = {**context.shared, translate.CACHE: translate.TranslationCache(config.translate_cache)}
     return (
         dataclasses.replace(
-            context, engine=client, readiness=readiness, config=config, shared=shared, defaults=model.wish.defaults
+            context, engine=fleet, readiness=readiness, config=config, shared=shared, defaults=model.wish.defaults
         ),
-        client,
+        fleet,
     )

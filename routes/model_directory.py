@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from routes.context import Context
 from routes.request.model_names import base_name
 from routes.request.shown import shown
@@ -30,6 +32,9 @@ class ModelClient(Protocol):
     def num_jobs(self) -> int:
         """Jobs under way."""
 
+    def update(self, engines: Sequence[ServedModel]) -> None:
+        """What is told of it."""
+
     def stop(self) -> None:
         """Close it for good."""
 
@@ -43,9 +48,18 @@ class ModelDirectory:
     Threads: the one that listens to the supervisor calls `update` and `answered`; the loop all else.
     """
 
-    def __init__(self, tell: Callable[[ModelCommand], None], connect: Connect) -> None:
+    def __init__(
+        self,
+        tell: Callable[[ModelCommand], None],
+        connect: Connect,
+        own_changed: Callable[[Sequence[ServedModel]], None] = lambda engines: None,
+    ) -> None:
+        """`own_changed` is told the engines of the service's own model."""
         self._tell = tell
         self._connect = connect
+        self._own_changed = own_changed
+        self.engines: tuple[ServedModel, ...] = ()
+        """of the service's own model"""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, Callable[[str | None], object]] = {}
@@ -57,9 +71,14 @@ class ModelDirectory:
 
     def update(self, table: Sequence[ServedModel]) -> None:
         """What the supervisor says there is now."""
+        self.engines = tuple(engine for engine in table if engine.is_own)
+        self._own_changed(self.engines)
+        table = [engine for engine in table if not engine.is_own]
         addresses = {model.address for model in table}
         for model in table:
-            if model.status is ModelStatus.READY and model.address not in self._here:
+            if model.address in self._here:
+                self._here[model.address][1].update([model])
+            elif model.status is ModelStatus.READY:
                 self._here[model.address] = self._connect(model)
         for address in set(self._here) - addresses:
             self._here.pop(address)[1].stop()
@@ -120,6 +139,15 @@ class ModelDirectory:
         while self.find(name) is not None and loop.time() < deadline:
             await self._change(min(deadline - loop.time(), _TOLD_S))
 
+    async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
+        """Add, remove or restart engines of the own model, and wait so long until all stand still; None: do not."""
+        before = self.engines
+        await self._send(change, ErrorKind.INVALID_FIELD, "devices" if change.add_engine is not None else "engine")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (timeout_s or 0.0)
+        while loop.time() < deadline and (self.engines == before or not _stand_still(self.engines, change)):
+            await self._change(min(deadline - loop.time(), _TOLD_S))
+
     def _own(self, context: Context, asked: str) -> Context:
         """The service's own model; any name is its own where no other can be loaded."""
         own = context.config.model_name
@@ -134,6 +162,11 @@ class ModelDirectory:
         return here is not None and here[1].num_jobs > 0
 
     async def _command(self, wish: ModelWish | None = None, unload: str = "") -> None:
+        kind = ErrorKind.NAME_TAKEN if wish is not None else ErrorKind.MODEL_NOT_FOUND
+        await self._send(ModelCommand(0, wish, unload), kind, "name", wish.name if wish is not None else unload)
+
+    async def _send(self, command: ModelCommand, kind: ErrorKind, field: str, given: str | None = None) -> None:
+        """Have the supervisor obey. Raises ServiceError of that kind with its reason if it does not."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str | None] = loop.create_future()
         number = next(self._numbers)
@@ -144,11 +177,10 @@ class ModelDirectory:
 
         with self._lock:
             self._waiting[number] = lambda refusal: loop.call_soon_threadsafe(settle, refusal)
-        self._tell(ModelCommand(number, wish, unload))
+        self._tell(msgspec.structs.replace(command, number=number))
         refusal = await answer
         if refusal is not None:
-            kind = ErrorKind.NAME_TAKEN if wish is not None else ErrorKind.MODEL_NOT_FOUND
-            raise ServiceError(kind, refusal, field="name", given=wish.name if wish is not None else unload)
+            raise ServiceError(kind, refusal, field=field, given=given)
 
     async def _settled(
         self, name: str, timeout_s: float | None, ends: set[ModelStatus], before: str = ""
@@ -182,6 +214,13 @@ class ModelDirectory:
         finally:
             with self._lock:
                 self._changed.discard(wake)
+
+
+def _stand_still(engines: Sequence[ServedModel], change: ModelCommand) -> bool:
+    """Whether what was asked for has been done, as far as it can be."""
+    if change.remove_engine:
+        return all(engine.engine != change.remove_engine for engine in engines)
+    return all(engine.status in (ModelStatus.READY, ModelStatus.FAILED) for engine in engines)
 
 
 def _unknown(message: str, asked: str, field: str = "model") -> ServiceError:

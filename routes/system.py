@@ -67,7 +67,7 @@ async def healthz(context: Context, query: dict[str, str]) -> Reply:
 
 
 async def readyz(context: Context, query: dict[str, str]) -> Reply:
-    """The model is loaded and every HTTP worker takes new work; 503 otherwise."""
+    """An engine and every HTTP worker take new work; 503 otherwise. Engines that do not are named."""
     why_not = None
     if context.gate.draining:
         why_not = "draining"
@@ -77,7 +77,8 @@ async def readyz(context: Context, query: dict[str, str]) -> Reply:
         why_not = "not every HTTP worker takes work yet (starting, or being replaced)"
     if why_not is not None:
         return json_answer({"status": why_not, "error": why_not}, 503)
-    return json_answer({"status": "ready"})
+    lost = context.engine.lost
+    return json_answer({"status": "degraded", "lost": lost} if lost else {"status": "ready"})
 
 
 async def status(context: Context, query: dict[str, str]) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from routes import (
     big_batch,
+    engines,
     fim,
     models,
     multi_state,
@@ -40,6 +41,7 @@ ROUTES: tuple[Route, ...] = (
     *embeddings.ROUTES,
     *responses.ROUTES,
     *models.ROUTES,
+    *engines.ROUTES,
     *rwkv_infer.ROUTES,
     *files.ROUTES,
     *batches.ROUTES,

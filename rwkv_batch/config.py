@@ -65,7 +65,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_on_cpu: bool = False
     """The same on a CPU, where it gains nothing: for tests."""
     threads: int = 0
-    """Compute threads on a CPU; 0: all cores."""
+    """Compute threads on a CPU; 0: this engine's part of all cores."""
+    replica: int = 0
+    """Number of this engine among those that serve the model on this machine; of "auto", it chooses the GPU."""
+    replicas: int = 1
+    """How many these are: they share the machine."""
     gives_way: bool = False
     """Loading takes few of the cores while others want them: another model is being served."""
     drain_timeout_s: float = 30.0

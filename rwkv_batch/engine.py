@@ -22,7 +22,7 @@ from rwkv_batch.core.state_manager import StateManager, as_service_error
 from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
-from rwkv_batch.request import Job
+from rwkv_batch.request import Job, Load
 from rwkv_batch.runner.adapter_library import AdapterLibrary
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.model_runner import ModelRunner
@@ -104,6 +104,13 @@ class Engine:
         """See `server.ManagedEngine`."""
         is_serving = self._loaded.is_set() and not self._stopping and not self.machine.is_making_ready
         return self._rounds if is_serving else None
+
+    @property
+    def load(self) -> Load:
+        """See `server.ManagedEngine`."""
+        places = self.scheduler.places
+        rows = self.scheduler.running_rows + places.waiting_rows + places.paused_rows
+        return Load(rows, self.scheduler.queued_tokens)
 
     def when_delivered(self, act: Callable[[], None]) -> None:
         """See `server.ManagedEngine`."""
@@ -230,6 +237,8 @@ class Engine:
             "paused_rows": self.scheduler.places.paused_rows,
             "jobs": self.jobs.count_by_label(),
             "draining": self._draining,
+            "queued_prompt_tokens": self.scheduler.queued_tokens,
+            "prompt_backlog_s": round(self.speed.time_to_read(self.scheduler.queued_tokens), 3),
             **self.speed.figures(),
             **self.machine.status(),
         }

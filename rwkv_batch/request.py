@@ -15,6 +15,15 @@ from sampling.grammar.constraint import Constraint
 from sampling.params import SamplingParams
 
 
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine has to do."""
+
+    rows: int
+    """That run, wait or are paused."""
+    prompt_tokens: int
+    """That they have to read yet."""
+
+
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The row continues a stored session, and its prompt and answer are folded into it."""
 
@@ -25,6 +34,9 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
     """None: a linear turn. n: a new dialogue is forked from dialogue n of this session (0: the empty root)."""
     wait: bool = True
     """Whether to queue behind a running turn of the same session, or fail with SESSION_BUSY."""
+    expected_tokens: int | None = None
+    """Of a turn that goes on after the loss of its engine: the session's tokens before it. If there are others, the
+    turn was kept, and is not taken again."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +214,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     several rows share with the first of them."""
     token_ids: list[int] = []
     """The `num_tokens` tokens, where `Job.tells_ids`."""
+    session_tokens: int | None = None
+    """Those of a session before its turn, told when the turn begins, where `Job.tells_ids`."""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -19,7 +19,7 @@ from routes.api_keys import KeysFile
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.served_model import ServedModel
 from supervisor.child import Child, back_off_s
-from supervisor.model_engines import ModelEngines
+from supervisor.engines import Engines
 
 logger = logging.getLogger("supervisor")
 
@@ -65,7 +65,7 @@ class HttpWorkers:
     arguments: tuple[Any, ...]
     num_sockets: int
     keys: KeysFile
-    models: ModelEngines
+    engines: Engines
     target: Any = http_process
     workers: list[Worker] = field(default_factory=list)
     failures: int = 0
@@ -146,9 +146,9 @@ class HttpWorkers:
                 case "engine":
                     worker.has_engine = value
                 case "model":
-                    worker.child.tell(("model", value.number, self.models.obey(value)))
+                    worker.child.tell(("model", value.number, self.engines.obey(value)))
                 case "used":
-                    self.models.used(value)
+                    self.engines.used(value)
                 case "failed":
                     worker.complaint = value
 
@@ -193,7 +193,7 @@ class HttpWorkers:
 
     def _tell_models(self) -> None:
         """Tell every worker when a model has come, gone or changed."""
-        table = self.models.table
+        table = self.engines.table
         if table != self.told_models:
             self.told_models = table
             for worker in self.workers:

@@ -1,4 +1,4 @@
-"""The supervisor: one engine process and several HTTP worker processes, perhaps nginx in front, all looked after here.
+"""The supervisor: engine processes and HTTP worker processes, perhaps nginx in front, all looked after here.
 
 A process that dies is started again; a signal drains the service; children notice the supervisor's end by their pipe
 and end too.
@@ -6,7 +6,6 @@ and end too.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -30,10 +29,10 @@ from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings
 from supervisor.child import Child
+from supervisor.engines import Engines, ModelLimits
 from supervisor.front import front_process
 from supervisor.http_workers import HttpWorkers, fork_context, http_process
 from supervisor.listeners import Listeners, open_listeners
-from supervisor.model_engines import ModelEngines, ModelLimits
 from supervisor.nginx_config import NginxConfig, chosen_front
 
 logger = logging.getLogger("supervisor")
@@ -84,34 +83,33 @@ class Supervisor:
         self._listeners = listeners or listen(settings)
         if self._listeners.front is not None:
             settings = _with_front_key(settings)
-        settings = _with_files_dir(settings)
+        settings = _with_shared_sessions(_with_files_dir(settings))
         self._settings = settings
         self._folder = tempfile.mkdtemp(prefix="rwkv-")
-        self._address = os.path.join(self._folder, "engine")
         style = LogStyle(settings.service.log_format, settings.service.log_level)
         spawn = multiprocessing.get_context("spawn")
-        engine = (settings.engine, self._address, engine_factory, style)
-        self._engine = Child("engine", spawn, engine_process, engine)
         limits = ModelLimits(settings.service.max_models, settings.service.model_idle_s, _LAST_WORDS_S)
-        self._models = ModelEngines(settings.engine, self._folder, style, spawn, engine_process, engine_factory, limits)
+        replicas = settings.service.replica_devices or (settings.engine.devices,) * max(1, settings.service.replicas)
+        self._engines = Engines(
+            settings.engine, self._folder, style, spawn, engine_process, engine_factory, limits, replicas
+        )
         sockets = self._listeners.workers
-        http = (settings.http, self._address, style, sockets)
+        http = (settings.http, style, sockets)
         keys = KeysFile(settings.http.keys_file)
         keys.read()
-        self._workers = HttpWorkers(fork_context(), http, len(sockets), keys, self._models, http_target)
+        self._workers = HttpWorkers(fork_context(), http, len(sockets), keys, self._engines, http_target)
         self._front: Child | None = None
         if self._listeners.front is not None:
             config = NginxConfig.of(settings, sockets)
             self._front = Child("nginx", spawn, front_process, (config, self._listeners.front, style))
         self._batches: Child | None = None
         if has_store(settings.http):
-            batches = (settings.http, self._address, style)
-            self._batches = Child("batches", fork_context(), batches_process, batches)
+            self._batches = Child("batches", fork_context(), batches_process, (settings.http, style))
+        self._is_announced = False
         self._wake_read, self._wake_write = os.pipe()
         self._batches_told: tuple[object, tuple[ServedModel, ...]] = (None, ())
-        """the process of batches, and what it was told of models"""
+        """the process of batches, and what it was told of engines"""
         self._have_started: set[Child] = set()
-        self._is_drained = False
         self._signals = 0
 
     def run(self) -> int:
@@ -129,7 +127,7 @@ class Supervisor:
 
     def _singles(self) -> list[Child]:
         """Processes of which there is one each."""
-        return [child for child in (self._engine, self._front, self._batches) if child is not None]
+        return [child for child in (self._front, self._batches) if child is not None]
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
@@ -145,26 +143,26 @@ class Supervisor:
                 self._reap(child)
             if child.process is None and time.monotonic() >= child.restart_at:
                 self._start(child)
-        self._models.look_after()
+        self._engines.look_after()
+        self._announce()
         self._tell_batches()
         self._workers.look_after()
-        waitables = [self._wake_read, *self._workers.waitables, *self._models.waitables]
+        waitables = [self._wake_read, *self._workers.waitables, *self._engines.waitables]
         waitables += [one for child in self._singles() for one in child.waitables]
         if self._wake_read in wait(waitables, timeout=self._next_start_s()) and _RELOAD in os.read(self._wake_read, 64):
             self._workers.reload()
 
     def _tell_batches(self) -> None:
-        """Tell the process of batches which other models there are, when it has begun and when that changes."""
+        """Tell the process of batches which engines there are, when it has begun and when that changes."""
         if self._batches is None or not self._batches.is_alive:
             return
-        told = (self._batches.process, self._models.table)
+        told = (self._batches.process, self._engines.table)
         if told != self._batches_told:
             self._batches_told = told
-            self._batches.tell(("models", self._models.table))
+            self._batches.tell(("models", self._engines.table))
 
     def _start(self, child: Child) -> None:
         """Start a process; where that fails, as when the one that forks has just been lost, again in a moment."""
-        self._clear_address(child)
         try:
             child.start()
         except (EOFError, OSError) as error:
@@ -174,22 +172,16 @@ class Supervisor:
     def _next_start_s(self) -> float | None:
         now = time.monotonic()
         waits = [max(0.0, child.restart_at - now) for child in self._singles() if child.process is None]
-        waits += [wait for wait in (self._workers.wait_s(), self._models.wait_s()) if wait is not None]
+        waits += [wait for wait in (self._workers.wait_s(), self._engines.wait_s()) if wait is not None]
         return min(waits, default=None)
 
     def _listen_to(self, child: Child) -> None:
         for subject, value in child.heard():
             match subject:
-                case "ready" if child not in self._have_started:
-                    self._have_started.add(child)
-                    http = self._settings.http
-                    logger.info("serving %s on http://%s:%d", http.model_name, _bracketed(http.host), http.port)
                 case "started":
                     self._have_started.add(child)
-                case "drained":
-                    self._is_drained = True
                 case "used":
-                    self._models.used(value)
+                    self._engines.used(value)
                 case "failed" if child not in self._have_started:
                     raise StartupError(value)
                 case "failed":
@@ -203,10 +195,11 @@ class Supervisor:
         delay = child.plan_restart()
         logger.error("process %s ended (%s); it is started again in %.1f s", child.name, cause, delay)
 
-    def _clear_address(self, child: Child) -> None:
-        if child is self._engine:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._address)
+    def _announce(self) -> None:
+        if self._engines.is_up and not self._is_announced:
+            self._is_announced = True
+            http = self._settings.http
+            logger.info("serving %s on http://%s:%d", http.model_name, _bracketed(http.host), http.port)
 
     def _drain(self) -> None:
         """Refuse new work, let the running work end, store the states, end the processes."""
@@ -216,33 +209,28 @@ class Supervisor:
         self._workers.drain()
         if self._batches is not None:
             self._batches.tell("drain")  # what has ended is kept, the rest goes on at the next start
-        self._engine.tell("drain")
-        self._models.drain()
-        self._await(self._engine_is_drained, deadline)
+        self._engines.drain()
+        self._await(self._engines_have_ended, deadline)
         if self._front is not None:
             self._front.tell("quit")  # it listens no more, and ends when the workers' last answers are out
         self._workers.finish()
         self._await(lambda: not self._workers.are_alive, deadline)
         self._await(lambda: self._front is None or not self._front.is_alive, deadline)
-        self._engine.tell("end")
-        self._await(lambda: not self._engine.is_alive and not self._models.are_alive, deadline)
         if self._signals > 1:
             self._cut_off()
         logger.info("stopped")
 
     def _cut_off(self) -> None:
         """End at once, but let the HTTP workers tell their clients so."""
-        self._engine.kill()
-        self._models.kill()
+        self._engines.kill()
         self._workers.finish()
         deadline = time.monotonic() + _CUT_OFF_S
         while self._workers.are_alive and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _engine_is_drained(self) -> bool:
-        self._listen_to(self._engine)
-        self._models.look_after()
-        return (self._is_drained or not self._engine.is_alive) and not self._models.are_alive
+    def _engines_have_ended(self) -> bool:
+        self._engines.look_after()
+        return not self._engines.are_alive
 
     def _await(self, condition: Callable[[], bool], deadline: float) -> None:
         while self._signals < 2 and time.monotonic() < deadline and not condition():
@@ -252,7 +240,7 @@ class Supervisor:
         self._workers.kill()
         for child in reversed(self._singles()):
             child.kill()
-        self._models.kill()
+        self._engines.kill()
         self._listeners.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -274,6 +262,17 @@ def _with_files_dir(settings: Settings) -> Settings:
     if folder != NONE:
         folder = str(Path(folder).absolute())
     return msgspec.structs.replace(settings, http=msgspec.structs.replace(settings.http, files_dir=folder))
+
+
+def _with_shared_sessions(settings: Settings) -> Settings:
+    """With --replicas the engines share the database: they are told what they have in common."""
+    pool = settings.engine.pool
+    if not (settings.service.replicas and pool.state_db):
+        return settings
+    pool = msgspec.structs.replace(pool, service=secrets.token_hex(8))
+    engine = msgspec.structs.replace(settings.engine, pool=pool)
+    http = msgspec.structs.replace(settings.http, shares_sessions=True)
+    return msgspec.structs.replace(settings, engine=engine, http=http)
 
 
 def _with_front_key(settings: Settings) -> Settings:

@@ -20,7 +20,7 @@ from rwkv_batch.calls import CountJobs, EngineCall, ExportSession, ListSessions,
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.protocol import Admitted, Sink
-from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Load
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.session_page import SessionPage
 
@@ -67,6 +67,10 @@ class FakeEngine:
     @property
     def rounds(self) -> int | None:
         return self._rounds
+
+    @property
+    def load(self) -> Load:
+        return Load(sum(len(one.texts) for one in list(self._jobs.values())), 0)
 
     def start(self) -> None:
         """Of a model file's name: "broken" cannot be loaded, "dying" ends the process, "slow" takes its time."""

@@ -22,7 +22,20 @@ from settings import (
 )
 from state_pool.config import PoolConfig
 
-DERIVED = {"front_key", "pool", "engine", "service", "gives_way", "drain_timeout_s", "model_name", "models_dir"}
+DERIVED = {
+    "front_key",
+    "pool",
+    "drain_timeout_s",
+    "model_name",
+    "models_dir",
+    "replica_devices",
+    "replica",
+    "replicas",
+    "engine",
+    "service",
+    "gives_way",
+    "shares_sessions",
+}
 """Fields that another section's flag or the supervisor sets, or that are sections themselves."""
 
 
@@ -30,6 +43,16 @@ DERIVED = {"front_key", "pool", "engine", "service", "gives_way", "drain_timeout
 def test_every_field_has_a_flag(section: type[msgspec.Struct]) -> None:
     fields = {field.name for field in msgspec.structs.fields(section)}
     assert fields - {flag.field for flag in FLAGS[section]} <= DERIVED  # type: ignore[index]
+
+
+def test_devices_of_several_engines() -> None:
+    settings = parse_settings(["--pp-devices", "0,1;2,cpu"], {})
+    assert settings.service.replicas == 2
+    assert settings.service.replica_devices == (("cuda:0", "cuda:1"), ("cuda:2", "cpu"))
+    assert settings.engine.devices == ("cuda:0", "cuda:1")
+    assert parse_settings(["--replicas", "3"], {}).service.replica_devices == ()
+    with pytest.raises(SettingsError, match="names 2 engines, --replicas 3"):
+        parse_settings(["--pp-devices", "0;1", "--replicas", "3"], {})
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

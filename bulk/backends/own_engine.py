@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -84,6 +84,7 @@ class _Engine:
     """The engine as routes see it."""
 
     is_connected = True
+    lost: ClassVar[list[str]] = []
 
     def __init__(self, settings: Settings) -> None:
         """Loads the model. Raises StartupError."""

@@ -19,6 +19,7 @@ from batch_store.records import Batch, Status
 from batch_store.store import Store
 from bulk.batches.job import BatchJob
 from bulk.records import RunError
+from cluster.fleet import Fleet, FleetLimits
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.files_folder import open_store
@@ -26,7 +27,6 @@ from routes.model_clients import connected
 from routes.model_directory import ModelDirectory
 from routes.readiness import Readiness
 from routes.translate import CACHE, TranslationCache
-from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.process import LogStyle, become_child
 
 logger = logging.getLogger(__name__)
@@ -39,17 +39,19 @@ _AGAIN_S = 10.0
 """Wait after a batch that could not go on, as when the disk is full."""
 
 
-def run_batches(config: HttpConfig, address: str, style: LogStyle, name: str, supervisor: Connection) -> None:
-    """Main function of the process. The supervisor is sent ("started", None), and may send "drain"."""
+def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Connection) -> None:
+    """Main function of the process. The supervisor is sent ("started", None), and sends ("models", the engines there
+    are) and "drain".
+    """
     become_child(name, style)
     store = open_store(config)
     assert store is not None
-    client = EngineClient(address)
-    context = Context(client, config, Gate(1), Readiness(0), files=store, whole_within_s=None)
+    fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
+    context = Context(fleet, config, Gate(1), Readiness(0), files=store, whole_within_s=None)
     context.shared[CACHE] = TranslationCache(config.translate_cache)
-    models = ModelDirectory(lambda _: None, lambda model: connected(context, model, name))
+    models = ModelDirectory(lambda _: None, lambda model: connected(context, model, name), fleet.update)
     context.models = models
-    client.start(name)
+    fleet.start(name)
     supervisor.send(("started", None))
 
     def tell_used() -> None:

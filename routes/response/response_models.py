@@ -413,6 +413,26 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class ServingEngine(BaseModel):
+    """An engine that serves the model."""
+
+    id: str
+    object: Literal["engine"]
+    created: int = Field(description="Unix time of the last change of its status.")
+    model: str
+    status: str = Field(description="loading, ready, lost (it does not answer), unloading (it drains) or failed.")
+    error: str = Field(description="Why it could not be started.")
+    pid: int = Field(description="0: no process runs.")
+    devices: list[str] = Field(description="As --pp-devices.")
+
+
+class EngineList(BaseModel):
+    """The engines that serve the model."""
+
+    object: Literal["list"]
+    data: list[ServingEngine]
+
+
 class MixtureMember(BaseModel):
     """A state in a mixture."""
 
@@ -455,6 +475,7 @@ class Health(BaseModel):
     """In one word."""
 
     status: str
+    lost: list[str] = Field([], description="Engines that take no work, where others do.")
 
 
 class TokenCount(BaseModel):
@@ -481,4 +502,10 @@ class Status(BaseModel):
     drawn_tokens_per_s: float = Field(description="The older name of generated_tokens_per_s.")
     read_tokens_per_s: float = Field(description="The older name of computed_tokens_per_s.")
     models: list[dict[str, Any]] = Field(description="Models loaded while serving, and how they stand.")
+    engines: list[dict[str, Any]] = Field(
+        [], description="Each engine of the service's own model: its state, process, devices, load and sessions."
+    )
+    prompt_backlog_s: float = Field(
+        0.0, description="Seconds in which the prompts that wait will be read; of the engine with the most."
+    )
     processes: dict[str, Any]

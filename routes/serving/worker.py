@@ -20,6 +20,7 @@ from typing import Any
 
 from robyn import Headers, Robyn
 
+from cluster.fleet import Fleet, FleetLimits
 from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
@@ -34,7 +35,6 @@ from routes.serving.http import register
 from routes.serving.listening import serve
 from routes.serving.thread_states import drop_ended
 from routes.table import ROUTES
-from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class SupervisorLink:
 
 
 def run_http_worker(
-    config: HttpConfig, address: str, style: LogStyle, listeners: list[socket.socket], name: str, pipe: Connection
+    config: HttpConfig, style: LogStyle, listeners: list[socket.socket], name: str, pipe: Connection
 ) -> None:
     """Main function of the process: it stands by until it is given a number of `listeners`, then serves that one.
 
@@ -84,16 +84,14 @@ def run_http_worker(
     become_child(name, style)
     supervisor = SupervisorLink(pipe)
     try:
-        _run(config, address, style, listeners, supervisor)
+        _run(config, style, listeners, supervisor)
     except Exception as error:  # the process ends, and the supervisor is told why
         logger.exception("the HTTP worker failed")
         supervisor.tell("failed", f"{type(error).__name__}: {error}")
         os._exit(1)
 
 
-def _run(
-    config: HttpConfig, address: str, style: LogStyle, listeners: list[socket.socket], supervisor: SupervisorLink
-) -> None:
+def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], supervisor: SupervisorLink) -> None:
     _set_limits()
     _let_others_finish()
     readiness = Readiness(config.engine_wait_s)
@@ -102,11 +100,12 @@ def _run(
         readiness.engine_changed(is_there)
         supervisor.tell("engine", is_there)
 
-    client = EngineClient(address, engine_changed)
-    context = _context(client, config, readiness)
+    fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions), engine_changed)
+    context = _context(fleet, config, readiness)
     models = ModelDirectory(
         lambda command: supervisor.tell("model", command),
         lambda model: connected(context, model, f"http-{os.getpid()}"),
+        fleet.update,
     )
     context.models = models
     cpus = os.sched_getaffinity(0)
@@ -125,17 +124,15 @@ def _run(
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
     set_up_logging(name, style)
     name_requests()
-    client.start(name)
-    follow = threading.Thread(
-        target=_follow, args=(context, client, supervisor, models), name="supervisor", daemon=True
-    )
+    fleet.start(name)
+    follow = threading.Thread(target=_follow, args=(context, fleet, supervisor, models), name="supervisor", daemon=True)
     follow.start()
     serve(app, listeners[number])
 
 
-def _context(client: EngineClient, config: HttpConfig, readiness: Readiness) -> Context:
+def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
     gate = Gate(config.max_streams, config.max_streams_per_client)
-    context = Context(client, config, gate, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
+    context = Context(fleet, config, gate, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
     context.files = open_store(config)
     context.shared[system.OPENAPI] = preload.OPENAPI_DOCUMENT
     context.shared[translate.CACHE] = translate.TranslationCache(config.translate_cache)
@@ -197,7 +194,7 @@ def _widen(cpus: set[int]) -> None:
             os.sched_setaffinity(int(thread), cpus)
 
 
-def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink, models: ModelDirectory) -> None:
+def _follow(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: ModelDirectory) -> None:
     """Follow the supervisor: "drain" refuses new work, "finish" ends the process when the last answer is out."""
     while True:
         match supervisor.hear():
@@ -205,7 +202,7 @@ def _follow(context: Context, client: EngineClient, supervisor: SupervisorLink, 
                 context.readiness.all_serve = all_serve
             case "drain":
                 context.gate.draining = True
-                client.is_ending = True
+                fleet.is_ending = True
                 context.readiness.wake_all()
             case ("keys", keys):
                 context.keys.replace(keys)

@@ -63,6 +63,8 @@ class FairQueue:
         self._bases: Counter[SharedSlot | None] = Counter()
         """the slots that they hold, with how many of them wait"""
         self.num_waiting = 0
+        self.waiting_tokens = 0
+        """that waiting rows have to read"""
         self.num_running = 0
         self.num_paused = 0
 
@@ -102,6 +104,7 @@ class FairQueue:
             self.of(job.client).jobs.append(job)
         job.waiting.extend(sequences)
         self.num_waiting += len(sequences)
+        self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)
 
     def add_forked(self, job: RunningJob, sequences: list[Sequence]) -> None:
         """Rows that wait and go before all others of their client: they free the slot that they share."""
@@ -114,6 +117,7 @@ class FairQueue:
         self._bases.update(sequence.shared for sequence in sequences)
         rows.num_forked += len(sequences)
         self.num_waiting += len(sequences)
+        self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)
 
     def _no_longer_forked(self, rows: ClientRows, sequence: Sequence) -> None:
         """The row waits no more, if it was a continuation."""
@@ -134,6 +138,7 @@ class FairQueue:
         for sequence in sequences:
             self._no_longer_forked(self.of(job.client), sequence)
         self.num_waiting -= len(sequences)
+        self.waiting_tokens -= sum(sequence.num_uncomputed_tokens for sequence in sequences)
         self._tidy(job.client)
         return sequences
 
@@ -143,6 +148,7 @@ class FairQueue:
         del job.waiting[index]
         self._no_longer_forked(rows, sequence)
         self.num_waiting -= 1
+        self.waiting_tokens -= sequence.num_uncomputed_tokens
         rows.jobs.remove(job)
         if job.waiting:
             rows.jobs.append(job)

@@ -188,12 +188,20 @@ class JobTable:
                 # It reads and writes one slot of its own, and nobody else waits for what it leaves there.
                 sequence.num_computed_tokens += row.num_tokens
             else:
+                if sequence.lease is not None and sequence.num_computed_tokens == 0:
+                    self._tell_session(sequence, sequence.lease.num_tokens)
                 self._keeper.advance(sequence, row.num_tokens)
             if row.draws:
                 sequence.token_ids.append(PENDING)
                 sequence.in_step = step
             elif not sequence.draws and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
+
+    def _tell_session(self, sequence: Sequence, num_tokens: int) -> None:
+        """A turn begins: told before it can be recorded, so that it is never taken twice."""
+        if sequence.job.spec.tells_ids and sequence in sequence.job.live:
+            sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens))
+            self._changed[sequence.job] = None
 
     def commit(self, rows: list[ScheduledRow], drawn: list[Drawn], step: int) -> None:
         """What the launched step of this number has drawn; `drawn` belongs to the rows that draw, in their order."""

@@ -68,11 +68,19 @@ class Scheduler:
         self._steps = 0
         self._steps_aside = 0
         """in a row that batch rows have left to interactive ones"""
+        self._reading_tokens = 0
+        """that running rows had to read of their prompts before the last step"""
 
     @property
     def running_rows(self) -> int:
         """Rows in the steps."""
         return len(self._running)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that rows have to read, whether they wait or run."""
+        places = self.places
+        return self._reading_tokens + places.interactive.waiting_tokens + places.batch.waiting_tokens
 
     @property
     def has_work(self) -> bool:
@@ -117,6 +125,7 @@ class Scheduler:
         self._sort_in()
         rows, turn = self._decoding_rows(oldest)
         limits = self.limits
+        self._reading_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._reading)
         if not self._reading:
             self._steps_aside = 0
         if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rwkv_batch.core.mixtures import check_mixture, gather, hold_members, move_on, pin, release_members
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.errors import (
@@ -77,6 +77,15 @@ def _may_share_prefix(sequence: Sequence) -> bool:
     return fresh and alone and sequence.request.use_prefix_cache
 
 
+def _kept_before(sequence: Sequence, num_tokens: int) -> ServiceError | None:
+    """Why a turn that goes on here is not taken: its session is not as it was when the turn began."""
+    turn = sequence.request.session
+    if turn is None or turn.expected_tokens in (None, num_tokens):
+        return None
+    message = f"the engine was lost at the end of this turn; {MAY_BE_KEPT}"
+    return ServiceError(ErrorKind.ENGINE_LOST, message, field="session_id")
+
+
 class StateManager:
     """Moves rows between the pool and the steps. Owned by the engine thread."""
 
@@ -118,7 +127,11 @@ class StateManager:
 
     def failure(self, sequence: Sequence) -> ServiceError | None:
         """Why the row's session failed under it, if it did."""
-        if sequence.lease is None or sequence.lease.state is not LeaseState.FAILED:
+        if sequence.lease is None:
+            return None
+        if sequence.phase is Phase.WAITING and sequence.lease.state is LeaseState.READY:
+            return _kept_before(sequence, sequence.lease.num_tokens)
+        if sequence.lease.state is not LeaseState.FAILED:
             return None
         return as_service_error(sequence.lease.error or SessionNotFound("the session was deleted while its turn ran"))
 

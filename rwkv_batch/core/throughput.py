@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 WINDOW_S = 10.0
 STEPS_KEPT = 256
+MIN_PROMPT_TOKENS = 16
+"""Steps that read fewer say little of how fast prompts are read."""
 OLD_NAMES = {
     "generated_tokens": "drawn_tokens",
     "computed_tokens": "read_tokens",
@@ -46,6 +48,8 @@ class Throughput:
         self.computed_tokens = 0
         self.busy_s = 0.0
         self._last_end = 0.0
+        self._prompt_speed = 0.0
+        """prompt tokens a second in steps that read some, smoothed"""
         self._window: list[tuple[float, int, int]] = []
         """(time, tokens generated, tokens computed) of coarse buckets, oldest first"""
         self._steps: deque[StepTime] = deque(maxlen=STEPS_KEPT)
@@ -60,6 +64,7 @@ class Throughput:
         self.generated_tokens += generated
         self.computed_tokens += computed
         now = time.monotonic()
+        self._count_prompts(computed - sum(row.feeds_back for row in rows), now - max(started, self._last_end))
         self.busy_s += now - max(started, self._last_end)
         self._last_end = now
         self._steps.append(StepTime(started, launched, now, len(rows), computed))
@@ -77,6 +82,15 @@ class Throughput:
         self.generated_tokens += tokens
         at, generated, computed = self._window[-1]
         self._window[-1] = (at, generated + tokens, computed)
+
+    def _count_prompts(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= MIN_PROMPT_TOKENS and seconds > 0:
+            speed = num_tokens / seconds
+            self._prompt_speed = 0.9 * self._prompt_speed + 0.1 * speed if self._prompt_speed else speed
+
+    def time_to_read(self, num_tokens: int) -> float:
+        """Seconds in which so many prompt tokens will be read, by the speed of late; 0 before any were read."""
+        return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
         """Log how each row came to its first token: the wait until its step was launched, and all steps meanwhile."""

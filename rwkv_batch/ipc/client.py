@@ -25,6 +25,7 @@ from rwkv_batch.ipc.wire import (
     Cancel,
     EventBatch,
     FrameTooLong,
+    Heartbeat,
     Hello,
     Link,
     Observe,
@@ -35,7 +36,7 @@ from rwkv_batch.ipc.wire import (
 )
 from rwkv_batch.protocol import Admitted as OnAdmitted
 from rwkv_batch.protocol import Sink
-from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.request import Job, JobEvents, Load
 
 logger = logging.getLogger(__name__)
 
@@ -93,17 +94,28 @@ class _Waiting:
 class EngineClient:
     """EngineProtocol over the socket at `address`. Reconnects for as long as the process lives.
 
-    `on_change` is called with True when the engine is there and with False when it is lost, on the client's thread.
+    `on_change` is called with True when the engine is there and with False when it is lost, `on_load` with what it has
+    to do, both on the client's thread.
     """
 
-    def __init__(self, address: str, on_change: Callable[[bool], None] = lambda is_there: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_change: Callable[[bool], None] = lambda is_there: None,
+        on_load: Callable[[Load], None] = lambda load: None,
+    ) -> None:
         self._address = address
         self._name = ""
         self._on_change = on_change
+        self._on_load = on_load
+        self.num_heard = 0
+        """Messages of this connection."""
         self.is_ending = False
         """The service is being shut down: an engine that is lost now is not started again."""
         self._lock = threading.Lock()
         self._link: WorkerLink | None = None
+        self._newest: WorkerLink | None = None
+        """the connection that may have brought nothing yet"""
         self._waiting = _Waiting()
         self._reason = _LOADING
         self._call_ids = itertools.count()
@@ -119,8 +131,19 @@ class EngineClient:
         """Close the connection for good; everyone who waits is told."""
         self._stopped.set()
         with self._lock:
+            if self._newest is not None:
+                self._newest.close()
+
+    def drop(self) -> None:
+        """Give the connection up, because nothing comes: the engine is lost, until it is heard again."""
+        with self._lock:
             if self._link is not None:
                 self._link.close()
+
+    @property
+    def reason(self) -> ErrorInfo:
+        """Why there is no engine, where there is none."""
+        return self._reason
 
     @property
     def is_connected(self) -> bool:
@@ -191,20 +214,34 @@ class EngineClient:
         link: WorkerLink = Link(connection, to_worker_decoder, "engine-client")
         link.send(Hello(self._name, os.getpid()))
         with self._lock:
-            self._link = link
-        self._on_change(True)
+            self._newest = link
+        if self._stopped.is_set():
+            link.close()
+        self.num_heard = 0
         try:
             for message in link.receive():
+                if not self.num_heard:  # before, a process that stands still may be at the other end
+                    self._there(link)
+                self.num_heard += 1
                 self._handle(message)
         except Exception:  # a foreign frame, a sink's fault: who waits is told below, and it connects anew
             logger.exception("the connection to the engine failed; reconnecting")
         finally:
             link.close()
-            self._report_engine_lost()
+            if self.num_heard:
+                self._report_engine_lost()
+
+    def _there(self, link: WorkerLink) -> None:
+        with self._lock:
+            self._link = link
+        self._on_change(True)
 
     def _handle(self, message: ToWorker) -> None:
         match message:
-            case EventBatch(batch):
+            case Heartbeat(load):
+                self._on_load(load)
+            case EventBatch(batch, load):
+                self._on_load(load)
                 for events in batch:
                     pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
                     listener = pop(events.job_id, None)

@@ -42,7 +42,7 @@ class ModelStatus(enum.StrEnum):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that was asked for."""
+    """An engine, and the model that it was asked to serve."""
 
     wish: ModelWish
     status: ModelStatus
@@ -54,6 +54,17 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Why it failed, one line."""
     has_served: bool = False
     """It has been ready once: an engine that is lost is being restarted."""
+    engine: str = ""
+    """Name of the engine, which it keeps through restarts."""
+    is_own: bool = False
+    """It serves the service's own model, as all that do; else a model has one engine."""
+    pid: int = 0
+    """0: no process runs."""
+
+    @property
+    def is_draining(self) -> bool:
+        """It takes no new work."""
+        return self.status is ModelStatus.UNLOADING
 
 
 class ModelCommand(msgspec.Struct, frozen=True):
@@ -64,3 +75,9 @@ class ModelCommand(msgspec.Struct, frozen=True):
     """To load."""
     unload: str = ""
     """The name of one to unload, where there is no wish."""
+    add_engine: tuple[str, ...] | None = None
+    """Devices of one more engine for the service's own model; (): as its others."""
+    remove_engine: str = ""
+    """Name of one to drain and end."""
+    restart_engine: str = ""
+    """Name of one to drain and start anew; "all": one after the other."""

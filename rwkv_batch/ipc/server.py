@@ -30,12 +30,14 @@ from rwkv_batch.ipc.process import LogStyle, become_child, settle_garbage_collec
 from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
+    HEARTBEAT_S,
     Admitted,
     Answer,
     Call,
     Cancel,
     EventBatch,
     FrameTooLong,
+    Heartbeat,
     Hello,
     Link,
     Observe,
@@ -46,7 +48,7 @@ from rwkv_batch.ipc.wire import (
     to_engine_decoder,
 )
 from rwkv_batch.protocol import EngineProtocol
-from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.request import Job, JobEvents, Load
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,10 @@ class ManagedEngine(EngineProtocol, Protocol):
     @property
     def rounds(self) -> int | None:
         """How often its loop has come round, idle or not; None while it makes ready or ends, which takes its time."""
+
+    @property
+    def load(self) -> Load:
+        """What it has to do. Any thread."""
 
     def stop(self) -> None:
         """End what still runs and store what has to be kept."""
@@ -140,14 +146,18 @@ class Peer:
             self.jobs.discard(events.job_id)
         self._events.append(events)
 
-    def tell(self) -> None:
+    def beat(self, load: Load) -> None:
+        """Tell the worker that this process is there."""
+        self._link.send(Heartbeat(load))
+
+    def tell(self, load: Load) -> None:
         """Send what a step has brought for this worker."""
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
             for frame in in_frames(events):
                 try:
-                    self._link.send(EventBatch(frame))
+                    self._link.send(EventBatch(frame, load))
                 except FrameTooLong as error:
                     self._fail_jobs({event.job_id for event in frame}, error)
 
@@ -189,6 +199,14 @@ class EngineServer:
         self._listener.listen(MAX_WORKERS)
         engine.when_delivered(self._tell_all)
         threading.Thread(target=self._accept_loop, name="accept", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(HEARTBEAT_S)
+            load = self._engine.load
+            for peer in self._peers.copy():
+                peer.beat(load)
 
     def _accept_loop(self) -> None:
         while True:
@@ -201,6 +219,7 @@ class EngineServer:
             threading.Thread(target=self._serve, args=(peer,), name="worker-receive", daemon=True).start()
 
     def _serve(self, peer: Peer) -> None:
+        peer.beat(self._engine.load)
         self._peers.add(peer)
         try:
             peer.serve(self._ask)
@@ -208,8 +227,9 @@ class EngineServer:
             self._peers.discard(peer)
 
     def _tell_all(self) -> None:
+        load = self._engine.load
         for peer in self._peers.copy():
-            peer.tell()
+            peer.tell(load)
 
     def _ask(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
         """Answer a call: the metrics and the processes in the status here, the rest by the engine."""

@@ -2,7 +2,7 @@
 
 A frame is its length in four bytes and a msgpack array of messages. Whoever sends writes it, so that events need no
 other thread to be woken and given Python's lock. A Unix stream socket tells both ends at once when the other has
-died, which is why there is no heartbeat.
+died; that it stands still is told by heartbeats that do not come.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from rwkv_batch.calls import AnyCall
 from rwkv_batch.errors import ErrorInfo
-from rwkv_batch.request import Delta, Job, JobEvents
+from rwkv_batch.request import Delta, Job, JobEvents, Load
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,11 @@ FRAME_BYTES = 1 << 22
 _DELTA_BYTES = 64
 """What a delta takes beside its text, about; the same for a log-probability beside its token."""
 _LENGTH_BYTES = 4
+HEARTBEAT_S = 0.5
 _READ_BYTES = 1 << 18
+
+
+NO_LOAD = Load(rows=0, prompt_tokens=0)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
@@ -85,6 +89,13 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True, tag="n"):
     """What one engine step brought for the jobs of a worker."""
 
     events: list[JobEvents]
+    load: Load = NO_LOAD
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+    """The engine's process is there: the first message of a connection, and one every `HEARTBEAT_S`."""
+
+    load: Load
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
@@ -95,7 +106,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     error: ErrorInfo | None
 
 
-ToWorker = Admitted | EventBatch | Answer
+ToWorker = Admitted | EventBatch | Answer | Heartbeat
 
 
 class FrameTooLong(Exception):  # noqa: N818 - names what it is about

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native import machine
 from native.priority import at_low_priority
 from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
@@ -28,7 +29,7 @@ from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
-from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.runner.pipeline import Pipeline, own_devices
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
 from rwkv_batch.runner.stage_graphs import graph_stages
@@ -50,8 +51,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
         self._config = config
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        if threads := config.threads or cpu_part(config.replicas):
+            torch.set_num_threads(threads)
         self.tokenizer = Tokenizer()
         self.weights, self.pipeline = at_low_priority(self._load) if config.gives_way else self._load()
         self.vocab = self.weights.shape.vocab
@@ -102,7 +103,7 @@ class ModelRunner:
                 weights = merged(weights, [read_adapter(*split_scale(one)) for one in config.adapters])
             pipeline = Pipeline(
                 weights,
-                config.devices,
+                own_devices(config.devices, config.replica),
                 config.dtype,
                 config.kernels,
                 config.wkv_state,
@@ -428,6 +429,11 @@ def adapters_of(sequences: list[Sequence]) -> Tensor | None:
         return None
     places = [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
     return torch.tensor(places, dtype=torch.int64)
+
+
+def cpu_part(replicas: int) -> int:
+    """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
+    return max(1, machine.cores() // replicas) if replicas > 1 else 0
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

@@ -121,6 +121,22 @@ class Pipeline:
         return x, here
 
 
+def own_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
+    """Names of an engine's devices: of those that serve one model, each takes a GPU of its own where none is named.
+
+    Raises ValueError if there are fewer GPUs than engines.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if names != ("auto",) or not found:
+        return names
+    if replica >= found:
+        raise ValueError(
+            f"--replicas asks for {replica + 1} engines or more, but this machine has {found} CUDA device(s); "
+            "ask for fewer, or name the devices of each, like --pp-devices '0;0'"
+        )
+    return (f"cuda:{replica}",)
+
+
 def resolve_device(name: str) -> torch.device:
     """The device of a name ("auto", "cpu", "0", "cuda:0"). Raises ValueError if this machine lacks it."""
     if name == "auto":

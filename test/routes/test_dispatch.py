@@ -34,6 +34,7 @@ class Engine:
     """Answers every row with "ok" at once, or refuses, or keeps silent; remembers what it was asked."""
 
     is_connected = True
+    lost: list[str] = []  # noqa: RUF012
 
     def __init__(self, refusal: ServiceError | None = None, silent: bool = False) -> None:
         self.jobs: list[Job] = []

@@ -22,7 +22,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True, "chunk_size"
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service around an engine without a model; one HTTP worker, which writes at most 5 answers at a time."""
     flags = ("--http-workers", "1", "--stall-timeout-s", "1", "--max-streams", "5", "--max-body-mb", "0.01")
-    flags += ("--max-streams-per-client", "3", "--trusted-proxies", "127.0.0.1")
+    flags += ("--max-streams-per-client", "3", "--trusted-proxies", "127.0.0.1", "--resubmit", "0")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         yield running.wait_ready()
@@ -134,7 +134,7 @@ def test_an_engine_thread_that_dies_is_replaced(fake: Service) -> None:
 
 def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Its thread lives and its loop stands still: nothing but the watchdog can tell."""
-    flags = ("--http-workers", "1", "--step-timeout-s", "1.5")
+    flags = ("--http-workers", "1", "--step-timeout-s", "1.5", "--resubmit", "0")
     hanging = Service(tmp_path_factory.mktemp("hang"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         before = hanging.wait_ready().pids()["engine"]

@@ -31,7 +31,7 @@ ENDLESS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def mortal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose processes may be killed; every test leaves it ready."""
-    running = Service(tmp_path_factory.mktemp("mortal"), "--model-path", str(tiny_model))
+    running = Service(tmp_path_factory.mktemp("mortal"), "--model-path", str(tiny_model), "--resubmit", "0")
     try:
         yield running.wait_ready()
     finally:

@@ -17,7 +17,7 @@ import pytest
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
-from supervisor.model_engines import ModelEngines, ModelLimits
+from supervisor.engines import Engines, ModelLimits
 from test.serving import Service, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -240,10 +240,10 @@ class NoProcesses:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
 
-def table_of(folder: Path, context: Any) -> ModelEngines:
+def table_of(folder: Path, context: Any) -> Engines:
     limits = ModelLimits(count=4, idle_s=0, last_words_s=1)
     config = EngineConfig(model_path="", model_name="ours")
-    return ModelEngines(config, str(folder), LogStyle(), context, lambda *_: None, "", limits)
+    return Engines(config, str(folder), LogStyle(), context, lambda *_: None, "", limits)
 
 
 def test_a_system_without_processes_fails_the_model_and_not_the_supervisor(tmp_path: Path) -> None:

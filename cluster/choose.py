@@ -1,0 +1,47 @@
+"""Which engine gets a request: bounded-load affinity. Pure; `bench/fleet_simulation.py` says what comes of it.
+
+Load is counted in rows; 256 prompt tokens that wait to be read count as one. Who holds the request's session gets it
+unless it is clearly busier than two engines picked at random, else the less busy of these two gets it. To look at two
+rather than at all keeps many who choose at once, on reports that are some milliseconds old, from choosing the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PROMPT_TOKENS_A_ROW = 256
+CLEARLY = 1.25
+SLACK_ROWS = 8
+"""A holder may be busier than the two by this factor and so many rows: a move costs more than a short wait."""
+TIE_ROWS = 1.0
+"""Loads that differ by less are equal: then whoever has read the prompt's beginning before gets the request."""
+
+
+class Wish(NamedTuple):
+    """What of a request matters to the choice."""
+
+    prefers: int | None = None
+    """Number of an engine that has read the beginning of its prompt lately."""
+
+
+def load_of(rows: float, prompt_tokens: float) -> float:
+    """Rows and unread prompt tokens as one figure."""
+    return rows + prompt_tokens / PROMPT_TOKENS_A_ROW
+
+
+def choose(request: Wish, loads: Sequence[float], holder: int | None, rng: random.Random) -> int:
+    """The number of the engine that gets the request.
+
+    `loads`: of the engines that take work, at least one, as `load_of`. `holder`: which of them has the session.
+    """
+    if len(loads) == 1:
+        return 0
+    probes = [int(rng.random() * len(loads)) for _ in range(2)]
+    lighter = min(probes, key=loads.__getitem__)
+    if holder is not None:
+        mean = (loads[probes[0]] + loads[probes[1]]) / 2
+        return holder if loads[holder] <= CLEARLY * mean + SLACK_ROWS else lighter
+    prefers = request.prefers
+    return prefers if prefers is not None and loads[prefers] < loads[lighter] + TIE_ROWS else lighter

@@ -1,0 +1,86 @@
+"""A job on its way through a fleet: with one engine after the other, until it has ended once."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.progress import Progress
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.protocol import Admitted, Sink
+from rwkv_batch.request import Job, JobEvents
+
+if TYPE_CHECKING:
+    from cluster.member import Member
+
+AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
+"""What an engine says that is lost or leaves: others may go on."""
+CANCELLED = ErrorInfo(kind=ErrorKind.CANCELLED, message="the request was cancelled while it waited for an engine")
+
+
+class Journey:
+    """See above. One engine at a time has it; what any other says is not heard. One thread at a time."""
+
+    def __init__(self, job: Job, sink: Sink, admitted: Admitted, may_go_on: bool = True) -> None:
+        self.job = job
+        self.may_go_on = may_go_on
+        """Whether it is followed so closely that another engine can go on with it once it has begun."""
+        self.is_cancelled = False
+        self.losses = 0
+        """engines that it was lost with"""
+        self.deadline = 0.0
+        """time.monotonic until which it waits for an engine"""
+        self.error: ErrorInfo | None = None
+        """why its last engine does not go on"""
+        self.place: Member | None = None
+        """the engine that has it"""
+        self.attempt = -1
+        self._sink, self._admitted = sink, admitted
+        self.is_admitted = False
+        self._progress = Progress(job)
+        self._begun = time.monotonic()
+
+    @property
+    def attempt_id(self) -> str:
+        """Under which its engine knows it."""
+        return f"{self.job.job_id}/{self.attempt}" if self.attempt else self.job.job_id
+
+    def next_attempt(self) -> Job | None:
+        """What the next engine gets; None: nothing is left to be done."""
+        self.attempt += 1
+        rest = self._progress.rest() if self.attempt else self.job
+        if rest is None:
+            return None
+        timeout_s = self.job.timeout_s
+        if timeout_s is not None and self.attempt:
+            timeout_s = max(0.001, timeout_s - (time.monotonic() - self._begun))
+        return msgspec.structs.replace(
+            rest, job_id=self.attempt_id, attempt=self.attempt, timeout_s=timeout_s, tells_ids=self.may_go_on
+        )
+
+    def answer(self, refusal: ServiceError | None) -> None:
+        """It is admitted, or refused for good. An engine that goes on with it is not told of."""
+        if self.is_admitted:
+            if refusal is not None:
+                self._sink(JobEvents(job_id=self.job.job_id, deltas=[], done=True, error=refusal.info))
+            return
+        self.is_admitted = refusal is None
+        self._admitted(refusal)
+
+    def tell(self, events: JobEvents) -> None:
+        """Pass on what its engine says."""
+        if self.may_go_on:
+            events = self._progress.take(events)
+        if events.deltas or events.done:
+            self._sink(events)
+
+    def leave(self, events: JobEvents) -> None:
+        """Its engine does not go on: pass on what it says beside that."""
+        if events.deltas:
+            self.tell(JobEvents(job_id=self.job.job_id, deltas=events.deltas))
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End it: no engine goes on."""
+        self.answer(ServiceError.from_info(error))

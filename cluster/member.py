@@ -1,0 +1,87 @@
+"""One engine as a fleet sees it: its link, what it has to do, whether it takes work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from cluster.choose import load_of
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.served_model import ServedModel
+from rwkv_batch.ipc.wire import NO_LOAD
+from rwkv_batch.request import Job, Load
+
+LOOK_S = 0.25
+SILENT_LOOKS = 8
+"""An engine of which nothing was heard in so many looks is lost: after two seconds, unless this process stood still
+too, which counts looks and not time."""
+
+
+class Member:
+    """See above. Any thread."""
+
+    def __init__(self, told: ServedModel, on_change: Callable[[Member, bool], None]) -> None:
+        self.told = told
+        self.client = EngineClient(told.address, self._changed, self._reported)
+        self.is_failing = False
+        """It has refused work because it dies or drains; over when it is connected anew."""
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._load = NO_LOAD
+        self._sent: dict[str, float] = {}
+        """what jobs weigh that it has not admitted yet"""
+        self._admitted = 0.0
+        """what those weigh that it has admitted since its last report"""
+        self._heard = 0
+        self._silent_looks = 0
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self.told.engine
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether jobs may be handed to it."""
+        return self.client.is_connected and not self.is_failing and not self.told.is_draining
+
+    @property
+    def load(self) -> float:
+        """Its last report and what it was given since, as `choose` counts."""
+        with self._lock:
+            return load_of(self._load.rows, self._load.prompt_tokens) + self._admitted + sum(self._sent.values())
+
+    @property
+    def report(self) -> Load:
+        """Its last report."""
+        return self._load
+
+    def sent(self, job: Job) -> None:
+        """A job is being handed to it."""
+        with self._lock:
+            self._sent[job.job_id] = load_of(job.num_rows, sum(row.num_prompt_tokens for row in job.rows))
+
+    def answered(self, job_id: str, is_taken: bool) -> None:
+        """It has admitted the job, or refused it."""
+        with self._lock:
+            self._admitted += self._sent.pop(job_id, 0.0) if is_taken else 0.0
+            if not is_taken:
+                self._sent.pop(job_id, None)
+
+    def look(self) -> None:
+        """Called every `LOOK_S`: an engine that says nothing is given up."""
+        heard, self._heard = self._heard, self.client.num_heard
+        self._silent_looks = 0 if heard != self._heard or not self.client.is_connected else self._silent_looks + 1
+        if self._silent_looks >= SILENT_LOOKS:
+            self._silent_looks = 0
+            self.client.drop()
+
+    def _reported(self, load: Load) -> None:
+        with self._lock:
+            self._load, self._admitted = load, 0.0
+
+    def _changed(self, is_there: bool) -> None:
+        with self._lock:
+            self._sent.clear()
+        self.is_failing = False
+        self._on_change(self, is_there)

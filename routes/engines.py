@@ -1,0 +1,90 @@
+"""`/v1/engines`: the engines that serve the model; adding, removing and restarting them while others serve."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from routes.context import Context
+from routes.models import beside
+from routes.request.bodies import Body
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import EngineList
+from routes.route import Route
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
+
+_DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?|[0-9]+)$"
+
+
+class AddBody(Body):
+    """One more engine."""
+
+    devices: list[Annotated[str, Field(pattern=_DEVICE)]] = Field(
+        [], max_length=64, description="As --pp-devices of one engine, which holds without it."
+    )
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it is ready or failed.")
+
+
+class EngineBody(Body):
+    """One of the engines."""
+
+    engine: str = Field(min_length=1, max_length=64, description="Its name, as the list of engines has it.")
+    wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until that is done.")
+
+
+def _about(engine: ServedModel, lost: list[str]) -> dict[str, object]:
+    is_lost = engine.status == "ready" and engine.engine in lost
+    return {
+        "id": engine.engine, "object": "engine", "created": engine.since, "model": engine.wish.name,
+        "status": "lost" if is_lost else engine.status.value, "error": engine.error, "pid": engine.pid,
+        "devices": list(engine.wish.devices),
+    }  # fmt: skip
+
+
+def _listed(context: Context) -> Reply:
+    lost = context.engine.lost
+    return json_answer({"object": "list", "data": [_about(engine, lost) for engine in beside(context).engines]})
+
+
+async def engines(context: Context, query: dict[str, str]) -> Reply:
+    """The engines of the service's own model."""
+    return _listed(context)
+
+
+async def add(context: Context, body: AddBody) -> Reply:
+    """Start one more engine of the model."""
+    devices = tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices)
+    await beside(context).change_engines(ModelCommand(0, add_engine=devices), body.wait_s or None)
+    return _listed(context)
+
+
+async def remove(context: Context, body: EngineBody) -> Reply:
+    """Drain an engine and end it: its running answers end or go on with another one."""
+    await beside(context).change_engines(ModelCommand(0, remove_engine=body.engine), body.wait_s or None)
+    return _listed(context)
+
+
+async def restart(context: Context, body: EngineBody) -> Reply:
+    """Drain an engine and start it anew, or "all", one after the other, while the others serve."""
+    await beside(context).change_engines(ModelCommand(0, restart_engine=body.engine), body.wait_s or None)
+    return _listed(context)
+
+
+REFUSED = (ErrorKind.INVALID_FIELD,)
+ROUTES = (
+    Route("GET", "/v1/engines", engines, None, "The engines that serve the model.", answer=EngineList),
+    Route(
+        "POST", "/v1/engines/add", add, AddBody, "Add an engine.", answer=EngineList, errors=REFUSED, example={},
+        is_admin=True,
+    ),
+    Route(
+        "POST", "/v1/engines/remove", remove, EngineBody, "Drain and end an engine.", answer=EngineList,
+        errors=REFUSED, example={"engine": "engine-1"}, is_admin=True,
+    ),
+    Route(
+        "POST", "/v1/engines/restart", restart, EngineBody, "Drain an engine and start it anew.", answer=EngineList,
+        errors=REFUSED, example={"engine": "all", "wait_s": 60}, is_admin=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,371 @@
+"""The engines: a process each for the replicas of the service's own model and for models loaded while serving.
+
+An engine that is lost is started again. One that cannot start ends the service if it was there from the beginning;
+one that came later is told as failed and touches nothing else. To drain one, its running answers end or go on with
+another engine, and its sessions are stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import SpawnContext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, ModelWish, ServedModel
+from supervisor.child import Child
+from supervisor.engine_process import EngineProcess
+
+logger = logging.getLogger("supervisor")
+
+MAX_FAILED = 16
+"""Engines that failed to start and are remembered; the oldest go first."""
+MAX_REPLICAS = 64
+ALL = "all"
+"""In place of an engine's name: each of the service's own, one after the other."""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """How many models, and for how long."""
+
+    count: int
+    idle_s: float
+    """0: unused ones stay."""
+    last_words_s: float
+    """What an engine gets beyond --drain-timeout-s before it is killed."""
+
+
+class Engines:
+    """Starts, watches and ends them; the supervisor's loop calls `look_after`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: str,
+        style: LogStyle,
+        context: SpawnContext,
+        target: Callable[..., None],
+        factory: str,
+        limits: ModelLimits,
+        replicas: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        """`config` is that of the service's own model, whose settings the others have but for their wishes.
+
+        `replicas`: the devices of each engine that serves the own model from the beginning.
+        """
+        self._config = config
+        self._folder = folder
+        self._style = style
+        self._context = context
+        self._target = target
+        self._factory = factory
+        self._limits = limits
+        self._numbers = itertools.count(1)
+        self._replica_numbers = itertools.count()
+        self._engines: dict[str, EngineProcess] = {}
+        """by name"""
+        self._places: dict[str, int] = {}
+        """which of the machine's GPUs each replica takes where none is named"""
+        self._to_restart: deque[str] = deque()
+        self.is_up = False
+        """An engine of the own model has been ready."""
+        for devices in replicas:
+            self._add(devices, len(replicas))
+
+    @property
+    def table(self) -> tuple[ServedModel, ...]:
+        """All that were asked for and have not left, in that order."""
+        return tuple(engine.told for engine in self._engines.values())
+
+    def obey(self, command: ModelCommand) -> str | None:
+        """Do what an HTTP worker asks; returns why it cannot be done, in one line."""
+        if command.wish is not None:
+            return self._load(command.wish)
+        if command.unload:
+            return self._unload(command.unload)
+        if command.add_engine is not None:
+            return self._add_replica(command.add_engine)
+        return self._remove(command.remove_engine) if command.remove_engine else self._restart(command.restart_engine)
+
+    def used(self, names: tuple[str, ...]) -> None:
+        """Requests of these models run or have just come."""
+        now = time.monotonic()
+        for engine in self._engines.values():
+            if engine.told.wish.name in names:
+                engine.last_used = now
+
+    def look_after(self) -> None:
+        """Listen to the engines, start again what was lost, end what drains, let idle ones leave.
+
+        Raises StartupError when an engine that was there from the beginning cannot start.
+        """
+        now = time.monotonic()
+        for name, engine in list(self._engines.items()):
+            self._listen(engine)
+            if engine.child.process is not None and not engine.child.is_alive:
+                self._listen(engine)
+                self._reap(name, engine)
+            elif engine.status is ModelStatus.UNLOADING and now > engine.deadline:
+                engine.child.kill()
+            elif engine.status is ModelStatus.READY and self._is_idle(engine, now):
+                logger.info("model %s has not been used for %.0f s and leaves", name, self._limits.idle_s)
+                engine.drain(self._drain_s)
+            if engine.is_wanted and now >= engine.child.restart_at:
+                engine.start()
+        self._restart_next()
+
+    def wait_s(self) -> float | None:
+        """Seconds until something is due here; None: nothing is."""
+        now = time.monotonic()
+        due = [engine.deadline for engine in self._engines.values() if engine.status is ModelStatus.UNLOADING]
+        due += [engine.child.restart_at for engine in self._engines.values() if engine.is_wanted]
+        if self._limits.idle_s:
+            due += [
+                engine.last_used + self._limits.idle_s
+                for engine in self._engines.values()
+                if engine.status is ModelStatus.READY and not engine.told.is_own
+            ]
+        return max(0.0, min(due) - now) if due else None
+
+    @property
+    def waitables(self) -> list[Any]:
+        """What becomes readable when an engine speaks or ends."""
+        return [one for engine in self._engines.values() for one in engine.child.waitables]
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether any runs."""
+        return any(engine.child.is_alive for engine in self._engines.values())
+
+    def drain(self) -> None:
+        """Let all end: the service does."""
+        self._to_restart.clear()
+        for engine in list(self._engines.values()):
+            self._let_go(engine)
+
+    def kill(self) -> None:
+        """End all at once."""
+        for engine in self._engines.values():
+            engine.child.kill()
+
+    @property
+    def _drain_s(self) -> float:
+        return self._config.drain_timeout_s + self._limits.last_words_s
+
+    # Models --------------------------------------------------------------------------------------------------
+
+    def _load(self, wish: ModelWish) -> str | None:
+        known = self._model(wish.name)
+        is_own = wish.name in (self._config.model_name, USUAL_NAME)
+        if is_own or (known is not None and known.status is not ModelStatus.FAILED):
+            state = "" if known is None else f", {known.status}"
+            return f"name: a model {wish.name!r} is here already{state}; unload it first, or give another name"
+        others = [engine for engine in self._engines.values() if not engine.told.is_own]
+        resident = [engine for engine in others if engine.status is not ModelStatus.FAILED]
+        if len(resident) >= self._limits.count:
+            return (
+                f"name: {len(resident)} models are loaded already, the limit is {self._limits.count} (--max-models); "
+                "unload one first"
+            )
+        if known is not None:
+            known.child.kill()  # it has said that it failed, and may not have ended yet
+            del self._engines[known.told.engine]
+        self._forget_failures()
+        self._begin(f"model-{next(self._numbers)}", f"engine-{wish.name}", wish, _config_of(self._config, wish))
+        logger.info("loading model %s from %s", wish.name, wish.file)
+        return None
+
+    def _unload(self, name: str) -> str | None:
+        engine = self._model(name)
+        if engine is None:
+            return f"name: no model {name!r} was loaded while serving; GET /v1/models lists those that were"
+        self._let_go(engine)
+        return None
+
+    def _model(self, name: str) -> EngineProcess | None:
+        others = (engine for engine in self._engines.values() if not engine.told.is_own)
+        return next((engine for engine in others if engine.told.wish.name == name), None)
+
+    def _let_go(self, engine: EngineProcess) -> None:
+        """Drain it, or end it at once if it has nothing to drain."""
+        if engine.status is ModelStatus.UNLOADING:
+            engine.comes_back = False
+        elif engine.child.process is None:
+            del self._engines[engine.told.engine]
+        elif engine.status is ModelStatus.LOADING:
+            engine.child.kill()  # it has no sessions yet, or their turns are in the log
+            engine.child.reap()
+            del self._engines[engine.told.engine]
+        else:
+            engine.drain(self._drain_s)
+
+    # Replicas ------------------------------------------------------------------------------------------------
+
+    @property
+    def _replicas(self) -> dict[str, EngineProcess]:
+        return {name: engine for name, engine in self._engines.items() if engine.told.is_own}
+
+    def _add(self, devices: tuple[str, ...], of: int) -> None:
+        """Begin one more engine of the own model, one of so many."""
+        number = next(self._replica_numbers)
+        name = f"engine-{number}"
+        wish = ModelWish(name=self._config.model_name, file=self._config.model_path, devices=devices)
+        taken = {self._places[one] for one in self._replicas}
+        self._places[name] = place = next(free for free in itertools.count() if free not in taken)
+        config = msgspec.structs.replace(
+            self._config, devices=devices or self._config.devices, replica=place, replicas=of
+        )
+        self._begin(name, name, wish, replica_config(config, name), is_own=True)
+
+    def _add_replica(self, devices: tuple[str, ...]) -> str | None:
+        there = [engine for engine in self._replicas.values() if engine.status is not ModelStatus.FAILED]
+        if len(there) >= MAX_REPLICAS:
+            return f"devices: {len(there)} engines serve the model already, the limit is {MAX_REPLICAS}"
+        if self._config.pool.state_db and not self._config.pool.service:
+            return "devices: the engine has its database for itself; start the service with --replicas 1 or more"
+        self._forget_failures()
+        self._add(devices, len(there) + 1)
+        return None
+
+    def _remove(self, name: str) -> str | None:
+        engine = self._replicas.get(name)
+        if engine is None:
+            return self._unknown(name)
+        others = [one for one in self._replicas.values() if one is not engine and one.takes_part]
+        if not others and engine.status is not ModelStatus.FAILED:
+            return f"engine: {name!r} is the last one of the model; add another one first"
+        self._let_go(engine)
+        return None
+
+    def _restart(self, name: str) -> str | None:
+        wanted = list(self._replicas) if name == ALL else [name]
+        if name != ALL and name not in self._replicas:
+            return self._unknown(name)
+        self._to_restart.extend(one for one in wanted if one not in self._to_restart)
+        self._restart_next()
+        return None
+
+    def _restart_next(self) -> None:
+        """Drain the next engine that is to be started anew, once all others are there."""
+        replicas = self._replicas.values()
+        if not self._to_restart or any(
+            engine.status is ModelStatus.UNLOADING or (engine.status is ModelStatus.LOADING and engine.told.has_served)
+            for engine in replicas
+        ):
+            return
+        engine = self._engines.get(self._to_restart.popleft())
+        if engine is not None and engine.status is ModelStatus.READY:
+            logger.info("%s is drained and started anew", engine.told.engine)
+            engine.drain(self._drain_s, comes_back=True)
+
+    def _unknown(self, name: str) -> str:
+        return f"engine: no engine {name!r} serves the model, only {', '.join(self._replicas)}"
+
+    # Each ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, process: str, wish: ModelWish, config: EngineConfig, is_own: bool = False) -> None:
+        address = os.path.join(self._folder, name)
+        arguments = (config, address, self._factory, self._style)
+        told = ServedModel(
+            wish=wish,
+            status=ModelStatus.LOADING,
+            address=address,
+            since=int(time.time()),
+            engine=name,
+            is_own=is_own,
+        )
+        child = Child(process, self._context, self._target, arguments)
+        self._engines[name] = EngineProcess(told, child, time.monotonic())
+
+    def _listen(self, engine: EngineProcess) -> None:
+        for subject, value in engine.child.heard():
+            match subject:
+                case "ready":
+                    logger.info("%s serves model %s", engine.told.engine, engine.told.wish.name)
+                    engine.last_used = time.monotonic()
+                    engine.tell(ModelStatus.READY, has_served=True)
+                    self.is_up = self.is_up or engine.told.is_own
+                case "failed" if not engine.told.has_served:
+                    if self._was_there(engine):
+                        raise StartupError(value)
+                    engine.tell(ModelStatus.FAILED, error=value)
+                case "failed":
+                    logger.error("%s did not start again: %s", engine.child.name, value)
+                case "drained":
+                    engine.child.tell("end")
+
+    def _was_there(self, engine: EngineProcess) -> bool:
+        """Whether it is one of those that the service was started with."""
+        return engine.told.is_own and not self.is_up
+
+    def _reap(self, name: str, engine: EngineProcess) -> None:
+        cause = engine.child.reap()
+        engine.told = msgspec.structs.replace(engine.told, pid=0)
+        match engine.status:
+            case ModelStatus.UNLOADING if engine.comes_back:
+                engine.comes_back = False
+                engine.tell(ModelStatus.LOADING)
+            case ModelStatus.UNLOADING:
+                logger.info("%s has left", name if engine.told.is_own else f"model {engine.told.wish.name}")
+                del self._engines[name]
+            case ModelStatus.FAILED:
+                logger.error("%s cannot be loaded: %s", name, engine.told.error)
+            case ModelStatus.LOADING if not engine.told.has_served:
+                if self._was_there(engine):
+                    raise StartupError(f"the engine process ended while starting ({cause})")
+                engine.tell(ModelStatus.FAILED, error=f"its process ended while it loaded ({cause})")
+                logger.error("%s cannot be loaded: %s", name, engine.told.error)
+            case _:
+                engine.plan_restart(cause)
+
+    def _is_idle(self, engine: EngineProcess, now: float) -> bool:
+        idle_s = self._limits.idle_s
+        return bool(idle_s) and not engine.told.is_own and now - engine.last_used > idle_s
+
+    def _forget_failures(self) -> None:
+        failed = [name for name, engine in self._engines.items() if engine.status is ModelStatus.FAILED]
+        for name in failed[: max(0, len(failed) - MAX_FAILED + 1)]:
+            del self._engines[name]
+
+
+def replica_config(config: EngineConfig, name: str) -> EngineConfig:
+    """The settings of one of several engines that share a database, under its name."""
+    if not config.pool.service:
+        return config
+    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, engine=name))
+
+
+def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
+    """The settings of a model's engine; its sessions are in a database of its own beside the service's."""
+    database = base.pool.state_db
+    if database:
+        path = Path(database)
+        database = str(path.with_name(f"{path.stem}-{wish.name}{path.suffix}"))
+    return msgspec.structs.replace(
+        base,
+        model_path=wish.file,
+        model_name=wish.name,
+        dtype=wish.dtype or base.dtype,
+        adapters=wish.adapters,
+        states=(),
+        served_adapters=(),
+        gives_way=True,
+        strategy="",
+        layers=() if wish.devices else base.layers,
+        devices=wish.devices or base.devices,
+        gpu_memory_utilization=wish.gpu_memory_utilization or base.gpu_memory_utilization,
+        max_running=base.max_running if wish.max_running is None else wish.max_running,
+        pool=msgspec.structs.replace(base.pool, state_db=database, engine="", service=""),
+    )
