@@ -41,6 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Put token 0 before the prompt."""
     state: str | None = None
     """Name of a tuned state (`states=` of LLM) that prompts are read from."""
+    adapter: str | None = None
+    """Name of an adapter (`served_adapters=` of LLM) under which prompts are read and answered."""
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -73,6 +75,7 @@ def _fields(params: SamplingParams, first: int, streams: bool) -> dict[str, Any]
         "ignore_eos": params.ignore_eos,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
         "state": params.state,
+        "adapter": params.adapter,
         "json_schema": params.json_schema,
         "regex": params.regex,
         "choice": params.choice,

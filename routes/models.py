@@ -14,13 +14,13 @@ from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
 from routes.request.decode_defaults import DefaultsFields, as_defaults
 from routes.request.generate_requests import invalid
-from routes.request.model_names import state_names
+from routes.request.model_names import adapter_names, state_names
 from routes.request.shown import shown
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
 from routes.response.response_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload
-from rwkv_batch.calls import ListStates
+from rwkv_batch.calls import ListAdapters, ListStates
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import MODEL_NAME, ModelStatus, ModelWish, ServedModel
 from rwkv_batch.models_folder import within
@@ -31,13 +31,16 @@ _DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?|[0-9]+)$"
 
 
 async def _listed(context: Context) -> list[dict[str, object]]:
-    """A model, and it with each tuned state that can be used; without these while the engine is away."""
+    """A model, and it with each tuned state or adapter that can be used; without these while the engine is away."""
     name = context.config.model_name
     created = {name: context.started}
     if context.engine.is_connected:
         for info in await ask(context, ListStates()):
             if not info.error:
                 created |= dict.fromkeys(state_names(name, info.name), info.created)
+        for adapter in await ask(context, ListAdapters()):
+            if not adapter.error:
+                created |= dict.fromkeys(adapter_names(name, adapter.name), adapter.created)
     return [{"id": name, "object": "model", "created": at, "owned_by": "rwkv"} for name, at in created.items()]
 
 
@@ -64,7 +67,7 @@ def about(model: ServedModel) -> dict[str, object]:
 
 
 async def models(context: Context, query: dict[str, str]) -> Reply:
-    """The models that are served, alone and with each tuned state, and those that are being loaded."""
+    """The models that are served, alone and with each tuned state or adapter, and those that are being loaded."""
     return json_answer({"object": "list", "data": list((await _served(context)).values())})
 
 

@@ -14,7 +14,7 @@ from routes.context import Context
 from routes.request.bodies import ModelFields, Texts, UrgencyFields
 from routes.request.generate_requests import encode, encode_all, greedy_row, invalid, off_loop
 from routes.request.jobs import make_job
-from routes.request.model_names import asked_state
+from routes.request.model_names import asked_adapter, asked_state
 from routes.response.generate import RowResult, run_whole
 from routes.response.reply import NATIVE_ERRORS, Reply
 from routes.response.response_models import Scores
@@ -70,7 +70,7 @@ def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
     """A request for each prompt, with a row for each of its candidates. Raises ServiceError."""
     known: dict[str, list[int]] = {}
     rows: list[GenerateRequest] = []
-    state = asked_state(body, context.config)
+    begun = asked_state(body, context.config), asked_adapter(body, context.config)
     scored = held = 0
     named = ((f"contents[{at}]", content) for at, content in enumerate(body.contents))
     prompts = encode_all(context.tokenizer, named, context.config, body.pad_zero)
@@ -81,14 +81,16 @@ def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
             _check_length(context, body, prompt, known[text], (at, number))
             scored, held = scored + len(known[text]), held + len(prompt) + len(known[text])
         _check_sizes(scored, held)
-        rows.append(_row(prompt, [known[text] for text in texts], state, body.use_prefix_cache))
+        rows.append(_row(prompt, [known[text] for text in texts], begun, body.use_prefix_cache))
     return rows
 
 
-def _row(prompt: list[int], candidates: list[list[int]], state: str, use_prefix_cache: bool) -> GenerateRequest:
-    """Reads the prompt once and every candidate behind it, draws nothing."""
+def _row(
+    prompt: list[int], candidates: list[list[int]], begun: tuple[str, str], use_prefix_cache: bool
+) -> GenerateRequest:
+    """Reads the prompt once and every candidate behind it, draws nothing. `begun`: names of a state and an adapter."""
     return msgspec.structs.replace(
-        greedy_row(prompt, 0, (), state),
+        greedy_row(prompt, 0, (), *begun),
         candidates=candidates,
         prompt_logprobs=PromptLogprobs(start=len(prompt), top=1),
         use_prefix_cache=use_prefix_cache,

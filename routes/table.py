@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from routes import (
+    adapters,
     big_batch,
     engines,
     fim,
@@ -33,6 +34,7 @@ ROUTES: tuple[Route, ...] = (
     *state.ROUTES,
     *session_files.ROUTES,
     *tuned_states.ROUTES,
+    *adapters.ROUTES,
     *multi_state.ROUTES,
     *chat.ROUTES,
     *completions.ROUTES,

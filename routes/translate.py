@@ -129,14 +129,14 @@ def count_paragraphs(texts: Iterable[str]) -> int:
     return sum(1 + sum(1 for _ in _BLANK_LINES.finditer(body)) for body in bodies if body)
 
 
-def _rows(context: Context, keys: list[Key], state: str | None) -> list[GenerateRequest]:
+def _rows(context: Context, keys: list[Key], body: TranslateBody) -> list[GenerateRequest]:
     rows = []
     named = [(languages.name_of(source), languages.name_of(target)) for source, target, _ in keys]
     texts = (("text_list", prompts.translation(*labels, key[2])) for labels, key in zip(named, keys, strict=True))
     for labels, prompt in zip(named, encode_all(context.tokenizer, texts, context.config), strict=True):
         stops = ["\n\n", *(f"\n{label}:" for label in labels)]
         most = min(_TOKENS_AT_LEAST + _TOKENS_PER_PROMPT_TOKEN * len(prompt), context.config.max_tokens_limit)
-        rows.append(greedy_row(prompt, most, stops, state))
+        rows.append(greedy_row(prompt, most, stops, body.state, body.adapter))
     return rows
 
 
@@ -150,8 +150,9 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
     limit, given = context.config.max_contents, len(body.text_list)
     if given > limit:
         raise invalid("text_list", f"has {given} texts, the limit is {limit} (--max-contents)", given)
-    # What a tuned state says is not remembered: another one may bear its name tomorrow.
-    cache: TranslationCache = TranslationCache(0) if body.state else context.shared[CACHE]
+    # What a tuned state or an adapter says is not remembered: another one may bear its name tomorrow.
+    is_usual = not (body.state or body.adapter)
+    cache: TranslationCache = context.shared[CACHE] if is_usual else TranslationCache(0)
     characters = sum(map(len, body.text_list))
     if body.source_lang.lower() == AUTO and not languages.is_loaded():
         made = await asyncio.to_thread(plan, body, cache, limit)
@@ -159,7 +160,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> Reply:
         made = await off_loop(characters, plan, body, cache, limit)
     if not made.missing:
         return json_answer(made.assembled())
-    rows = await off_loop(characters, _rows, context, made.missing, body.state)
+    rows = await off_loop(characters, _rows, context, made.missing, body)
     job = make_job(rows, body, LABEL)
 
     def whole(results: list[RowResult]) -> object:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rwkv_batch.calls import CountJobs, EngineCall, ExportSession, ListSessions, ListStates, Reply
+from rwkv_batch.calls import CountJobs, EngineCall, ExportSession, ListAdapters, ListSessions, ListStates, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.protocol import Admitted, Sink
@@ -113,7 +113,7 @@ class FakeEngine:
         jobs = Counter(one.job.label for one in running)
         if isinstance(call, ListSessions):
             reply(SessionPage(total=0, in_slots=0, in_host_memory=0, on_disk=0, sessions=[]))
-        elif isinstance(call, ListStates):
+        elif isinstance(call, ListStates | ListAdapters):
             reply([])
         elif isinstance(call, ExportSession):
             reply(bytes(LARGE_FILE))

@@ -382,8 +382,8 @@ MUTANTS: list[Mutant] = [
         [
             ("    wait: bool = Field(True, ", "    wait: bool = Field(False, ", "`wait` is false by default"),
             (
-                '        "rwkv7", max_length=256, description="Repeated in the answer; ',
-                '        "rwkv7", description="Repeated in the answer; ',
+                '        "rwkv7",\n        max_length=256,\n        description="Repeated in the answer; ',
+                '        "rwkv7",\n        description="Repeated in the answer; ',
                 "`model` is unbounded",
                 "test/routes/test_body_limits.py::test_names_and_penalties_have_limits",
             ),

@@ -114,7 +114,7 @@ async def chat_completions(context: Context, body: ChatBody) -> Reply:
     Thoughts come as `reasoning_content`. A conversation that ends with the assistant's message is gone on with there.
     """
     rows = await conversation_rows(context, body, "messages")
-    dialect = ChatDialect(body, await fingerprint(context), body.n)
+    dialect = ChatDialect(body, await fingerprint(context, body), body.n)
     return await run(context, openai_job(body, rows, PATH), dialect, Transcript(body.n), body.stream)
 
 

@@ -111,7 +111,7 @@ async def completions(context: Context, body: CompletionBody) -> Reply:
     if body.session_id is not None:
         rows = await as_turn(context, rows, texts[0], body.session_id, texts[0], "prompt", wait=body.wait)
     job = openai_job(body, rows, PATH)
-    dialect = CompletionDialect(body, await fingerprint(context), job.num_rows)
+    dialect = CompletionDialect(body, await fingerprint(context, body), job.num_rows)
     if body.scores_prompts:
         dialect.begin_with([context.tokenizer.byte_table[row.prompt[0]] for row in rows])
     return await run(context, job, dialect, Transcript(job.num_rows, echoed=_echoed(context, body)), body.stream)

@@ -14,12 +14,13 @@ from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import OpenAIBody
 from routes.request.generate_requests import build_rows, invalid, off_loop
 from routes.request.jobs import make_job
+from routes.request.model_names import asked_adapter
 from routes.response.event_stream import ask
 from routes.response.generate import PlainDialect, RowResult
 from routes.response.native_format import usage
 from routes.response.reply import sse, to_json
 from routes.response.transcript import RowUpdate
-from rwkv_batch.calls import GetStatus
+from rwkv_batch.calls import GetStatus, ListAdapters
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"
@@ -30,12 +31,14 @@ LOWEST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON does not have."""
 
 
-async def fingerprint(context: Context) -> str:
-    """`system_fingerprint`: which weights answer. Raises ServiceError while the engine is away."""
+async def fingerprint(context: Context, body: OpenAIBody) -> str:
+    """`system_fingerprint`: which weights answer, the adapter among them. ServiceError while the engine is away."""
     if FINGERPRINT not in context.shared:
         status = await ask(context, GetStatus())
         context.shared[FINGERPRINT] = f"fp_{str(status['fingerprint'])[:12]}"
-    return str(context.shared[FINGERPRINT])
+    adapter = asked_adapter(body, context.config)
+    digests = [info.digest for info in await ask(context, ListAdapters()) if info.name == adapter] if adapter else []
+    return "+".join([str(context.shared[FINGERPRINT]), *(digest[:12] for digest in digests)])
 
 
 async def openai_rows(

@@ -130,13 +130,22 @@ class StateFields(Body):
         description="A tuned state's name, as /v1/states lists them: prompts are read from it, and token 0 is put "
         "before them only where `pad_zero` is given. A session keeps the one that it began with.",
     )
+    adapter: str | None = Field(
+        None,
+        max_length=64,
+        description="An adapter's name, as /v1/adapters lists them, under which prompts are read and answered. A "
+        "session keeps the one that it was begun with.",
+    )
 
 
 class ModelFields(StateFields):
     """Which model reads, and what it begins from."""
 
     model: str = Field(
-        "rwkv7", max_length=256, description="Repeated in the answer; `<model>:<state>` names a tuned state too."
+        "rwkv7",
+        max_length=256,
+        description="Repeated in the answer; `<model>:<state>` names a tuned state, "
+        "`<model>+<adapter>` an adapter, `<model>+<adapter>:<state>` both.",
     )
 
 

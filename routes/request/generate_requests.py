@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from routes.config import HttpConfig
 from routes.request.bodies import GenerationBody
-from routes.request.model_names import asked_state
+from routes.request.model_names import asked_adapter, asked_state
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
@@ -102,7 +102,7 @@ def _roughly_counted(tokenizer: Tokenizer, text: str, enough: int) -> int:
 
 
 def greedy_row(
-    prompt: list[int], max_tokens: int, stops: Iterable[int | str], state: str | None = None
+    prompt: list[int], max_tokens: int, stops: Iterable[int | str], state: str | None = None, adapter: str | None = None
 ) -> GenerateRequest:
     """A row that is answered whole, without chance: for routes that decide for their clients how to draw."""
     stop_ids, stop_strings = split_stops(stops)
@@ -114,6 +114,7 @@ def greedy_row(
         stop_strings=stop_strings,
         chunk_size=0,
         state=state or "",
+        adapter=adapter or "",
     )
 
 
@@ -141,6 +142,7 @@ def build_rows(
     seed = secrets.randbits(64) if body.seed is None else body.seed
     mixture = [(member.name, member.weight) for member in body.states]
     state = "" if mixture else asked_state(body, config)
+    adapter = asked_adapter(body, config)
     pad_zero = body.pad_zero and (not (state or mixture) or "pad_zero" in body.model_fields_set)
     constraint = body.constraint
     stop_ids, stop_strings = split_stops(stops)
@@ -157,6 +159,7 @@ def build_rows(
             n=n,
             use_prefix_cache=body.use_prefix_cache,
             state=state,
+            adapter=adapter,
             mixture=mixture,
             constraint=constraint,
         )

@@ -465,6 +465,28 @@ class TunedStateList(BaseModel):
     data: list[TunedStateEntry]
 
 
+class AdapterEntry(BaseModel):
+    """An adapter that requests may name."""
+
+    name: str
+    models: list[str] = Field(description="What `model` may be to name it.")
+    digest: str = Field(description="Of its numbers and its scale.")
+    file: str = Field(description="What it was read from.")
+    scale: float | None = Field(description="As it was given; null: the file says it.")
+    rank: int = Field(description="The largest of its pairs.")
+    created: int = Field(description="Unix time in seconds at which it was loaded.")
+    bytes: int = Field(description="In the devices' memory.")
+    is_kept: bool = Field(description="It is loaded again after a restart.")
+    error: str = Field(description="Why one that was loaded before the last restart cannot be used.")
+
+
+class AdapterList(BaseModel):
+    """The adapters that requests may name."""
+
+    object: Literal["list"]
+    data: list[AdapterEntry]
+
+
 class RwkvInferDone(BaseModel):
     """It is done."""
 

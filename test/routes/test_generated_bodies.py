@@ -24,7 +24,7 @@ from routes.table import ROUTES
 from test.serving import NO_TLS, Service
 
 BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
-WANT_FILES = ("/v1/states", "/openai/v1/files", "/openai/v1/batches", "/v1/models/load")
+WANT_FILES = ("/v1/states", "/openai/v1/files", "/openai/v1/batches", "/v1/models/load", "/v1/adapters")
 WANT_FILES += ("/loadmodel", "/loadstatemodel", "/mrss_loadstatemodel")
 TAKES_BODY = [route for route in ROUTES if route.body is not None and route.path not in WANT_FILES]
 """All but those whose examples name a file that is not there."""

@@ -1,0 +1,102 @@
+"""`/v1/adapters`: adapters that rows run under. Any route takes the name of one as `adapter`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import Field
+
+from routes.context import Context
+from routes.request.bodies import Body, Fields
+from routes.request.model_names import adapter_names
+from routes.response.event_stream import ask
+from routes.response.reply import Reply, json_answer
+from routes.response.response_models import AdapterEntry, AdapterList
+from routes.route import Route, Upload
+from rwkv_batch.calls import AdapterInfo, AddAdapter, ListAdapters, RemoveAdapter
+from rwkv_batch.errors import ErrorKind
+
+PATH = "/v1/adapters"
+
+
+class AdapterBody(Body):
+    """An adapter to load."""
+
+    name: str = Field(
+        min_length=1, max_length=64, description="Letters, digits, '.', '_' and '-': what requests will call it."
+    )
+    file: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="Path within --models-dir: a LoRA, PiSSA or two-dimensional MiSS, or a folder of PEFT's.",
+    )
+    scale: float | None = Field(
+        None, ge=-1000, le=1000, description="What the pairs are multiplied by; without it the file has to say it."
+    )
+
+
+class AdapterQuery(Fields):
+    """Which adapter is meant."""
+
+    name: str = Field(min_length=1, description="The adapter's name.")
+
+
+def _shown(context: Context, info: AdapterInfo) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(info), "models": adapter_names(context.config.model_name, info.name)}
+
+
+async def list_adapters(context: Context, query: dict[str, str]) -> Reply:
+    """The adapters, in the order in which they were loaded."""
+    found = await ask(context, ListAdapters())
+    return json_answer({"object": "list", "data": [_shown(context, info) for info in found]})
+
+
+async def add_adapter(context: Context, body: AdapterBody) -> Reply:
+    """Load an adapter beside the weights; requests may name it once this is answered."""
+    return json_answer(_shown(context, await ask(context, AddAdapter(body.name, body.file, body.scale))))
+
+
+async def remove_adapter(context: Context, upload: Upload) -> Reply:
+    """Forget an adapter. Rows that were admitted before keep it to their end; sessions wait until it is back."""
+    return json_answer(_shown(context, await ask(context, RemoveAdapter(upload.query.name))))
+
+
+_AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
+ROUTES = (
+    Route(
+        "GET",
+        PATH,
+        list_adapters,
+        None,
+        "The adapters that requests may name.",
+        answer=AdapterList,
+        errors=_AWAY,
+        waits_for_engine=True,
+    ),
+    Route(
+        "POST",
+        PATH,
+        add_adapter,
+        AdapterBody,
+        "Load an adapter that requests may name.",
+        answer=AdapterEntry,
+        errors=(ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED, *_AWAY),
+        example={"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
+        is_admin=True,
+        waits_for_engine=True,
+    ),
+    Route(
+        "DELETE",
+        f"{PATH}/{{name}}",
+        remove_adapter,
+        None,
+        "Forget an adapter.",
+        query=AdapterQuery,
+        answer=AdapterEntry,
+        errors=(ErrorKind.ADAPTER_NOT_FOUND, *_AWAY),
+        example={"name": "french"},
+        is_admin=True,
+        waits_for_engine=True,
+    ),
+)

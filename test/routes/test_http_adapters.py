@@ -1,0 +1,151 @@
+"""Adapters over HTTP, with the demo's own: named by any route, several in one request, listed, loaded, removed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from demo import files
+from test.serving import Service, row_texts, sse_data
+
+pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
+TUNED = files.MODEL.parent / "tuned"
+ADMIN = {"Authorization": "Bearer the boss"}
+GREEDY = {"max_tokens": 16, "temperature": 0, "stop_tokens": [0, "\n"]}
+TO_FRENCH = "English: Thank you very much.\n\nFrench:"
+TO_SPANISH = "English: Thank you very much.\n\nSpanish:"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("adapters")
+    (folder / "models").mkdir()
+    shutil.copy(TUNED / "spanish.safetensors", folder / "models")
+    (folder / "models" / "broken.pth").write_bytes(b"nothing")
+    arguments = ("--adapter-serve", f"french={TUNED / 'french.safetensors'}:1", "--state", f"json={TUNED / 'json.pth'}")
+    arguments += ("--models-dir", str(folder / "models"), "--admin-password", "the boss", "--http-workers", "1")
+    running = Service(folder, *arguments)
+    try:
+        running.wait_ready()
+        body = {"name": "spanish", "file": "spanish.safetensors", "scale": 1}
+        assert running.post("/v1/adapters", body).status_code == 401
+        assert running.post("/v1/adapters", body, headers=ADMIN).status_code == 200
+        yield running
+    finally:
+        running.close()
+
+
+def texts(service: Service, path: str = "/v1/chat/completions", **fields: Any) -> list[str]:
+    answer = service.post(path, {**GREEDY, "contents": [TO_FRENCH], "stream": False, **fields})
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    return [(one["text"] if "text" in one else one["message"]["content"]).strip() for one in choices]
+
+
+def test_every_way_to_name_one(served: Service) -> None:
+    plain = texts(served)
+    assert plain != ["Merci beaucoup."]
+    for fields in ({"adapter": "french"}, {"model": "rwkv7+french"}, {"model": "rwkv7+french", "adapter": "french"}):
+        assert texts(served, **fields) == ["Merci beaucoup."]
+    assert texts(served, adapter="") == texts(served, adapter=None) == plain
+    assert texts(served, contents=[TO_SPANISH], adapter="spanish") == ["Muchas gracias."]
+    for model in ("rwkv7+french:json", "rwkv7+french json"):
+        wanted = texts(served, adapter="french", state="json")
+        assert texts(served, model=model) == wanted != ["Merci beaucoup."]
+
+
+def test_every_route_takes_one(served: Service) -> None:
+    for path in ("/v2/chat/completions", "/big_batch/completions"):
+        assert texts(served, path, adapter="french") == ["Merci beaucoup."]
+    for path, more in (("state", {}), ("multi_state", {"dialogue_idx": 0})):
+        fields = {"adapter": "french", "session_id": path, **more}
+        assert texts(served, f"/{path}/chat/completions", **fields) == ["Merci beaucoup."]
+    raw = {**GREEDY, "prompt": TO_FRENCH, "pad_zero": False}
+    answers = [
+        served.post("/openai/v1/completions", {**raw, "model": model}).json() for model in ("rwkv7+french", "rwkv7")
+    ]
+    assert answers[0]["choices"][0]["text"].strip() == "Merci beaucoup."
+    french, plain = (answer["system_fingerprint"] for answer in answers)
+    assert french.startswith(f"{plain}+")
+    body = {"source_lang": "English", "target_lang": "French", "text_list": ["Thank you very much."]}
+    translated = [
+        served.post("/translate/v1/batch-translate", {**body, "adapter": name}).json()["translations"][0]["text"]
+        for name in ("french", None, "french")
+    ]
+    assert translated[0] == translated[2] == "Merci beaucoup." != translated[1]
+    scored = {"contents": [TO_FRENCH], "candidates": [" Merci beaucoup.", " Thank you."]}
+    found = [served.post("/v1/score", {**scored, "adapter": name}).json() for name in ("french", None)]
+    assert found[0] != found[1]
+
+
+def test_adapters_beside_each_other(served: Service) -> None:
+    """Requests of three kinds at once; each streams as alone."""
+    wanted = {"french": " Merci beaucoup.", "spanish": " Muchas gracias."}
+    body = {**GREEDY, "contents": [TO_FRENCH, TO_SPANISH] * 8, "stream": True}
+    alone = {
+        name: row_texts(sse_data(served.post("/v1/chat/completions", {**body, "adapter": name}).text))
+        for name in wanted
+    }
+    for name, text in wanted.items():
+        assert set(alone[name].values()) >= {text}
+
+
+def test_they_are_listed(served: Service) -> None:
+    listed = {entry["name"]: entry for entry in served.get("/v1/adapters").json()["data"]}
+    assert list(listed) == ["french", "spanish"] and listed["french"]["rank"] == 16
+    assert listed["spanish"]["models"] == ["rwkv7+spanish"] and listed["spanish"]["scale"] == 1.0
+    for path in ("/v1/models", "/openai/v1/models"):
+        assert {"rwkv7", "rwkv7+french", "rwkv7+spanish"} <= {model["id"] for model in served.get(path).json()["data"]}
+    assert served.get("/openai/v1/models/rwkv7+french").json()["id"] == "rwkv7+french"
+
+
+WRONG: list[tuple[dict[str, str], int, str, str]] = [
+    ({"adapter": "german"}, 404, "adapter", "'french', 'spanish'"),
+    ({"model": "rwkv7+german"}, 404, "adapter", "no adapter 'german'"),
+    ({"model": "rwkv7+french", "adapter": "spanish"}, 422, "adapter", "another one"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "field", "why"), WRONG)
+def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: int, field: str, why: str) -> None:
+    answer = served.post("/v1/chat/completions", {**GREEDY, "contents": ["a"], **fields})
+    assert (answer.status_code, answer.json()["field"]) == (status, field) and why in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"name": "french", "file": "spanish.safetensors", "scale": 1}, 409),
+        ({"name": "new", "file": "broken.pth", "scale": 1}, 422),
+        ({"name": "new", "file": "../models/../../etc/passwd", "scale": 1}, 422),
+        ({"name": "new", "file": "spanish.safetensors"}, 422),
+        ({"name": "new"}, 422),
+    ],
+)
+def test_what_is_not_loaded(served: Service, body: dict[str, Any], status: int) -> None:
+    assert served.post("/v1/adapters", body, headers=ADMIN).status_code == status
+    assert len(served.get("/v1/adapters").json()["data"]) == 2
+
+
+def test_a_session_under_another_adapter_is_refused(served: Service) -> None:
+    turn = {"session_id": "mine", "contents": [TO_FRENCH]}
+    assert texts(served, "/state/chat/completions", adapter="french", **turn) == ["Merci beaucoup."]
+    answer = served.post("/state/chat/completions", {**GREEDY, "adapter": "spanish", **turn})
+    assert answer.status_code == 422 and "begun with the adapter 'french'" in answer.json()["error"]
+    assert texts(served, "/state/chat/completions", **turn) == ["Merci beaucoup."]
+
+
+def test_one_that_is_removed_is_gone(served: Service) -> None:
+    body = {"name": "for a while", "file": "spanish.safetensors", "scale": 1}
+    assert served.post("/v1/adapters", body, headers=ADMIN).status_code == 422
+    body["name"] = "while"
+    assert served.post("/v1/adapters", body, headers=ADMIN).status_code == 200
+    assert texts(served, contents=[TO_SPANISH], adapter="while") == ["Muchas gracias."]
+    assert httpx.delete(f"{served.url}/v1/adapters/while").status_code == 401
+    assert httpx.delete(f"{served.url}/v1/adapters/while", headers=ADMIN).json()["name"] == "while"
+    assert httpx.delete(f"{served.url}/v1/adapters/while", headers=ADMIN).status_code == 404
+    assert served.post("/v1/chat/completions", {**GREEDY, "contents": ["a"], "adapter": "while"}).status_code == 404
