@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -27,10 +29,23 @@ Grammars = Mapping[Constraint, "Grammar"]
 THREADS = 2
 MOST_WAITING = 256
 """Jobs whose constraints wait to be compiled."""
+MOST_OF_CLIENT = 64
+"""Of one client."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A job whose constraints are not compiled yet."""
+
+    job: Job
+    constraints: set[Constraint]
+    admitted: Admitted
+    then: Callable[[Grammars], None]
+    is_cancelled: bool = False
 
 
 class GrammarDesk:
-    """Compiles what jobs ask for. llguidance is loaded with the first."""
+    """Compiles what jobs ask for, of each client in turn. llguidance is loaded with the first."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler], refusal: Callable[[], ServiceError]) -> None:
         """`make_compiler` is called once, at the first need; `refusal`: what is told once nothing is taken any more."""
@@ -39,8 +54,10 @@ class GrammarDesk:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(THREADS, "grammars")
-        self._waiting: dict[str, bool] = {}
-        """by job id: whether it was cancelled meanwhile"""
+        self._jobs: dict[str, _Waiting] = {}
+        """those that wait or are compiled, by id"""
+        self._lines: dict[str, deque[_Waiting]] = {}
+        """those that wait, by client; the client whose turn is next comes first"""
 
     def prepare(self, job: Job, admitted: Admitted, then: Callable[[Grammars], None]) -> None:
         """Any thread. Go on with `then` when all its grammars are there, perhaps on another thread, or refuse it.
@@ -53,27 +70,28 @@ class GrammarDesk:
             then(kept)
             return
         with self._lock:
-            if len(self._waiting) >= MOST_WAITING:
-                admitted(_too_many())
+            line = self._lines.get(job.client, ())
+            if len(self._jobs) >= MOST_WAITING or len(line) >= MOST_OF_CLIENT:
+                admitted(_too_many(len(line)))
                 return
-            self._waiting[job.job_id] = False
+            waiting = _Waiting(job, constraints, admitted, then)
+            self._jobs[job.job_id] = waiting
+            self._lines.setdefault(job.client, deque()).append(waiting)
         try:
-            self._threads.submit(self._compile, constraints).add_done_callback(
-                lambda future: self._done(job, future, admitted, then)
-            )
+            self._threads.submit(self._serve_next)
         except RuntimeError:  # closed
-            self._waiting.pop(job.job_id, None)
-            admitted(self._refusal())
+            self._refuse_waiting()
 
     def cancel(self, job_id: str) -> None:
         """Any thread. A job that waits here is refused."""
         with self._lock:
-            if job_id in self._waiting:
-                self._waiting[job_id] = True
+            if job_id in self._jobs:
+                self._jobs[job_id].is_cancelled = True
 
     def close(self) -> None:
         """Begin nothing more; what has not begun is refused."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._refuse_waiting()
         if self._compiler is not None:
             self._compiler.close()
 
@@ -83,6 +101,35 @@ class GrammarDesk:
             return {}
         found = {constraint: compiler.kept(constraint) for constraint in constraints}
         return {constraint: grammar for constraint, grammar in found.items() if grammar and not grammar.is_too_slow}
+
+    def _serve_next(self) -> None:
+        """Compile for the client whose turn it is."""
+        waiting = self._next()
+        if waiting is None:
+            return
+        grammars: dict[Constraint, Grammar] = {}
+        error: BaseException | None = None
+        try:
+            if not waiting.is_cancelled:
+                grammars = self._compile(waiting.constraints)
+        except BaseException as caught:  # noqa: BLE001 - whatever it was, the job is told
+            error = caught
+        self._done(waiting, grammars, error)
+
+    def _next(self) -> _Waiting | None:
+        with self._lock:
+            if not self._lines:
+                return None
+            client = next(iter(self._lines))
+            line = self._lines.pop(client)
+            waiting = line.popleft()
+            if line:
+                self._lines[client] = line  # behind the others
+            return waiting
+
+    def _refuse_waiting(self) -> None:
+        while (waiting := self._next()) is not None:
+            self._done(waiting, {}, self._refusal())
 
     def _compile(self, constraints: set[Constraint]) -> dict[Constraint, Grammar]:
         compiler = self._ready_compiler()
@@ -100,23 +147,16 @@ class GrammarDesk:
                 self._compiler = self._make_compiler()
             return self._compiler
 
-    def _done(
-        self,
-        job: Job,
-        future: Future[dict[Constraint, Grammar]],
-        admitted: Admitted,
-        then: Callable[[Grammars], None],
-    ) -> None:
+    def _done(self, waiting: _Waiting, grammars: dict[Constraint, Grammar], error: BaseException | None) -> None:
         with self._lock:
-            cancelled = self._waiting.pop(job.job_id, False)
-            if not (cancelled or future.cancelled() or future.exception()):
-                then(future.result())  # before the lock is let go: whoever cancels now finds it admitted
+            self._jobs.pop(waiting.job.job_id, None)
+            if error is None and not waiting.is_cancelled:
+                waiting.then(grammars)  # before the lock is let go: whoever cancels now finds it admitted
                 return
-        if cancelled:
-            admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it began"))
-        else:
-            error = None if future.cancelled() else future.exception()
-            admitted(self._refusal() if error is None else _as_service_error(error))
+        if waiting.is_cancelled:
+            waiting.admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it began"))
+        elif error is not None:
+            waiting.admitted(_as_service_error(error))
 
 
 def _refused(constraint: Constraint, error: GrammarError) -> ServiceError:
@@ -132,9 +172,10 @@ def _as_service_error(error: BaseException) -> ServiceError:
     return ServiceError(ErrorKind.INTERNAL, f"the grammar could not be compiled: {type(error).__name__}: {error}")
 
 
-def _too_many() -> ServiceError:
+def _too_many(of_client: int) -> ServiceError:
+    whose = f"{of_client} of your" if of_client >= MOST_OF_CLIENT else f"{MOST_WAITING}"
     return ServiceError(
         ErrorKind.OVERLOADED,
-        f"{MOST_WAITING} requests wait for their grammars to be compiled; try again in a moment",
+        f"{whose} requests wait for their grammars to be compiled; try again in a moment",
         retry_after_s=1,
     )

@@ -26,6 +26,10 @@ _ENDED = (
     "write it with fewer rules inside each other"
 )
 
+_UNSTARTED = (
+    "the process that tries grammars cannot be started; if the service's files were changed while it runs, restart it"
+)
+
 
 class Trials:
     """Processes that try grammars, one for each thread that asks at a time. Any thread; started at the first need."""
@@ -64,8 +68,12 @@ class _Process:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
-        send(self._to, vocabulary)
-        receive(self._from)  # it is ready: what fails from now on is the grammar's
+        try:
+            send(self._to, vocabulary)
+            receive(self._from)  # it is ready: what fails from now on is the grammar's
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            self.close()
+            raise RuntimeError(_UNSTARTED) from error
 
     def ask(self, constraint: Constraint) -> tuple[str, str, str] | None:
         """Why it is refused: message, place, field. Raises OSError, EOFError if the process ended over it."""

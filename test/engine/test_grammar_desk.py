@@ -1,0 +1,128 @@
+"""Who waits for the compiler of grammars: clients in turn, each with a bound, all of them told."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from rwkv_batch.core import grammars
+from rwkv_batch.core.grammars import GrammarDesk
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import Job
+from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
+from sampling.grammar import trial
+from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.trial import Trials
+from test.harness import WAIT_S, ask
+
+SHUTTING_DOWN = ServiceError(ErrorKind.DRAINING, "it ends")
+
+
+class SlowCompiler:
+    """Compiles when it may, and remembers in which order."""
+
+    def __init__(self) -> None:
+        self.may = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+        self.order: list[str] = []
+
+    def kept(self, constraint: Constraint) -> None:
+        return None
+
+    def compile(self, constraint: Constraint) -> str:
+        self.order.append(constraint.source)
+        self.begun.release()
+        assert self.may.acquire(timeout=WAIT_S)
+        return constraint.source
+
+    def close(self) -> None:
+        return None
+
+
+class Clients:
+    """Asks a desk, and gathers what is told."""
+
+    def __init__(self, compiler: Any) -> None:
+        self.desk = GrammarDesk(lambda: compiler, lambda: SHUTTING_DOWN)
+        self.told: dict[str, Any] = {}
+        self._news = threading.Condition()
+
+    def ask(self, client: str, name: str) -> None:
+        row = ask("x", constraint=Constraint(form=Form.REGEX, source=name, field="regex"))
+        self.desk.prepare(
+            Job(job_id=name, rows=[row], client=client),
+            lambda refusal: self._hear(name, refusal),
+            lambda found: self._hear(name, list(found.values())),
+        )
+
+    def _hear(self, name: str, what: Any) -> None:
+        with self._news:
+            assert name not in self.told, "told twice"
+            self.told[name] = what
+            self._news.notify_all()
+
+    def wait(self, count: int) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.told) >= count, WAIT_S), self.told
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "THREADS", 1)
+
+
+def test_clients_take_turns(one_thread: None) -> None:
+    compiler = SlowCompiler()
+    clients = Clients(compiler)
+    clients.ask("many", "m0")
+    assert compiler.begun.acquire(timeout=WAIT_S)
+    for number in range(1, 20):
+        clients.ask("many", f"m{number}")
+    clients.ask("few", "f0")
+    clients.ask("few", "f1")
+    for _ in range(22):
+        compiler.may.release()
+    clients.wait(22)
+    assert compiler.order[:6] == ["m0", "m1", "f0", "m2", "f1", "m3"]
+    clients.desk.close()
+
+
+def test_one_client_leaves_room_for_others(one_thread: None) -> None:
+    compiler = SlowCompiler()
+    clients = Clients(compiler)
+    clients.ask("many", "m0")
+    assert compiler.begun.acquire(timeout=WAIT_S)
+    for number in range(1, 70):
+        clients.ask("many", f"m{number}")
+    clients.wait(5)
+    assert set(clients.told) == {f"m{number}" for number in range(65, 70)}
+    assert all(refusal.info.kind is ErrorKind.OVERLOADED for refusal in clients.told.values())
+    clients.ask("few", "f0")
+    clients.desk.cancel("m1")
+    clients.desk.close()
+    compiler.may.release()
+    clients.wait(71)
+    assert clients.told["f0"] is SHUTTING_DOWN and clients.told["m2"] is SHUTTING_DOWN
+    assert clients.told["m1"].info.kind is ErrorKind.CANCELLED and clients.told["m0"] == ["m0"]
+    clients.ask("few", "late")
+    assert clients.told["late"] is SHUTTING_DOWN
+
+
+def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that were changed under a service that runs."""
+    table = Tokenizer().byte_table
+    compiler = GrammarCompiler(table, list, VOCAB_SIZE, Trials(table, VOCAB_SIZE))
+    monkeypatch.setattr(trial, "_PROGRAM", "sampling.grammar.not_there")
+    clients = Clients(compiler)
+    clients.ask("one", "a+")
+    clients.wait(1)
+    error = clients.told["a+"]
+    assert error.info.kind is ErrorKind.INTERNAL and "restart" in error.info.message
+    monkeypatch.undo()
+    clients.ask("one", "b+")
+    clients.wait(2)
+    assert not isinstance(clients.told["b+"], ServiceError)
+    clients.desk.close()
