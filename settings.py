@@ -384,7 +384,7 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
     PoolConfig: (
         Flag("l1_sessions", _COUNT, "parked sessions kept in slots on the device"),
         Flag("l2_sessions", _COUNT, "parked sessions kept in host memory"),
-        Flag("state_db", _database, "SQLite file of the sessions; empty: memory only"),
+        Flag("state_db", _database, "SQLite file of the sessions, or postgresql://… of a server; empty: memory only"),
         Flag("durability", _one_of("log", "turn", "lazy"), "what a turn commits before it is acknowledged"),
         Flag("synchronous", _one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous"),
         Flag("session_ttl", _SECONDS, "seconds after which an unused session is deleted; 0: never"),

@@ -13,7 +13,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     l2_sessions: int = 32
     """Parked sessions kept in host memory."""
     state_db: str = "rwkv_sessions.db"
-    """SQLite file of the third tier; "" = none: sessions live in memory only."""
+    """SQLite file of the third tier, or postgresql://… of a database that engines of several machines share;
+    "" = none: sessions live in memory only."""
     durability: str = "log"
     """"log": a turn's token ids are committed before it is acknowledged; "turn": the whole state is;
     "lazy": write-behind."""
@@ -50,3 +51,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engines that may share an SQLite file have in common; others are refused while one of them lives."""
     prefix_seen_mb: int = 16
     """Recent prompts remembered (4 bytes a token), to notice a prefix that is met again."""
+
+    @property
+    def files_stem(self) -> str:
+        """What files beside the database are named after; "": there is none. A server's are where the engine runs."""
+        return "rwkv_sessions" if self.state_db.startswith(("postgresql://", "postgres://")) else self.state_db

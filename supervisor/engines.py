@@ -350,7 +350,9 @@ def replica_config(config: EngineConfig, name: str) -> EngineConfig:
 def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
     """The settings of a model's engine; its sessions are in a database of its own beside the service's."""
     database = base.pool.state_db
-    if database:
+    if database != base.pool.files_stem:
+        database = f"{database}#{wish.name}"  # on a server: a schema of its own
+    elif database:
         path = Path(database)
         database = str(path.with_name(f"{path.stem}-{wish.name}{path.suffix}"))
     return msgspec.structs.replace(

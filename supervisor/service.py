@@ -256,7 +256,7 @@ def listen(settings: Settings) -> Listeners:
 
 def _with_files_dir(settings: Settings) -> Settings:
     """Where files and batches are kept: beside the sessions, if those are kept and nothing else is said."""
-    folder, state_db = settings.http.files_dir, settings.engine.pool.state_db
+    folder, state_db = settings.http.files_dir, settings.engine.pool.files_stem
     if folder == "auto":
         folder = f"{state_db}.files" if state_db else NONE
     if folder != NONE:

@@ -60,15 +60,20 @@ class Service:
     """One running service."""
 
     def __init__(
-        self, folder: Path, *arguments: str, program: str = "app.py", state_db: Path | None = None, **environment: str
+        self,
+        folder: Path,
+        *arguments: str,
+        program: str = "app.py",
+        state_db: Path | str | None = None,
+        **environment: str,
     ) -> None:
         self.port = free_port()
-        self.state_db = state_db or folder / f"sessions-{self.port}.db"
+        self.state_db = Path(state_db or folder / f"sessions-{self.port}.db")
         self.log = folder / f"service-{self.port}.log"
         # -P: a program in test/ must not take test/routes for routes.
         command = [sys.executable, *(["-P"] if "/" in program else []), str(ROOT / program)]
         command += ["--port", str(self.port), *arguments]
-        command += ["--state-db", str(self.state_db)]
+        command += ["--state-db", str(state_db or self.state_db)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

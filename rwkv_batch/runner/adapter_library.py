@@ -41,7 +41,7 @@ class AdapterLibrary:
         self._put = put
         self._refusal = refusal
         self._thread = FileThread("adapter-files", refusal, _as_service_error)
-        self._list = Path(f"{config.pool.state_db}.adapters.json") if config.pool.state_db else None
+        self._list = Path(f"{config.pool.files_stem}.adapters.json") if config.pool.state_db else None
         self._infos: dict[str, AdapterInfo] = {}
 
     def open(self, adapters: Adapters, pipeline: Pipeline) -> None:

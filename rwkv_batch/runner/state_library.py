@@ -60,7 +60,7 @@ class StateLibrary:
         self._put = put
         self._refusal = refusal
         self._thread = FileThread("state-files", refusal, _as_service_error)
-        self._folder = Path(f"{config.pool.state_db}.states") if config.pool.state_db else None
+        self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
         self._infos: dict[str, StateInfo] = {}
 
     def open(self, pool: StatePool, arena: PipelineArena, shape: ModelShape) -> None:

@@ -146,7 +146,7 @@ def named(connection: sqlite3.Connection, job: DeleteNamed) -> list[int]:
     else:
         connection.execute("DELETE FROM directory WHERE session_id = ?", (job.session_id,))
         found = _rows_of(connection, job.session_id)
-    job.count = len(found)
+    job.count = max(job.count, len(found))  # the first time, if this is one whose commit was in doubt
     return found
 
 

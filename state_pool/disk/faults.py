@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 
+from state_pool.disk.postgres import ServerAway
+
 
 def is_outside(error: Exception) -> bool:
     """Whether the fault lies outside the job: trying again at once would only wait again."""
@@ -17,6 +19,8 @@ def in_words(error: Exception) -> str:
     if not isinstance(error, sqlite3.Error):
         return f"{type(error).__name__}: {error}"
     text = str(error)
+    if isinstance(error, ServerAway):
+        return f"the server of the session database does not answer ({text}); start it, or see to the network"
     if "full" in text:
         return f"no space is left for the session database ({text}); make room on its disk"
     if "readonly" in text:

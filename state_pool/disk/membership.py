@@ -54,6 +54,7 @@ class Membership:
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
+            connection.execute("UPDATE engine_numbers SET last = last + 1")  # one engine after another
             connection.execute("DELETE FROM engines WHERE name = ?", (self._name,))
             self.number = _fresh_number(connection)
             connection.execute("UPDATE engine_numbers SET last = ?", (self.number,))
@@ -143,4 +144,6 @@ def _fresh_number(connection: sqlite3.Connection) -> int:
     row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
     state = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
     chunk = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
-    return 1 + max(int(last), int(row) >> ROW_BITS, max(int(state), int(chunk) // CHUNKS_PER_STATE) >> STATE_BITS)
+    return max(
+        int(last), 1 + (int(row) >> ROW_BITS), 1 + (max(int(state), int(chunk) // CHUNKS_PER_STATE) >> STATE_BITS)
+    )

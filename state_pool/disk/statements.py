@@ -55,6 +55,8 @@ def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -
     data = pack_tokens(job.tokens)
     row, turn = job.session.row, job.session.turn
     found = connection.execute("SELECT turn FROM sessions WHERE id = ?", (row,)).fetchone()
+    if job.fence is not None and found is not None and int(found[0]) == turn and _is_logged(connection, job, data):
+        return len(data)  # a commit whose outcome was in doubt was kept
     if turn != (1 if found is None else int(found[0]) + 1):
         raise sqlite3.IntegrityError(f"turn {turn} does not follow turn {0 if found is None else found[0]}")
     put_session(connection, job.session, fingerprint)
@@ -63,6 +65,15 @@ def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -
         (row, turn, job.session.num_tokens, data, checksum(data, row, turn), job.session.updated),
     )
     return len(data)
+
+
+def _is_logged(connection: sqlite3.Connection, job: Append, data: bytes) -> bool:
+    """Whether the very same turn is there. Only its own engine can have put it there: nobody else had the epoch."""
+    row, turn = job.session.row, job.session.turn
+    found = connection.execute(
+        "SELECT checksum FROM turns WHERE session = ? AND turn = ? AND created = ?", (row, turn, job.session.updated)
+    ).fetchone()
+    return found is not None and bytes(found[0]) == checksum(data, row, turn)
 
 
 def put_chunk(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:

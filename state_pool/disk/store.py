@@ -7,9 +7,11 @@ import queue
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
+from state_pool.disk import postgres
 from state_pool.disk.applier import Small
 from state_pool.disk.database import ProcessLock, explain, open_maintainer, open_reader, open_writer, wait_briefly
 from state_pool.disk.directory import stored_sessions
@@ -56,9 +58,11 @@ class Store:
     """The database with its two threads. Raises DatabaseUnusable when it cannot be opened."""
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
-        self.path = str(Path(config.state_db).absolute())
-        self.shared = bool(config.engine)
+        server = postgres.is_postgres(config.state_db)
+        self.path = postgres.shown(config.state_db) if server else str(Path(config.state_db).absolute())
+        self.shared = server or bool(config.engine)
         """Whether other engines may write: then the database says what there is, and memory may be behind it."""
+        self.is_server = server
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._lock: ProcessLock | None = None
         self._stored: list[StoredSession] = []
@@ -69,6 +73,10 @@ class Store:
                 f"session database {self.path}: several engines share it, and with --durability lazy none knows what "
                 "another has not written yet; use log or turn"
             )
+        if server:
+            self.writer, reader = self._open_server(config, arena, deliver)
+            self._begin(Reader(reader, arena, deliver, deliver.wake))
+            return
         try:
             if Path(self.path).parent.is_dir():
                 self._lock = ProcessLock(self.path, config.service) if self.shared else ProcessLock(self.path)
@@ -80,7 +88,10 @@ class Store:
         except BaseException:
             self._give_up(connection)
             raise
-        self._reader = Reader(open_reader(self.path), arena, deliver, deliver.wake)
+        self._begin(Reader(open_reader(self.path), arena, deliver, deliver.wake))
+
+    def _begin(self, reader: Reader) -> None:
+        self._reader = reader
         self._next_row = self.writer.next_row
         self._deleted: set[int] = set()
         """Rows whose delete the disk does not have yet."""
@@ -101,9 +112,26 @@ class Store:
         else:
             self._stored = stored_sessions(connection, "s.hidden = 0")
             self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
-        writer = Writer(
+        mover = open_maintainer(self.path)
+        writer = self._writer(connection, mover, config, arena, deliver, member, sweep=is_first)
+        if self._lock is not None and self.shared:
+            self._lock.share()
+        return writer
+
+    @staticmethod
+    def _writer(
+        connection: sqlite3.Connection,
+        mover: sqlite3.Connection | None,
+        config: PoolConfig,
+        arena: Arena,
+        deliver: CompletionQueue,
+        member: Membership | None,
+        *,
+        sweep: bool,
+    ) -> Writer:
+        return Writer(
             connection,
-            open_maintainer(self.path),
+            mover,
             layout=arena.layout,
             fingerprint=arena.fingerprint,
             retain=config.retain_tokens,
@@ -111,11 +139,24 @@ class Store:
             deliver=deliver,
             on_death=deliver.wake,
             member=member,
-            sweep=is_first,
+            sweep=sweep,
         )
-        if self._lock is not None and self.shared:
-            self._lock.share()
-        return writer
+
+    def _open_server(
+        self, config: PoolConfig, arena: Arena, deliver: CompletionQueue
+    ) -> tuple[Writer, sqlite3.Connection]:
+        """Join the engines that share a PostgreSQL database; its connections pass for SQLite's."""
+        try:
+            server = postgres.Connection(config.state_db)
+            postgres.migrate(server, config.state_db)
+            connection = cast(sqlite3.Connection, server)
+            member = Membership(connection, postgres.engine_name(config.service, config.engine))
+            reader = cast(sqlite3.Connection, postgres.Connection(config.state_db, reads_only=True))
+            return self._writer(connection, None, config, arena, deliver, member, sweep=False), reader
+        except sqlite3.Error as error:
+            raise DatabaseUnusable(
+                f"session database {self.path}: {error}; see to the server, or name another database with --state-db"
+            ) from None
 
     def _give_up(self, connection: sqlite3.Connection | None) -> None:
         if connection is not None:

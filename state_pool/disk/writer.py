@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from state_pool.codec import Layout, chunks_of
 from state_pool.crash_points import reach
-from state_pool.disk import statements
+from state_pool.disk import postgres, statements
 from state_pool.disk.applier import Applier, Small
 from state_pool.disk.faults import in_words, is_outside
 from state_pool.disk.membership import BEAT_S, DeclaredLost, Membership, first_state_of
 from state_pool.disk.operations import Append, Checkpoint, Delete, Done
+from state_pool.disk.postgres import ServerAway
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.wal import WalMover, move
-from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
+from state_pool.errors import DirectoryUnreachable, PoolError, SessionNotFound, TurnNotStored
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,9 @@ GROUP_LIMIT = 256
 """Most small jobs in one transaction."""
 WAL_BYTES = 16 << 20
 """Written bytes after which the write-ahead log is moved into the file, between jobs."""
+SERVER_PATIENCE_S = 10.0
+"""How long turns wait for a server that is away, from when it was first; then they are told at once."""
+_LOOK_AGAIN_S = 0.2
 _GARBAGE_CHUNKS = 4
 _GARBAGE_ROUNDS = 8
 """Under constant load, garbage is collected in one of so many rounds."""
@@ -70,7 +75,7 @@ class Writer:
     def __init__(
         self,
         connection: sqlite3.Connection,
-        mover: sqlite3.Connection,
+        mover: sqlite3.Connection | None,
         *,
         layout: Layout,
         fingerprint: str,
@@ -103,7 +108,8 @@ class Writer:
         self._measure()
         self._rest_to_move = False
         self._rounds = 0
-        self._mover = WalMover(mover, self._moved, on_death)
+        self._mover = None if mover is None else WalMover(mover, self._moved, on_death)
+        self._away_since: float | None = None
         self._thread = PoolThread("state-pool-writer", self._run, on_death)
 
     # -- engine thread ---------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ class Writer:
     @property
     def failure(self) -> str | None:
         """Why one of the threads that write is gone."""
-        return self._thread.failure or self._mover.failure
+        return self._thread.failure or (None if self._mover is None else self._mover.failure)
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -169,7 +175,8 @@ class Writer:
             self._rounds += 1
         if self.member is not None:
             self._leave(self.member)
-        self._mover.close()
+        if self._mover is not None:
+            self._mover.close()
         self._connection.close()
 
     @property
@@ -206,6 +213,8 @@ class Writer:
 
     def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
         error = self._transaction([job for job, _ in group])
+        while isinstance(error, ServerAway) and self._may_wait():
+            error = self._transaction([job for job, _ in group])
         if error is not None and len(group) > 1 and not is_outside(error):
             # One job of the group is at fault: each for itself, so that the others are kept.
             for job, done in group:
@@ -213,6 +222,15 @@ class Writer:
             return
         for job, done in group:
             self._report(done, self._failure(error, job))
+
+    def _may_wait(self) -> bool:
+        """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again."""
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        if now > self._away_since + SERVER_PATIENCE_S or self._stopping:
+            return False
+        time.sleep(_LOOK_AGAIN_S)
+        return True
 
     def _transaction(self, jobs: list[Small]) -> Exception | None:
         garbage: list[int] = []
@@ -343,6 +361,8 @@ class Writer:
 
     def _keep_wal_short(self, idle: bool) -> None:
         """Have the log moved when it is long or nothing else is to do; the little that came meanwhile, at once."""
+        if self._mover is None:
+            return
         if self._rest_to_move:
             self._rest_to_move = False
             error = self._mover.error or move(self._connection)
@@ -359,6 +379,7 @@ class Writer:
 
     def _succeeded(self, num_bytes: int) -> None:
         self.stats.commits += 1
+        self._away_since = None
         self.stats.degraded = None
         self._wal_bytes += num_bytes
         try:
@@ -368,6 +389,9 @@ class Writer:
 
     def _measure(self) -> None:
         """Counts pages in use; reads only the file's first page, which is in memory."""
+        if isinstance(self._connection, postgres.Connection):
+            self.stats.used_bytes = self._connection.used_bytes()
+            return
         execute = self._connection.execute
         pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
         self.stats.used_bytes = pages * int(execute("PRAGMA page_size").fetchone()[0])
@@ -387,6 +411,8 @@ class Writer:
     def _failure(self, error: Exception | None, job: Small | Checkpoint) -> Exception | None:
         if error is None or isinstance(error, PoolError):
             return error
+        if isinstance(error, ServerAway):
+            return DirectoryUnreachable(f"{in_words(error)}; try again in a moment")
         what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
         return TurnNotStored(f"{what}: {in_words(error)}")
 

@@ -325,10 +325,10 @@ class Turns:
             name = lease.session.key.session_id
             if name == session_id or (delete_prefix and name.startswith(session_id)) or lease.source in doomed:
                 self._discard(lease.session)
-        job = DeleteNamed(session_id, delete_prefix, len(doomed))
         if self.acquisition is None:
             self.remove(doomed, on_durable)
-            return job
+            return DeleteNamed(session_id, delete_prefix, len(doomed))
+        job = DeleteNamed(session_id, delete_prefix)
         for session in doomed:
             self._discard(session)
         assert self._store is not None

@@ -26,13 +26,23 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_o
 Engines = Callable[..., Driver]
 
 
-@pytest.fixture(params=["log", "turn"])
+STORES = [
+    "sqlite-log",
+    "sqlite-turn",
+    pytest.param("postgres-log", marks=pytest.mark.cluster),
+    pytest.param("postgres-turn", marks=pytest.mark.cluster),
+]
+
+
+@pytest.fixture(params=STORES)
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
-    """Makes engines over one database; those that are not `gone` are closed, and must have kept their books."""
+    """Makes engines over one database; at the end they are closed, and must have kept their books."""
     made: list[Driver] = []
+    store, durability = request.param.split("-")
+    base = {"state_db": request.getfixturevalue("postgres").database()} if store == "postgres" else {}
 
     def make(name: str, **changes: object) -> Driver:
-        config = config_in(tmp_path, durability=request.param, engine=name, service="here", **changes)
+        config = config_in(tmp_path, **base, durability=durability, engine=name, service="here", **changes)
         made.append(Driver(FakeArena(delay=1), config))
         return made[-1]
 
@@ -224,7 +234,8 @@ def test_the_list_shows_everybodys_sessions(engines: Engines) -> None:
     page = one.list_sessions()
     assert (page.total, page.in_slots, page.on_disk) == (2, 1, 1)
     assert {entry.session_id: entry.tier for entry in page.sessions} == {"a": Tier.SLOT, "b": Tier.DISK}
-    one.until(lambda: sorted(one.pool.stats()["database"]["engines"]) == ["one", "two"])
+    names = ["one", "two"]
+    one.until(lambda: sorted(name.rpartition("/")[2] for name in one.pool.stats()["database"]["engines"]) == names)
 
 
 def test_sessions_are_carried_away_and_back_through_any_engine(engines: Engines) -> None:
@@ -292,16 +303,15 @@ def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
         looks.leave()
 
 
-def test_another_service_is_refused_while_an_engine_lives(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.1)
-    one = engines("one")
-    engines("two")
+    one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
     for config in (config_in(tmp_path), config_in(tmp_path, engine="x", service="elsewhere")):
         with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
             Driver(FakeArena(), config)
-    assert one.pool.failure is None
+    for driver in (one, two):
+        assert driver.pool.failure is None
+        driver.pool.close()
 
 
 def test_lazy_turns_are_for_one_engine(tmp_path: Path) -> None:
@@ -309,8 +319,8 @@ def test_lazy_turns_are_for_one_engine(tmp_path: Path) -> None:
         Driver(FakeArena(), config_in(tmp_path, durability="lazy", engine="one", service="here"))
 
 
-def test_alone_again_it_has_everything(engines: Engines, tmp_path: Path) -> None:
-    one, two = engines("one"), engines("two")
+def test_alone_again_it_has_everything(tmp_path: Path) -> None:
+    one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
     one.turn("a", [1])
     two.turn("b", [2])
     one.pool.close()

@@ -1,0 +1,194 @@
+"""PostgreSQL in SQLite's place: the same statements through a connection of the same shape.
+
+Optional: needs psycopg (requirements-cluster.txt). Whatever goes wrong is raised as the DB-API's errors of `sqlite3`:
+the rest of this room knows one set of them. A server that is away is a `ServerAway`, and is looked for again at the
+next transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from state_pool.disk.migrations import MIGRATIONS
+from state_pool.errors import DatabaseUnusable
+
+try:
+    import psycopg
+except ImportError:  # an optional package
+    psycopg = None  # type: ignore[assignment]
+
+CONNECT_S = 3
+"""How long a connection may take to be made."""
+_MEASURE_S = 5.0
+_OTHER_WORDS = (
+    ("BEGIN IMMEDIATE", "BEGIN"),
+    (" INDEXED BY sessions_by_updated", ""),
+    ("NOT IN (SELECT value FROM json_each(?))", "NOT IN (SELECT value::bigint FROM json_array_elements_text(?::json))"),
+)
+_SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_TYPES = (("INTEGER", "BIGINT"), ("REAL", "DOUBLE PRECISION"), ("BLOB", "BYTEA"), (" WITHOUT ROWID", ""))
+_LIMITS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout = 2000")
+"""Milliseconds: an engine that is stopped within a transaction must not hold the others up."""
+_TABLES = ("sessions", "turns", "states", "state_chunks")
+
+
+class ServerAway(sqlite3.OperationalError):
+    """The server cannot be reached, or has ended the connection; whether a commit under way was kept is not known."""
+
+
+def is_postgres(address: str) -> bool:
+    """Whether the address is a server's and no file's."""
+    return address.startswith(("postgresql://", "postgres://"))
+
+
+def shown(address: str) -> str:
+    """The address without what is secret in it."""
+    parts = urlsplit(address)
+    place = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{place}{parts.path}" + (f"#{parts.fragment}" if parts.fragment else "")
+
+
+def engine_name(service: str, engine: str) -> str:
+    """A name that no engine of another machine or service has, and that its successor has again."""
+    return f"{socket.gethostname()}/{service or os.getpid()}/{engine}"
+
+
+class Connection:
+    """Looks like SQLite's to the statements of this room. One thread at a time."""
+
+    def __init__(self, address: str, *, reads_only: bool = False) -> None:
+        """Raises DatabaseUnusable, ServerAway."""
+        if psycopg is None:
+            raise DatabaseUnusable(
+                f"session database {shown(address)}: PostgreSQL needs psycopg; pip install -r requirements-cluster.txt"
+            )
+        parts = urlsplit(address)
+        self._schema = f"rwkv_{parts.fragment}" if parts.fragment else ""
+        self._address = address.partition("#")[0]
+        self._reads_only = reads_only
+        self._connection: Any = None
+        self._measured = (0, 0.0)
+        self._connect()
+
+    def _connect(self) -> None:
+        self.close()
+        try:
+            connection = psycopg.connect(
+                self._address,
+                autocommit=True,
+                connect_timeout=CONNECT_S,
+                prepare_threshold=2,
+                keepalives_idle=5,
+                keepalives_interval=2,
+                keepalives_count=2,
+                tcp_user_timeout=8000,
+                application_name="rwkv-batch",
+            )
+        except (psycopg.Error, OSError) as error:
+            raise ServerAway(str(error).strip()) from None
+        self._connection = connection
+        with self._translated():
+            for limit in _LIMITS:
+                connection.execute(limit)
+            if self._schema:
+                name = psycopg.sql.Identifier(self._schema)
+                connection.execute(psycopg.sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
+                connection.execute(psycopg.sql.SQL("SET search_path TO {}").format(name))
+
+    def execute(self, statement: str, parameters: Sequence[Any] = ()) -> Any:
+        """As sqlite3's; a connection that was lost is made anew where a transaction begins, or outside of one."""
+        if self.in_transaction or statement in ("COMMIT", "ROLLBACK"):
+            return self._execute(statement, parameters)
+        try:
+            if self._connection.closed:
+                self._connect()
+            return self._execute(statement, parameters)
+        except ServerAway:  # the server may be back already, and only this connection have been lost
+            self._connect()
+            return self._execute(statement, parameters)
+
+    def _execute(self, statement: str, parameters: Sequence[Any]) -> Any:
+        with self._translated():
+            return self._connection.execute(self._translate(statement), [_value(one) for one in parameters] or None)
+
+    def _translate(self, statement: str) -> str:
+        if self._reads_only and statement == "BEGIN":
+            return _SNAPSHOT
+        for ours, theirs in _OTHER_WORDS:
+            statement = statement.replace(ours, theirs)
+        return statement.replace("?", "%s")
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Errors as those of sqlite3. An error within a transaction is its end: whoever began it rolls it back."""
+        try:
+            yield
+        except psycopg.IntegrityError as error:
+            raise sqlite3.IntegrityError(str(error)) from None
+        except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+            if self._connection.closed or isinstance(error, psycopg.errors.AdminShutdown):
+                raise ServerAway(str(error).strip()) from None
+            raise sqlite3.OperationalError(str(error)) from None
+        except psycopg.Error as error:
+            raise sqlite3.DatabaseError(str(error)) from None
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open, or has failed and waits for its end."""
+        if self._connection.closed:
+            return False
+        return bool(self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE)
+
+    def used_bytes(self) -> int:
+        """Of the tables and their indexes; looked at every few seconds, since it reads many files' sizes."""
+        used, at = self._measured
+        if time.monotonic() >= at:
+            sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
+            used = int(self.execute(f"SELECT {sizes}").fetchone()[0])
+            self._measured = (used, time.monotonic() + _MEASURE_S)
+        return used
+
+    def close(self) -> None:
+        """Let go of the server."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _value(parameter: Any) -> Any:
+    return bytes(parameter) if isinstance(parameter, memoryview) else parameter
+
+
+def migrate(connection: Connection, address: str) -> None:
+    """Bring the tables to this program's schema, one engine at a time. Raises DatabaseUnusable for a newer one."""
+    connection.execute("BEGIN")
+    connection.execute("SELECT pg_advisory_xact_lock(7294)")
+    connection.execute(
+        "CREATE TABLE IF NOT EXISTS schema_migrations("
+        "version BIGINT PRIMARY KEY, name TEXT NOT NULL, applied DOUBLE PRECISION NOT NULL)"
+    )
+    found = int(connection.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchone()[0])
+    if found > len(MIGRATIONS):
+        connection.execute("ROLLBACK")
+        raise DatabaseUnusable(
+            f"session database {shown(address)} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
+            "start the newer version, or name another database with --state-db"
+        )
+    for version, (name, statements) in enumerate(MIGRATIONS[found:], found + 1):
+        for statement in statements:
+            connection.execute(_in_postgres(statement))
+        connection.execute("INSERT INTO schema_migrations VALUES (?, ?, ?)", (version, name, time.time()))
+    connection.execute("COMMIT")
+
+
+def _in_postgres(statement: str) -> str:
+    """A statement of the schema in PostgreSQL's types; names sort by their bytes, as SQLite's do."""
+    for ours, theirs in _TYPES:
+        statement = statement.replace(ours, theirs)
+    return statement.replace("session_id TEXT", 'session_id TEXT COLLATE "C"')

@@ -1,0 +1,205 @@
+"""What is PostgreSQL's own: outages, its schema, its address. What it shares with SQLite is in test_pool_shared.py."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.disk import postgres as adapter
+from state_pool.disk import writer
+from state_pool.disk.database import open_writer
+from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNotFound, StaleEpoch
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+from test.postgres import Server, missing
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server that a test may kill."""
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    started = Server()
+    yield started
+    started.close()
+
+
+def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
+    return Driver(FakeArena(), config_in(tmp_path, state_db=address, engine=name, service="here"))
+
+
+def test_turns_wait_for_a_server_that_comes_back(tmp_path: Path, server: Server) -> None:
+    one = opened(tmp_path, server.database())
+    one.turn("s", [1])
+    lease = one.ready(one.pool.checkout("s"))
+    slot = one.compute(lease, [2])
+    server.kill()
+    outcome = Outcome()
+    one.pool.record(lease, [2], outcome)
+    one.pool.checkin(lease, slot)
+    waits = one.pool.checkout("t")
+    one.until(lambda: one.pool.stats()["degraded"] is not None)
+    assert not outcome.known
+    server.start()
+    one.until(lambda: outcome.known)
+    assert outcome.ok
+    one.pool.release(one.ready(waits))
+    assert np.array_equal(one.state("s"), state_of([1, 2]))
+    one.settle()
+    one.pool.close()
+
+
+def test_when_it_stays_away_nothing_is_acknowledged(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.5)
+    one = opened(tmp_path, server.database())
+    one.turn("s", [1])
+    lease = one.ready(one.pool.checkout("s"))
+    slot = one.compute(lease, [2])
+    server.kill()
+    outcome = Outcome()
+    one.pool.record(lease, [2], outcome)
+    one.pool.checkin(lease, slot)
+    one.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], DirectoryUnreachable)
+    assert "does not answer" in str(outcome.calls[0])
+    with pytest.raises(DirectoryUnreachable):
+        one.ready(one.pool.checkout("t"))
+    server.start()
+    one.until(lambda: np.array_equal(try_state(one), state_of([1])))
+    one.turn("s", [3])
+    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    one.settle()
+    assert one.pool.check_integrity() == []
+    one.pool.close()
+
+
+def try_state(driver: Driver) -> np.ndarray:
+    try:
+        return driver.state("s")
+    except DirectoryUnreachable:
+        return state_of([0])
+
+
+class LosesItsCommit(adapter.Connection):
+    """The server keeps the turn, and the answer to the commit is lost on its way."""
+
+    lose = False
+
+    def execute(self, statement: str, parameters: object = ()) -> object:
+        found = super().execute(statement, parameters)  # type: ignore[arg-type]
+        if statement.startswith("INSERT INTO turns"):
+            self.appended = True
+        if statement == "COMMIT" and self.lose and getattr(self, "appended", False):
+            type(self).lose = False
+            self.close()
+            raise adapter.ServerAway("the connection was lost")
+        return found
+
+
+def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "Connection", LosesItsCommit)
+    one = opened(tmp_path, postgres.database())
+    one.turn("s", [1])
+    LosesItsCommit.lose = True
+    one.turn("s", [2])
+    assert not LosesItsCommit.lose
+    assert np.array_equal(one.state("s"), state_of([1, 2]))
+    one.settle()
+    one.pool.close()
+
+
+def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stands still while the others go on; when it is back, what it computed is refused."""
+    address = postgres.database()
+    one, two = opened(tmp_path, address, "one"), opened(tmp_path, address, "two")
+    one.turn("s", [1])
+    lease = one.ready(one.pool.checkout("s"))
+    slot = one.compute(lease, [2])
+    assert one.pool._store is not None
+    connection, go = one.pool._store.writer._connection, threading.Event()
+    execute = connection.execute
+
+    def held(statement: str, parameters: object = ()) -> object:
+        go.wait()
+        return execute(statement, parameters)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(connection, "execute", held)
+    two.turn("s", [3])
+    outcome = Outcome()
+    one.pool.record(lease, [2], outcome)
+    one.pool.checkin(lease, slot)
+    go.set()
+    one.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], StaleEpoch)
+    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    for driver in (one, two):
+        driver.settle()
+        driver.pool.close()
+
+
+def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
+    address, words = postgres.database(), 600_000  # 2.4 MB: three pieces
+    made = [
+        Driver(FakeArena(words=words), config_in(tmp_path, state_db=address, durability="turn", engine=name))
+        for name in ("one", "two")
+    ]
+    made[0].turn("s", [1, 2])
+    lease = made[1].ready(made[1].pool.checkout("s"))
+    assert np.array_equal(fold(made[1].arena.memory[lease.read_slot], lease.replay), state_of([1, 2], words))
+    made[1].pool.release(lease)
+    for driver in made:
+        driver.settle()
+        driver.pool.close()
+
+
+def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
+    address = postgres.database()
+    opened(tmp_path, address).pool.close()
+    theirs = adapter.Connection(address)
+    columns = theirs.execute(
+        "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
+    ).fetchall()
+    ours: sqlite3.Connection = open_writer(str(tmp_path / "new.db"), "NORMAL")
+    tables = [name for (name,) in ours.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    assert set(columns) == {(table, row[1]) for table in tables for row in ours.execute(f"PRAGMA table_info({table})")}
+    theirs.execute("INSERT INTO schema_migrations VALUES (99, 'later', 0)")
+    theirs.close()
+    with pytest.raises(DatabaseUnusable, match="has schema 99"):
+        opened(tmp_path, address)
+
+
+def test_a_password_is_never_told(
+    tmp_path: Path, postgres: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    address = postgres.database()
+    assert "secret" in address
+    one = opened(tmp_path, address)
+    told = repr(one.pool.stats())
+    one.pool.close()
+    with pytest.raises(DatabaseUnusable) as refused:
+        opened(tmp_path, "postgresql://rwkv:secret@/nowhere?host=/nowhere")
+    monkeypatch.setattr(adapter, "psycopg", None)
+    with pytest.raises(DatabaseUnusable, match="requirements-cluster") as missing_package:
+        opened(tmp_path, address)
+    assert not re.search("secret", told + str(refused.value) + str(missing_package.value) + caplog.text)
+
+
+def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) -> None:
+    one = opened(tmp_path, postgres.database())
+    with pytest.raises(SessionNotFound, match="NUL"):
+        one.ready(one.pool.checkout("a\x00b"))
+    one.turn("é🙂'; --%s?", [1])
+    assert np.array_equal(one.state("é🙂'; --%s?"), state_of([1]))
+    one.settle()
+    one.pool.close()
