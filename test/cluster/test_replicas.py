@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,9 +14,9 @@ import pytest
 
 from test.serving import Service, row_texts, sse_data, wait_for
 
-CHAT = "/v1/chat/completions"
+CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
+ADMIN = {"Authorization": "Bearer boss"}
 TOKENS = 200
-_turns = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +117,22 @@ def test_both_engines_get_work(pair: Service) -> None:
     assert metrics.count("# TYPE rwkv_running_rows gauge") == 1 and "rwkv_jobs_refused_total{engine=" not in metrics
 
 
-@pytest.mark.parametrize("victims", [["engine-0"], ["engine-1"], ["engine-0", "engine-1"]], ids=["one", "other", "all"])
-def test_streams_outlive_killed_engines(pair: Service, undisturbed: list[dict[int, str]], victims: list[str]) -> None:
+@pytest.mark.parametrize("victims", [["engine-1"], ["engine-0", "engine-1"]], ids=["one", "all"])
+def test_streams_and_turns_outlive_killed_engines(
+    pair: Service, undisturbed: list[dict[int, str]], victims: list[str]
+) -> None:
+    name = f"turn-{len(victims)}"
+    turn = body(0, contents=["My name is Ada."], session_id=name)
+    (expected,) = texts(pair, [{**turn, "session_id": f"{name}-alone"}], STATE)
     streams = Meanwhile(pair, [body(number) for number in range(12)])
+    turns = Meanwhile(pair, [turn], STATE)
     running(pair)
-    for name in victims:
-        os.kill(engines(pair)[name]["pid"], signal.SIGKILL)
+    for victim in victims:
+        os.kill(engines(pair)[victim]["pid"], signal.SIGKILL)
     assert streams.result() == undisturbed
+    assert turns.result() == [expected]
+    following = [{**body(0, contents=["And then?"]), "session_id": one} for one in (name, f"{name}-alone")]
+    assert len({str(text) for text in texts(pair, following, STATE)}) == 1, "the turn was taken twice, or not at all"
     all_ready(pair)
 
 
@@ -148,27 +155,44 @@ def test_an_engine_that_stands_still_is_lost_and_what_it_says_later_is_not_heard
     pair.wait_idle()
 
 
-def test_a_turn_outlives_its_engine_and_is_taken_once(pair: Service) -> None:
-    name = f"turn-{next(_turns)}"
-    asked = body(0, contents=["My name is Ada."], session_id=name)
-    alone = {**asked, "session_id": f"{name}-alone"}
-    (expected,) = texts(pair, [alone], "/state/chat/completions")
-    stream = Meanwhile(pair, [asked], "/state/chat/completions")
-    running(pair, 1)
-    for one in engines(pair).values():
-        if one["rows"]:
-            os.kill(one["pid"], signal.SIGKILL)
-    assert stream.result() == [expected]
+def test_no_request_fails_while_all_engines_are_started_anew(pair: Service, undisturbed: list[dict[int, str]]) -> None:
+    before = {one["pid"] for one in engines(pair).values()}
+    asked = {"engine": "all", "wait_s": 60}
+    restart = threading.Thread(target=lambda: pair.post("/v1/engines/restart", asked, headers=ADMIN, timeout=90))
+    restart.start()
+    rounds = 0
+    while restart.is_alive() or not rounds:
+        assert texts(pair, [body(number) for number in range(12)]) == undisturbed
+        rounds += 1
     all_ready(pair)
-    following = [{**body(0, contents=["And then?"]), "session_id": one} for one in (name, f"{name}-alone")]
-    assert len({str(text) for text in texts(pair, following, "/state/chat/completions")}) == 1
+    assert not before & {one["pid"] for one in engines(pair).values()}
+    assert pair.post("/v1/engines/restart", {"engine": "engine-0"}).status_code == 401
 
 
-def test_random_kills_leave_no_gap_and_no_double(pair: Service, undisturbed: list[dict[int, str]]) -> None:
-    rng = random.Random(7)
-    streams = Meanwhile(pair, [body(number) for number in range(12)])
-    running(pair)
-    wait_for(lambda: rng.random() < 0.2, 30, "a moment")
-    os.kill(rng.choice([one["pid"] for one in engines(pair).values()]), signal.SIGKILL)
-    assert streams.result() == undisturbed
+def test_engines_are_added_and_removed_while_others_serve(pair: Service) -> None:
+    name = "guest"
+    texts(pair, [body(0, contents=["My name is Ada."], session_id=name)], STATE)
+    streams = Meanwhile(pair, [body(number) for number in range(6)])
+    added = pair.post("/v1/engines/add", {"wait_s": 60}, headers=ADMIN, timeout=90).json()["data"]
+    assert [(one["id"], one["status"]) for one in added] == [(f"engine-{n}", "ready") for n in range(3)]
+    removed = pair.post("/v1/engines/remove", {"engine": "engine-0", "wait_s": 60}, headers=ADMIN, timeout=90)
+    assert [one["id"] for one in removed.json()["data"]] == ["engine-1", "engine-2"]
+    assert len(streams.result()) == 6
+    assert texts(pair, [body(0, contents=["And then?"], session_id=name)], STATE)
+    unknown = pair.post("/v1/engines/remove", {"engine": "engine-0"}, headers=ADMIN)
+    assert unknown.status_code == 422 and "engine-1, engine-2" in unknown.json()["error"]
     all_ready(pair)
+
+
+def test_two_turns_of_a_session_at_once_are_taken_one_after_the_other(pair: Service) -> None:
+    """Connections meet HTTP workers by chance, and these choose engines for themselves."""
+    short = {"max_tokens": 8, "temperature": 0, "session_id": "shared", "ignore_eos": True, "stop_tokens": []}
+    with ThreadPoolExecutor(6) as threads:
+        asked = [{**short, "contents": [f"Turn {number}."]} for number in range(6)]
+        answers = list(threads.map(lambda one: pair.post(STATE, one), asked))
+    assert [answer.status_code for answer in answers] == [200] * 6, [answer.text for answer in answers]
+    before = pair.post(STATE, {**short, "contents": ["Once more."]}).json()["usage"]["prompt_tokens"]
+    assert before >= 6 * 8
+    assert pair.post("/state/delete", {"session_id": "shared"}).status_code == 200
+    after = pair.post(STATE, {**short, "contents": ["Once more."]}).json()["usage"]["prompt_tokens"]
+    assert after < 8
