@@ -191,8 +191,8 @@ def test_metrics_are_the_same_from_every_worker(service: Service) -> None:
         assert any(
             line.startswith('rwkv_http_requests_total{route="/v1/chat/completions",status="200"}') for line in lines
         )
-        assert {"rwkv_running_rows 0.0", "rwkv_big_batch_jobs 0"} <= set(lines)
-        assert any(line.startswith("rwkv_pool_prefix_cache_hits ") for line in lines)
+        assert {'rwkv_running_rows{engine="engine-0"} 0.0', "rwkv_big_batch_jobs 0"} <= set(lines)
+        assert any(line.startswith("rwkv_pool_prefix_cache_hits{") for line in lines)
     assert len(figures) == 1
 
 

@@ -23,12 +23,18 @@ function requestFigures(metrics) {
   return [...by].sort().map(([status, count]) => [`HTTP ${status}`, count, `rwkv_http_requests_total:${status}`]);
 }
 
-const labelled = (metrics, name, label, text) =>
-  (metrics.get(name) ?? []).map(({ labels, value }) => [text(labels[label]), value, `${name}:${labels[label]}`]);
+/** Figures by a label, each the sum over all engines. */
+function labelled(metrics, name, label, text) {
+  const by = new Map();
+  for (const { labels, value } of metrics.get(name) ?? []) by.set(labels[label], (by.get(labels[label]) ?? 0) + value);
+  return [...by].map(([value, sum]) => [text(value), sum, `${name}:${value}`]);
+}
 
 function deviceFigures(metrics) {
+  const engines = new Set((metrics.get("rwkv_device_memory_used_bytes") ?? []).map(({ labels }) => labels.engine));
+  const device = (labels) => (engines.size > 1 ? `${labels.engine}, ${labels.device}` : labels.device);
   const of = (name, unit, factor) =>
-    (metrics.get(name) ?? []).map(({ labels, value }) => [`${labels.device}: ${t(`device.${unit}`)}`, value / factor, `${name}:${labels.device}`]);
+    (metrics.get(name) ?? []).map(({ labels, value }) => [`${device(labels)}: ${t(`device.${unit}`)}`, value / factor, `${name}:${labels.device}`]);
   return [
     ...of("rwkv_device_memory_used_bytes", "used", MIB).map(([label, value, metric]) => [label, Math.round(value), metric]),
     ...of("rwkv_device_memory_total_bytes", "total", MIB).map(([label, value, metric]) => [label, Math.round(value), metric]),
@@ -39,6 +45,18 @@ function deviceFigures(metrics) {
 function Refused({ title, entries }) {
   const list = Object.entries(entries ?? {});
   return list.length ? html`<h3>${title}</h3><ul>${list.map(([name, why]) => html`<li><b>${name}</b>: ${why}</li>`)}</ul>` : null;
+}
+
+/** What each engine does. */
+function Engines({ engines }) {
+  const columns = ["engine", "state", "process", "devices", "rows", "unread", "kept"];
+  return html`<section class="figures-box wide"><h2>${t("dash.engines")}</h2><table>
+    <thead><tr>${columns.map((name) => html`<th scope="col">${t(`dash.${name}`)}</th>`)}</tr></thead>
+    <tbody>${engines.map((one) => html`<tr data-engine=${one.engine}>
+      <th scope="row">${one.engine}</th><td>${one.status}</td><td>${one.pid || ""}</td><td>${one.devices.join(", ")}</td>
+      <td>${number(one.rows)}</td><td>${number(one.queued_prompt_tokens)}</td><td>${number(one.sessions)}</td>
+    </tr>`)}</tbody>
+  </table></section>`;
 }
 
 function Machine({ status }) {
@@ -92,6 +110,7 @@ export function Dashboard({ visible }) {
         ...labelled(metrics, "rwkv_jobs_refused_total", "kind", (kind) => t("dash.refused", { kind })),
       ]} />
     </div>`}
+    ${status?.engines?.length > 1 && html`<${Engines} engines=${status.engines} />`}
     ${status && html`<${Machine} status=${status} />`}
   </div>`;
 }
