@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Annotated
 
 from pydantic import Field
@@ -16,6 +18,9 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
 
 _DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?|[0-9]+)$"
+_CONNECTED_S = 5.0
+"""Within which a process has connected to an engine that has become ready."""
+_LOOK_S = 0.05
 
 
 class AddBody(Body):
@@ -53,23 +58,37 @@ async def engines(context: Context, query: dict[str, str]) -> Reply:
     return _listed(context)
 
 
+async def _change(context: Context, change: ModelCommand, wait_s: float) -> Reply:
+    """Have it done, and list what there is then."""
+    await beside(context).change_engines(change, wait_s or None)
+    for _ in range(int(_CONNECTED_S / _LOOK_S) if wait_s else 0):
+        if not _just_ready(context):
+            break
+        await asyncio.sleep(_LOOK_S)
+    return _listed(context)
+
+
+def _just_ready(context: Context) -> bool:
+    """Whether an engine is ready that this process has not heard of yet."""
+    now, lost = time.time(), context.engine.lost
+    fresh = [one for one in beside(context).engines if one.status == "ready" and now - one.since < _CONNECTED_S]
+    return any(one.engine in lost for one in fresh)
+
+
 async def add(context: Context, body: AddBody) -> Reply:
     """Start one more engine of the model."""
     devices = tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices)
-    await beside(context).change_engines(ModelCommand(0, add_engine=devices), body.wait_s or None)
-    return _listed(context)
+    return await _change(context, ModelCommand(0, add_engine=devices), body.wait_s)
 
 
 async def remove(context: Context, body: EngineBody) -> Reply:
     """Drain an engine and end it: its running answers end or go on with another one."""
-    await beside(context).change_engines(ModelCommand(0, remove_engine=body.engine), body.wait_s or None)
-    return _listed(context)
+    return await _change(context, ModelCommand(0, remove_engine=body.engine), body.wait_s)
 
 
 async def restart(context: Context, body: EngineBody) -> Reply:
     """Drain an engine and start it anew, or "all", one after the other, while the others serve."""
-    await beside(context).change_engines(ModelCommand(0, restart_engine=body.engine), body.wait_s or None)
-    return _listed(context)
+    return await _change(context, ModelCommand(0, restart_engine=body.engine), body.wait_s)
 
 
 REFUSED = (ErrorKind.INVALID_FIELD,)
