@@ -596,8 +596,8 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_threads.py::test_a_session_that_cannot_be_read_fails_alone",
             ),
             (
-                "            return Loaded(None, replay, 4 * len(replay))\n",
-                "            return Loaded(None, [], 0)\n",
+                "            return Loaded(None, replay, 4 * len(replay), num_tokens)\n",
+                "            return Loaded(None, [], 0, num_tokens)\n",
                 "a session that was never checkpointed comes back empty",
             ),
         ],

@@ -123,6 +123,8 @@ class Loaded:
     """None: no stored state applies; replay starts from what the session began from."""
     replay: list[int]
     bytes_read: int
+    num_tokens: int
+    """What state and replay stand for together, by the same reading: turns may have been logged since it was asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,9 +101,10 @@ class Reader:
             self._connection.execute("BEGIN")
             try:
                 parts, replay = self._loader.read(row)
+                found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
             finally:
                 self._connection.execute("ROLLBACK")
-            return self._loaded(parts, replay)
+            return self._loaded(parts, replay, int(found[0]))
         except SessionUnusable as error:
             return error
         except sqlite3.OperationalError as error:
@@ -114,15 +115,15 @@ class Reader:
             logger.exception("a session could not be read")
             return SessionUnusable(f"the session could not be read ({type(error).__name__}: {error}); try again")
 
-    def _loaded(self, parts: dict[str, bytes] | None, replay: list[int]) -> LoadResult:
+    def _loaded(self, parts: dict[str, bytes] | None, replay: list[int], num_tokens: int) -> LoadResult:
         """Into (pinned) host memory here, since that takes its time."""
         if parts is None:
-            return Loaded(None, replay, 4 * len(replay))
+            return Loaded(None, replay, 4 * len(replay), num_tokens)
         try:
             host = self._arena.host_state(parts)
         except ValueError as error:
             return SessionUnusable(f"the stored state does not fit this model ({error})")
-        return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay))
+        return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay), num_tokens)
 
 
 def _unreadable(what: str, error: Exception) -> DatabaseUnreadable:

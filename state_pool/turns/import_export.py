@@ -86,7 +86,7 @@ class ImportExport:
                 self._copy_out(known, on_exported)
                 return
             session = session_of(stored[0])
-            store.load(last.row, lambda result: self._read(session, on_exported, last.num_tokens, result))
+            store.load(last.row, lambda result: self._read(session, on_exported, result))
 
         checked_key(key.session_id)
         with self._place():
@@ -107,14 +107,13 @@ class ImportExport:
         elif session.slot is not None:
             self._tiers.save(session.slot, arrived, leaves=False)
         elif self._store is not None:
-            self._store.load(session.row, lambda result: self._read(session, on_exported, num_tokens, result))
+            self._store.load(session.row, lambda result: self._read(session, on_exported, result))
 
-    def _read(self, session: Session, on_exported: OnExported, num_tokens: int, result: LoadResult) -> None:
+    def _read(self, session: Session, on_exported: OnExported, result: LoadResult) -> None:
         result = self._tuned.completed(session, result)
         if isinstance(result, Loaded):
-            self._exported(
-                session, on_exported, num_tokens, result.replay, {} if result.host is None else result.host.parts()
-            )
+            parts = {} if result.host is None else result.host.parts()
+            self._exported(session, on_exported, result.num_tokens, result.replay, parts)
         else:
             self._under_way -= 1
             on_exported(_gone(session.key) if session.deleted else result)  # the reader came after the delete
@@ -232,7 +231,7 @@ class ImportExport:
         session.num_tokens = file.num_tokens
         self._index.num_existing += session.exists
         self._index.touch(session, time.time())
-        self._tiers.receive(session, Loaded(host, file.replay, 0))
+        self._tiers.receive(session, Loaded(host, file.replay, 0, file.num_tokens))
 
     @contextmanager
     def _place(self) -> Iterator[None]:

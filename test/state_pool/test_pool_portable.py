@@ -243,6 +243,30 @@ def test_an_export_whose_session_is_deleted_meanwhile_finds_none(
     driver.pool.close()
 
 
+def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader comes to the database when another turn has been logged (simulated world 1101)."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1, 2])
+    driver.settle()
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    store = driver.pool._store
+    assert store is not None
+    load, late = store.load, []
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "load", lambda *asked: late.append(asked))
+        found: list[SessionFile | Exception] = []
+        driver.pool.export("s", found.append)
+    driver.turn("s", [3])
+    load(*late[0])
+    driver.until(lambda: bool(found))
+    assert isinstance(found[0], SessionFile)
+    import_session(driver, "t", found[0].encode())
+    assert np.array_equal(driver.state("t"), state_of([1, 2, 3]))
+    assert found[0].num_tokens == 3
+    driver.pool.close()
+
+
 def test_an_import_that_cannot_begin_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1])
