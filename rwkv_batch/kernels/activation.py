@@ -13,3 +13,5 @@ class Activation(enum.IntEnum):
     SIGMOID = 2
     RELU_SQUARED = 3
     """max(x, 0) squared"""
+    SIGNED_SQUARE = 4
+    """x |x|, on a GPU: what max(., 0) makes RELU_SQUARED of, and from which x is had back"""

@@ -1,4 +1,4 @@
-"""Adapters as csrc/layers.cpp finds them: an array of pairs for each, and its address for each token of a step."""
+"""Adapters as csrc/layers.cpp finds them: an array of layers for each, and its address for each token of a step."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cpu_library import PairArgs
+from rwkv_batch.kernels.cpu_library import AdapterLayerArgs, PairArgs
 from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable
-from rwkv_batch.model.low_rank import LayerPairs, Target
+from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
 from rwkv_batch.model.step_inputs import StepInputs
 
 
 class CpuAdapterTable(AdapterTable):
-    """A stage's adapters, each with an array [layers, targets] of where its pairs are, b transposed."""
+    """A stage's adapters, each with an array [layers] of where its pairs are, b transposed."""
 
     def __init__(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(first, last, device, dtype)
-        self._arrays: dict[int, ctypes.Array[PairArgs]] = {}
-        self._kept: dict[int, list[Tensor]] = {}
+        self._arrays: dict[int, ctypes.Array[AdapterLayerArgs]] = {}
+        self._kept: dict[int, list[object]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
         """See AdapterTable."""
         super().put(number, layers)
-        array, kept = (PairArgs * (len(self.layers) * len(Target)))(), []
-        for i, pairs in enumerate(self.pairs(number)):
-            for target, pair in pairs.items():
-                exit_ = pair.b.T.contiguous()
-                array[i * len(Target) + target] = PairArgs(pair.a.data_ptr(), exit_.data_ptr(), pair.rank)
-                kept.append(exit_)
+        array = (AdapterLayerArgs * len(self.layers))()
+        kept: list[object] = []
+        for place, layer in zip(array, self.pairs(number), strict=True):
+            for target, pair in layer.pairs.items():
+                place.pairs[target] = _placed(pair, kept)
+            if (experts := layer.experts) is not None:
+                of_experts = (PairArgs * (2 * len(experts.pairs)))()
+                for e, pairs in enumerate(experts.pairs):
+                    for at, target in enumerate((Target.FFN_KEY, Target.FFN_VALUE)):
+                        if target in pairs:
+                            of_experts[2 * e + at] = _placed(pairs[target], kept)
+                place.router, place.experts = experts.router.data_ptr(), ctypes.addressof(of_experts)
+                place.num_experts, place.active = len(experts.pairs), experts.active
+                kept.append(of_experts)
         self._arrays[number], self._kept[number] = array, kept
 
     def drop(self, number: int) -> None:
@@ -43,5 +51,12 @@ class CpuAdapterTable(AdapterTable):
         """[T] int64: where the pairs of each token's adapter begin, 0 for none; None: no row has one."""
         if inputs.adapters is None:
             return None
-        places = [0 if n == NO_ADAPTER else ctypes.addressof(self._arrays[n]) for n in inputs.adapters.tolist()]
-        return torch.tensor(places, dtype=torch.int64).repeat_interleave(inputs.cu_seqlens.diff())
+        places = {number: ctypes.addressof(array) for number, array in self._arrays.items()} | {NO_ADAPTER: 0}
+        return torch.tensor([places[number] for number in inputs.adapters.tolist()], dtype=torch.int64)
+
+
+def _placed(pair: Pair, kept: list[object]) -> PairArgs:
+    """Where a pair is; what has to live as long is `kept`."""
+    exit_ = pair.b.T.contiguous()
+    kept.append(exit_)
+    return PairArgs(pair.a.data_ptr(), exit_.data_ptr(), pair.rank)

@@ -70,6 +70,16 @@ class PairArgs(ctypes.Structure):
     _fields_ = [*_pointers("a", "b"), *_integers("rank")]
 
 
+class AdapterLayerArgs(ctypes.Structure):
+    """csrc/layers.cpp's AdapterLayer: what an adapter has in one layer."""
+
+    _fields_ = [
+        ("pairs", PairArgs * 6),
+        *_pointers("router", "experts"),
+        *_integers("num_experts", "active"),
+    ]
+
+
 class StepArgs(ctypes.Structure):
     """csrc/layers.cpp's Step: what the layers read and write."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from native import machine
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
 from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
@@ -26,7 +27,9 @@ from rwkv_batch.kernels.cuda_quant import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, fits_wide_fp8, has_wide, prepare_wide, why_no_wide
+from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
+from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
@@ -58,6 +61,7 @@ class CudaOps:
     name = "cuda"
     make_linear = CudaLinear
     make_quantised = staticmethod(make_quantised)
+    make_adapter_table = CudaAdapterTable
 
     def __init__(self) -> None:
         self.workspaces: dict[torch.device, Workspace] = {}
@@ -131,12 +135,17 @@ class CudaOps:
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed
 
-    def project(self, layer: Layer, mixed: Tensor) -> Projections:
+    def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if _is_grouped_entrance(layer, mixed.shape[1]):
-            return _project_grouped(layer, mixed)
-        return _project_batched(layer, mixed, self._side_streams(mixed.device))
+            p = _project_grouped(layer, mixed)
+        else:
+            p = _project_batched(layer, mixed, self._side_streams(mixed.device))
+        if adapters is not None:
+            targets = (Target.RECEPTANCE, Target.KEY, Target.VALUE)
+            adapters.add(*map(Beside, targets, mixed[:3].unbind(), (p.r, p.k, p.v)))
+        return p
 
     def _side_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Two streams beside the current one, the same for steps and for captures: cuBLAS has a work space for each."""
@@ -183,37 +192,64 @@ class CudaOps:
             library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
         return y, p.v if v_first is None else v_first
 
-    def channel_mix(self, layer: Layer, x: Tensor) -> Tensor:
+    def channel_mix(self, layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         """As naive, x [T, C] fp16 -> [T, C] fp16; of a small batch only the rows of ffn.value that matter are read."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if isinstance(layer.ffn_value, CudaQuantValue):
-            return self._channel_mix_quantised(layer, layer.ffn_value, x)
-        assert layer.value_rows is not None, "a map in fp16 has been transposed"
-        rows = len(x)
-        ffn = layer.ffn_key.weight.shape[0]
+            hidden, is_squared = self._hidden_quantised(layer, layer.ffn_value, x, adapters)
+            y = self._value_quantised(layer.ffn_value, hidden, is_squared)
+            if adapters is not None and not is_squared:
+                library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
+        else:
+            hidden = self._hidden(layer, x, adapters)
+            y = self._value(layer, hidden)
+        if adapters is not None:
+            adapters.add(Beside(Target.FFN_VALUE, hidden, y))
+        return y
+
+    def _hidden(self, layer: CudaLayer, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
+        rows, ffn = len(x), layer.ffn_key.weight.shape[0]
         if is_grouped(rows, layer.ffn_key.weight):
             hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
-            multiply([Map(layer.ffn_key.weight, x, hidden, Activation.RELU_SQUARED)])
-        else:
-            hidden = layer.ffn_key(x)
-            library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
-        if rows <= MAX_SPARSE_ROWS:
+            multiply([Map(layer.ffn_key.weight, x, hidden, _activation(adapters))])
+            _finish(adapters, x, hidden)
+            return hidden
+        hidden = layer.ffn_key(x)
+        if adapters is not None:
+            adapters.add(Beside(Target.FFN_KEY, x, hidden))
+        library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
+        return hidden
+
+    def _value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
+        assert layer.value_rows is not None, "a map in fp16 has been transposed"
+        if len(hidden) <= MAX_SPARSE_ROWS:
             return self.sparse_value(layer, hidden)
         return multiply_transposed(hidden, layer.value_rows)
 
-    def _channel_mix_quantised(self, layer: CudaLayer, value: CudaQuantValue, x: Tensor) -> Tensor:
+    def _hidden_quantised(
+        self, layer: CudaLayer, value: CudaQuantValue, x: Tensor, adapters: LayerAdapters | None
+    ) -> tuple[Tensor, bool]:
+        """The channel mix's hidden values, and whether they are squared: of many rows that is the next kernel's."""
         key = layer.ffn_key
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        many = value.dense is not None and rows > MAX_WIDE_ROWS  # then the activation is the next kernel's
-        multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else Activation.RELU_SQUARED)])
+        many = value.dense is not None and rows > MAX_WIDE_ROWS
+        multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else _activation(adapters))])
+        if not many:
+            _finish(adapters, x, hidden)
+        elif adapters is not None:
+            adapters.add(Beside(Target.FFN_KEY, x, hidden))
+        return hidden, not many
+
+    def _value_quantised(self, value: CudaQuantValue, hidden: Tensor, is_squared: bool) -> Tensor:
+        rows = len(hidden)
         if rows <= (MAX_SPARSE_ROWS if value.dense is None else SPARSE_ROWS_BESIDE_DENSE):
             return self.sparse_value_quantised(value, hidden)
         if value.dense is None or value.dense.takes_halves(rows):
             return value(hidden)
-        y = torch.empty(rows, value.dense.packed.rows, dtype=x.dtype, device=x.device)
-        multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=many), y)])
+        y = torch.empty(rows, value.dense.packed.rows, dtype=hidden.dtype, device=hidden.device)
+        multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=not is_squared), y)])
         return y
 
     def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor:
@@ -261,6 +297,18 @@ class CudaOps:
             x.shape[1],
         )
         return out
+
+
+def _activation(adapters: LayerAdapters | None) -> Activation:
+    """Behind the channel mix's key map: adapters add before it is final."""
+    return Activation.RELU_SQUARED if adapters is None else Activation.SIGNED_SQUARE
+
+
+def _finish(adapters: LayerAdapters | None, x: Tensor, hidden: Tensor) -> None:
+    """What `_activation` has left to be done, x [T, C], hidden [T, 4C]."""
+    if adapters is not None:
+        assert isinstance(adapters, CudaLayerAdapters), "made by this backend's table"
+        adapters.finish_squares(Beside(Target.FFN_KEY, x, hidden))
 
 
 def check_sizes(width: int, ffn: int) -> None:

@@ -14,7 +14,17 @@ from native import build
 from native.binding import bind
 
 SOURCES = Path(__file__).parent / "csrc"
-NAMES = ("shift_mix", "elementwise", "wkv_decode", "wkv_chunk", "skinny", "skinny_quant", "sparse_value", "quantise")
+NAMES = (
+    "shift_mix",
+    "elementwise",
+    "wkv_decode",
+    "wkv_chunk",
+    "skinny",
+    "skinny_quant",
+    "sparse_value",
+    "quantise",
+    "adapters",
+)
 HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4")
 MAX_MAPS = 8
 
@@ -137,6 +147,25 @@ class WideCodesArgs(Structure):
     ]
 
 
+class AdapterMapArgs(Structure):
+    """Mirrors struct AdapterMap in adapters.cu."""
+
+    _fields_ = [("x", c_void_p), ("y", c_void_p), *[(name, c_int) for name in ("k", "n", "target", "unused")]]
+
+
+class AdapterArgs(Structure):
+    """Mirrors the struct in adapters.cu."""
+
+    _fields_ = [
+        ("maps", AdapterMapArgs * 3),
+        *[(name, c_void_p) for name in ("pairs", "tokens", "numbers", "partial")],
+        *[
+            (name, c_int)
+            for name in ("count", "tiles", "layers", "layer", "targets", "splits", "squares", "tiles_at_once")
+        ],
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
@@ -149,6 +178,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
     "rwkv_sparse_value_quant": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
+    "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {

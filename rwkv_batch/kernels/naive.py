@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.adapter_table import LayerAdapters
+from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.plain import layer_norm, longest_first, token_shift
@@ -56,8 +56,8 @@ class NaiveOps:
             v_gate=None if layer.v_residual is None else layer.v_residual.v2(layer.v_residual.v1(xv)),
         )
         if adapters is not None:
-            for target, x, y in ((Target.RECEPTANCE, xr, p.r), (Target.KEY, xk, p.k), (Target.VALUE, xv, p.v)):
-                adapters.add(target, x, y)
+            values = Beside(Target.VALUE, xv, p.v)
+            adapters.add(Beside(Target.RECEPTANCE, xr, p.r), Beside(Target.KEY, xk, p.k), values)
         return p
 
     def time_mix(
@@ -93,12 +93,15 @@ class NaiveOps:
         """F_v relu(F_k x)^2 for x [T, C] -> [T, C]."""
         hidden = layer.ffn_key(x)
         if adapters is not None:
-            adapters.add(Target.FFN_KEY, x, hidden)
-        hidden = torch.relu(hidden).square()
+            adapters.add(Beside(Target.FFN_KEY, x, hidden))
+        key, hidden = hidden, torch.relu(hidden).square()
+        if adapters is None:
+            return layer.ffn_value(hidden)
+        of_experts = torch.zeros_like(x)
+        adapters.mix_experts(x, key, hidden, of_experts)
         y = layer.ffn_value(hidden)
-        if adapters is not None:
-            adapters.add(Target.FFN_VALUE, hidden, y)
-        return y
+        adapters.add(Beside(Target.FFN_VALUE, hidden, y))
+        return y + of_experts
 
 
 def wkv_loop(

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
+from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.step_inputs import StepInputs
 
 NO_ADAPTER = 0
 """Number of rows without one."""
 
 
+class Beside(NamedTuple):
+    """A map that adapters may stand beside."""
+
+    target: Target
+    x: Tensor
+    """[T, in]"""
+    y: Tensor
+    """[T, out]: what it made of x; added to in place"""
+
+
 class LayerAdapters(Protocol):
     """What the rows' adapters add in one layer of a step."""
 
-    def add(self, target: Target, x: Tensor, y: Tensor) -> None:
-        """y [T, out] += b (a x) for tokens x [T, in] of rows that have an adapter with such a pair; others stay."""
+    def add(self, *maps: Beside) -> None:
+        """y += b (a x) beside each map, for tokens of rows that have an adapter with such a pair; others stay."""
+        ...
+
+    def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
+        """For tokens whose adapter has experts: hidden [T, F] and y [T, C] become what `mixed` says of x and key."""
         ...
 
 
@@ -42,9 +56,7 @@ class AdapterTable:
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
         """Take an adapter in under a number above 0 that no running row has."""
-        self._held[number] = [
-            {target: self._moved(pair) for target, pair in layers.get(i, {}).items()} for i in self.layers
-        ]
+        self._held[number] = [self._moved(layers.get(i, LayerPairs())) for i in self.layers]
 
     def drop(self, number: int) -> None:
         """Let go of an adapter that no running row has."""
@@ -58,12 +70,22 @@ class AdapterTable:
         """What the step's rows add; None: no row has an adapter."""
         if inputs.adapters is None:
             return None
-        tokens = inputs.adapters.repeat_interleave(inputs.cu_seqlens.diff())
-        numbers = [number for number in tokens.unique().tolist() if number != NO_ADAPTER]
-        return _Groups([(self._held[number], (tokens == number).nonzero().squeeze(1)) for number in numbers])
+        numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
+        places = [(inputs.adapters == number).nonzero().squeeze(1).to(self._device) for number in numbers]
+        return _Groups([(self._held[number], place) for number, place in zip(numbers, places, strict=True)])
 
-    def _moved(self, pair: Pair) -> Pair:
-        return Pair(*(one.to(self._device, self._dtype).contiguous() for one in (pair.a, pair.b)))
+    def _moved(self, layer: LayerPairs) -> LayerPairs:
+        experts = layer.experts
+        if experts is not None:
+            pairs = tuple({target: self._pair(pair) for target, pair in one.items()} for one in experts.pairs)
+            experts = Experts(self._here(experts.router), pairs, experts.active)
+        return LayerPairs({target: self._pair(pair) for target, pair in layer.pairs.items()}, experts)
+
+    def _pair(self, pair: Pair) -> Pair:
+        return Pair(self._here(pair.a), self._here(pair.b))
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype).contiguous()
 
 
 class _Groups:
@@ -83,8 +105,37 @@ class _LayerGroups:
     def __init__(self, groups: list[tuple[LayerPairs, Tensor]]) -> None:
         self._groups = groups
 
-    def add(self, target: Target, x: Tensor, y: Tensor) -> None:
+    def add(self, *maps: Beside) -> None:
         """See LayerAdapters."""
-        for pairs, tokens in self._groups:
-            if (pair := pairs.get(target)) is not None:
-                y[tokens] += (x[tokens] @ pair.a.T) @ pair.b.T
+        for layer, tokens in self._groups:
+            for target, x, y in maps:
+                if (pair := layer.pairs.get(target)) is not None:
+                    y[tokens] += (x[tokens] @ pair.a.T) @ pair.b.T
+
+    def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
+        """See LayerAdapters."""
+        for layer, tokens in self._groups:
+            if layer.experts is not None:
+                hidden[tokens], y[tokens] = mixed(layer.experts, x[tokens], key[tokens])
+
+
+def mixed(experts: Experts, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """(hidden [N, F], y [N, C]) of tokens x [N, C] for which the model's own key map gives key [N, F].
+
+    The channel mix of an expert e is V h_e + b_e (a_e h_e), so that of the mixture is V hidden + y with hidden the sum
+    of g_e h_e and y that of g_e b_e (a_e h_e): the large matrices multiply once.
+    """
+    scores = torch.cat([x.new_zeros(len(x), 1), x @ experts.router.T], dim=1)
+    top = scores.topk(experts.active, dim=1)
+    gates = torch.zeros_like(scores).scatter(1, top.indices, torch.softmax(top.values.float(), dim=1).to(scores.dtype))
+    hidden, y = torch.zeros_like(key), torch.zeros_like(x)
+    for e, pairs in enumerate(experts.pairs):
+        tokens = gates[:, e].nonzero().squeeze(1)
+        of_expert, gate = key[tokens], gates[tokens, e : e + 1]
+        if (pair := pairs.get(Target.FFN_KEY)) is not None:
+            of_expert = of_expert + (x[tokens] @ pair.a.T) @ pair.b.T
+        of_expert = torch.relu(of_expert).square()
+        hidden[tokens] += gate * of_expert
+        if (pair := pairs.get(Target.FFN_VALUE)) is not None:
+            y[tokens] += gate * ((of_expert @ pair.a.T) @ pair.b.T)
+    return hidden, y

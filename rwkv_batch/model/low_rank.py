@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 MAX_RANK = 128
@@ -38,5 +39,39 @@ class Pair:
         return len(self.a)
 
 
-LayerPairs = Mapping[Target, Pair]
-"""Of one layer; weights that are left as they are have none."""
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in one channel mix (MoLE): for each token a few of them, each with pairs of its own.
+
+    Scores are 0 for the first expert and router @ x for the others; those of the `active` highest, through a softmax,
+    weigh what these experts' channel mixes make of x.
+    """
+
+    router: Tensor
+    """[experts - 1, C] fp32"""
+    pairs: tuple[Mapping[Target, Pair], ...]
+    """of each expert, beside FFN_KEY and FFN_VALUE"""
+    active: int
+    """how many are mixed for a token"""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPairs:
+    """What an adapter has in one layer."""
+
+    pairs: Mapping[Target, Pair] = field(default_factory=dict)
+    """weights that are left as they are have none"""
+    experts: Experts | None = None
+    """beside FFN_KEY and FFN_VALUE, which have no pairs then"""
+
+    @property
+    def all_pairs(self) -> list[Pair]:
+        """Those of experts among them."""
+        own = [] if self.experts is None else [pair for one in self.experts.pairs for pair in one.values()]
+        return [*self.pairs.values(), *own]
+
+
+def padded(pair: Pair, step: int) -> tuple[Tensor, Tensor]:
+    """(a [rank', in], b [out, rank']) fp32 with zeros up to a rank' that is a multiple of `step`."""
+    more = -pair.rank % step
+    return torch.nn.functional.pad(pair.a, (0, 0, 0, more)), torch.nn.functional.pad(pair.b, (0, more))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rwkv_batch.model.adapter_table import StepAdapters
+from rwkv_batch.model.adapter_table import Beside, StepAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.ops import Ops
@@ -37,7 +37,7 @@ def forward_layers(
         y, v_first = ops.time_mix(layer, ops.project(layer, mixed, added), v_first, state.layer_wkv(i), inputs)
         delta = layer.output(y)
         if added is not None:
-            added.add(Target.OUTPUT, y, delta)
+            added.add(Beside(Target.OUTPUT, y, delta))
         x, mixed = ops.shift_mix(x, delta, layer.ln2, layer.ffn_mix, state.ffn_shift(i), inputs)
         delta = ops.channel_mix(layer, mixed[0], added)
     return (x if delta is None else x + delta), v_first

@@ -11,6 +11,16 @@ from native.transfer import pinned
 
 
 @dataclass(slots=True)
+class AdapterTiles:
+    """A step's tokens sorted by adapter, 16 to a tile; on a device."""
+
+    tokens: Tensor
+    """[tiles, 16] int32: which tokens; -1: none"""
+    numbers: Tensor
+    """[tiles] int32: whose they are; 0: no adapter's, behind all others; -1: the tile is not there"""
+
+
+@dataclass(slots=True)
 class StepInputs:
     """Inputs of one forward over B rows with T tokens in all, on one device.
 
@@ -36,7 +46,9 @@ class StepInputs:
     token_rows: Tensor | None = None
     """[T] int64: the row of each token; made on the device by a backend that needs it"""
     adapters: Tensor | None = None
-    """[B] int64 on the CPU: number of each row's adapter, 0 for none; None: no row has one"""
+    """[T] int64 on the CPU: number of each token's adapter, 0 for none; None: no row has one"""
+    adapter_tiles: AdapterTiles | None = None
+    """the same where a graph finds it"""
 
     def to(self, device: torch.device) -> StepInputs:
         """The same inputs on another device, copied without waiting for what that is doing."""

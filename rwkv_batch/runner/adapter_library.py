@@ -96,6 +96,9 @@ class AdapterLibrary:
         held = self._adapters.add(Origin(name, adapter.digest))
         try:
             self._pipeline.put_adapter(held.place, adapter)
+        except ValueError as error:
+            self._adapters.remove(name)
+            raise FileError(f"adapter file {adapter.file}: {error}") from error
         except (MemoryError, RuntimeError) as error:
             self._adapters.remove(name)
             raise FileError(f"adapter file {adapter.file}: no device has the memory for it ({error})") from error

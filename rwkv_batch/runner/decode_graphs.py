@@ -19,13 +19,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from native.transfer import on_device
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.kernels.cuda_adapters import TILE, fill_tiles, max_tiles
+from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
@@ -96,9 +99,12 @@ class DecodeGraphs:
         seats: int | None = None,
         depth: int = 2,
         logit_rows: int = 0,
+        max_adapters: int = 64,
     ) -> None:
         """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way;
-        `logit_rows`: least rows of `logits`."""
+        `logit_rows`: least rows of `logits`; `max_adapters` that its rows may have between them.
+
+        Steps in which a row has an adapter have graphs of their own: the others cost what they did."""
         self.places = list(places)
         self.max_rows = max_rows
         self.dummy_seat = seats = max_rows if seats is None else seats
@@ -106,15 +112,19 @@ class DecodeGraphs:
         self._padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "seats": self.dummy_seat}
         self._sampler = sampler or Greedy()
         self._padded_rows = padded = self.sizes[-1]
-        names = ("read_slots", "write_slots", "seats", "seats32")
+        lengths = dict.fromkeys(("read_slots", "write_slots", "seats", "seats32"), padded)
+        self._max_adapters = max_adapters
+        tiles = max_tiles(padded, max_adapters)
+        lengths |= {"tile_tokens": tiles * TILE, "tile_numbers": tiles}
         devices = [place.device for place in self.places]
-        self._staged = StagedArrays(dict.fromkeys(names, padded), devices, depth, {"seats32": torch.int32})
+        int32 = dict.fromkeys(("seats32", "tile_tokens", "tile_numbers"), torch.int32)
+        self._staged = StagedArrays(lengths, devices, depth, int32)
         self._identity = [torch.arange(padded + 1, device=place.device) for place in self.places]
         last = self.places[-1]
         self.tokens = LastTokens(seats, self.places[0].device, last.device, depth)
         self._drawn = torch.zeros(padded, dtype=torch.int64, device=last.device)
-        self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        """by stage, size, and whether it draws (the last stage's only)"""
+        self._captured: dict[tuple[int, int, bool, bool], torch.cuda.CUDAGraph] = {}
+        """by stage, size, whether it draws (the last stage's only), and whether it adds adapters"""
         assert last.stage.head is not None, "graphs draw from the logits of the last stage"
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
@@ -135,13 +145,14 @@ class DecodeGraphs:
         """Whether a graph of any stage is being captured, of these or of prompts."""
         return any(place.recorder.is_recording for place in self.places)
 
-    def warm_up(self) -> None:
-        """Capture every size now, largest first, so that the smaller ones fit into its memory."""
+    def warm_up(self, adapters: bool = False) -> None:
+        """Capture every size now, largest first, so that the smaller ones fit into its memory; with `adapters` those
+        of steps in which rows have one, too."""
         started = time.perf_counter()
-        for size in reversed(self.sizes):
+        for size, adds in product(reversed(self.sizes), (False, True) if adapters else (False,)):
             for sampled in (True, False):
                 for number in range(len(self.places)):
-                    self._graph(number, size, sampled)
+                    self._graph(number, size, sampled, adds)
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
     @torch.inference_mode()
@@ -151,18 +162,26 @@ class DecodeGraphs:
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         undrawn: Sequence[int] = (),
+        adapters: Sequence[int] | None = None,
     ) -> Tensor:
         """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run.
 
-        `undrawn`: rows that draw later, from `logits`; the token told of them means nothing.
+        `undrawn`: rows that draw later, from `logits`; the token told of them means nothing. `adapters`: the number
+        of each row's, 0 for none; None: no row has one.
         """
-        self._replay(seats, read_slots, write_slots, sampled=True, undrawn=undrawn)
+        self._replay(seats, read_slots, write_slots, sampled=True, undrawn=undrawn, adapters=adapters)
         return self._drawn[: len(seats)]
 
     @torch.inference_mode()
-    def run_logits(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
+    def run_logits(
+        self,
+        seats: Sequence[int],
+        read_slots: Sequence[int],
+        write_slots: Sequence[int],
+        adapters: Sequence[int] | None = None,
+    ) -> Tensor:
         """As `run` without the draw: fp32 logits [B, V], overwritten by the next run. `remember` what is drawn."""
-        self._replay(seats, read_slots, write_slots, sampled=False)
+        self._replay(seats, read_slots, write_slots, sampled=False, adapters=adapters)
         return self.logits[: len(seats)]
 
     def _replay(
@@ -172,30 +191,37 @@ class DecodeGraphs:
         write_slots: Sequence[int],
         sampled: bool,
         undrawn: Sequence[int] = (),
+        adapters: Sequence[int] | None = None,
     ) -> None:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
         size = next(size for size in self.sizes if size >= len(seats))
-        graphs = [self._graph(number, size, sampled) for number in range(len(self.places))]
-        self._fill(size, {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}, undrawn)
+        graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.places))]
+        self._fill(size, {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}, undrawn, adapters)
         before = None
         for place, graph in zip(self.places, graphs, strict=True):
             place.run(graph.replay, size, before)
             before = place
 
-    def _graph(self, number: int, size: int, sampled: bool) -> torch.cuda.CUDAGraph:
+    def _graph(self, number: int, size: int, sampled: bool, adapters: bool) -> torch.cuda.CUDAGraph:
         """The graph of a stage; only the last one's has a draw or not."""
-        key = (number, size, sampled and number == len(self.places) - 1)
+        key = (number, size, sampled and number == len(self.places) - 1, adapters)
         if key not in self._captured:
             started = time.perf_counter()
             with self.places[number].current():
-                self._fill(size, dict.fromkeys(self._padding, ()))
+                self._fill(size, dict.fromkeys(self._padding, ()), adapters=() if adapters else None)
                 name = f"a decode graph of {size} rows on {self.places[number].device}"
                 self._captured[key] = self.places[number].recorder.record(lambda: self._step(*key), name)
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
 
-    def _fill(self, size: int, arrays: Mapping[str, Sequence[int]], undrawn: Sequence[int] = ()) -> None:
+    def _fill(
+        self,
+        size: int,
+        arrays: Mapping[str, Sequence[int]],
+        undrawn: Sequence[int] = (),
+        adapters: Sequence[int] | None = None,
+    ) -> None:
         """One step's rows on their way to all devices; rows beyond them, up to `size`, are padding."""
         with self._staged.filling() as host:
             for name, values in arrays.items():
@@ -203,8 +229,11 @@ class DecodeGraphs:
                 host[name][len(values) : size] = self._padding[name]
             host["seats32"][:size] = host["seats"][:size]
             host["seats32"][list(undrawn)] = self.dummy_seat
+            if adapters is not None:
+                tiles = max_tiles(size, self._max_adapters)
+                fill_tiles(np.array(adapters, dtype=np.int64), host["tile_tokens"], host["tile_numbers"][:tiles])
 
-    def _step(self, number: int, size: int, sampled: bool) -> None:
+    def _step(self, number: int, size: int, sampled: bool, adapters: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
         place, staged, rows = self.places[number], self._staged.on_device[number], self._identity[number]
         seats = staged["seats"][:size]
@@ -217,6 +246,10 @@ class DecodeGraphs:
             logit_tokens=rows[:size],
             max_seqlen=1,
         )
+        if adapters:
+            tiles = max_tiles(size, self._max_adapters)
+            tokens = staged["tile_tokens"][: tiles * TILE].view(tiles, TILE)
+            inputs.adapter_tiles = AdapterTiles(tokens, staged["tile_numbers"][:tiles])
         x = place.forward(inputs, fed)
         if number < len(self.places) - 1:
             return

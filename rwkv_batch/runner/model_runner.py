@@ -138,7 +138,8 @@ class ModelRunner:
         most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in mixed), *(size.tokens for size in prompts))
         places = graph_stages(stages, most_tokens, self.steps_in_flight)
         drawn = max((size.drawn for size in mixed), default=0)
-        return DecodeGraphs(places, rows, sampler, self.limits.num_seats, self.steps_in_flight, drawn)
+        seats, adapters = self.limits.num_seats, self._config.pool.max_adapters
+        return DecodeGraphs(places, rows, sampler, seats, self.steps_in_flight, drawn, adapters)
 
     def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
         sizes = usable_mixed_sizes(self.limits.rows_in_step)
@@ -164,7 +165,7 @@ class ModelRunner:
             self.sampler(name)
         if self._graphs is not None:
             try:
-                self._graphs.warm_up()
+                self._graphs.warm_up(adapters=bool(self._config.served_adapters))
                 for graphs in (self._prefill_graphs, self._mixed_graphs):
                     if graphs is not None:
                         graphs.warm_up()
@@ -269,20 +270,20 @@ class ModelRunner:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
         sequences = [row.sequence for row in step.rows]
         seats = [sequence.seat for sequence in sequences]
-        slots = _slots_of(sequences)
+        slots, adapters = _slots_of(sequences), _adapters_of(sequences)
         free, held = parted(step.drawing)
         if free and self._drawing.fits_graphs([sequences[i] for i in free]):
-            drawn = graphs.run(seats, *slots, held)
+            drawn = graphs.run(seats, *slots, held, adapters)
             step.tokens_sent = self._tokens.send()
             step.draws.append(Drawn(free, HostCopy(drawn), places=free if held else None))
             if held:
                 step.undrawn = Undrawn(held, graphs.logits, held)
         else:
-            self._drawing.draw(step, graphs.run_logits(seats, *slots), self._tokens)
+            self._drawing.draw(step, graphs.run_logits(seats, *slots, adapters), self._tokens)
 
     def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
         """The graph that holds both, if they may go together."""
-        if self._mixed_graphs is None:
+        if self._mixed_graphs is None or any(row.sequence.adapter is not None for row in (*decoding, *reading)):
             return None
         tokens = sum(row.num_tokens for row in reading)
         size = self._mixed_graphs.size_for(len(decoding), len(reading), tokens)
@@ -326,7 +327,8 @@ class ModelRunner:
             writes,
             [i for i, row in enumerate(rows) if row.draws],
         )
-        inputs.adapters = adapters_of(sequences)
+        if (own := _adapters_of(sequences)) is not None:
+            inputs.adapters = torch.tensor(own).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
         ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
         if ahead:
             inputs = inputs.to(self.pipeline.devices[0])
@@ -423,12 +425,11 @@ class ModelRunner:
         }
 
 
-def adapters_of(sequences: list[Sequence]) -> Tensor | None:
-    """[B] int64: where devices have the adapter of each row, 0 for none; None: no row has one."""
+def _adapters_of(sequences: list[Sequence]) -> list[int] | None:
+    """Where devices have the adapter of each row, 0 for none; None: no row has one."""
     if all(sequence.adapter is None for sequence in sequences):
         return None
-    places = [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
-    return torch.tensor(places, dtype=torch.int64)
+    return [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
 
 
 def cpu_part(replicas: int) -> int:

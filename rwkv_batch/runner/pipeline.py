@@ -83,13 +83,13 @@ class Pipeline:
         try:
             for stage in self.stages:
                 stage.adapters.put(number, adapter.layers)
-        except (MemoryError, RuntimeError):
+        except (MemoryError, RuntimeError, ValueError):
             self.drop_adapter(number)
             raise
 
     def adapter_bytes(self, adapter: ServedAdapter) -> int:
         """Bytes that an adapter takes on all devices together, but for padding."""
-        numbers = {i: sum(p.a.numel() + p.b.numel() for p in pairs.values()) for i, pairs in adapter.layers.items()}
+        numbers = {i: sum(p.a.numel() + p.b.numel() for p in layer.all_pairs) for i, layer in adapter.layers.items()}
         return sum(
             numbers.get(i, 0) * stage.precision.activations.itemsize
             for stage in self.stages

@@ -67,8 +67,8 @@ class PrefillGraphs:
         self._staged = StagedArrays(lengths, [place.device for place in places], depth)
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """The smallest graph for a step; None: it has none, or its tokens are not known to the host."""
-        if inputs.tokens.is_cuda:
+        """The smallest graph for a step; None: none holds it, the host lacks its tokens, or rows have adapters."""
+        if inputs.tokens.is_cuda or inputs.adapters is not None:
             return None
         rows, tokens = len(inputs.read_slots), len(inputs.tokens)
         return next((size for size in self.sizes if size.holds(rows, tokens)), None)

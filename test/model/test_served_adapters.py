@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
+from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
 from rwkv_batch.model.adapters.merge import merged
 from rwkv_batch.model.adapters.served import served
+from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.pipeline import Pipeline
 from test.adapter_files import MAPS, random_lora, write_adapter
@@ -69,9 +72,14 @@ def pipeline(kernels: str, *given: Adapter, merge: bool = False, dtype: str = "f
     return made
 
 
+def tokens_of(rows: list[list[int]], numbers: list[int]) -> Tensor:
+    """[T]: of each token the number of its row's adapter."""
+    return torch.tensor([number for row, number in zip(rows, numbers, strict=True) for _ in row])
+
+
 def inputs(numbers: list[int] | None) -> StepInputs:
     made = step_inputs(ROWS, [0] * len(ROWS), list(range(2, 2 + len(ROWS))), list(range(len(ROWS))))
-    return dataclasses.replace(made, adapters=None if numbers is None else torch.tensor(numbers))
+    return dataclasses.replace(made, adapters=None if numbers is None else tokens_of(ROWS, numbers))
 
 
 @pytest.mark.parametrize("kernels", ["naive", "cpu"])
@@ -100,7 +108,7 @@ def test_a_row_has_the_same_bits_beside_any_others(adapters: list[Adapter], dtyp
     assert torch.equal(first[2], plain[2]) and torch.equal(first[4], plain[4]) and torch.equal(second[1], plain[1])
     assert not torch.equal(second[4], plain[4])
     alone = step_inputs([ROWS[3]], [0], [5], [0])
-    alone.adapters = torch.tensor([3])
+    alone.adapters = tokens_of([ROWS[3]], [3])
     assert torch.equal(made.forward(alone)[0], first[3])
 
 
@@ -117,3 +125,108 @@ def test_an_adapter_that_fits_no_memory_is_on_no_stage(
         made.put_adapter(1, served(WEIGHTS, adapters[0]))
     with pytest.raises(KeyError):
         made.stages[0].adapters.pairs(1)
+
+
+def mole(seed: int, experts: int = 4, same: bool = False) -> dict[str, Tensor]:
+    """Experts in every channel mix as RWKV-Infer's trainer names them, and pairs beside two maps of the time mix."""
+    found: dict[str, Tensor] = {"moe_info": torch.tensor([experts, 2])}
+    for i in range(LAYERS):
+        at = f"blocks.{i}.ffn"
+        found[f"{at}.router.linear.weight"] = normal(experts - 1, WIDTH, seed=seed + i) * 3
+        for e in range(experts):
+            own = seed + 100 * i + (0 if same else e)
+            for name, out, inputs in (("key", 4 * WIDTH, WIDTH), ("value", WIDTH, 4 * WIDTH)):
+                found[f"{at}.expert_{e}.{name}.lora_A_expert_0"] = normal(6, inputs, seed=own)
+                found[f"{at}.expert_{e}.{name}.lora_B_expert_0"] = normal(out, 6, seed=own + 50)
+        found[f"blocks.{i}.att.key.lora_A"] = normal(4, WIDTH, seed=seed + 7)
+        found[f"blocks.{i}.att.key.lora_B"] = normal(WIDTH, 4, seed=seed + 8)
+    return found
+
+
+def as_lora(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the first expert does, without a router."""
+    first = {name.replace(".expert_0.", ".").removesuffix("_expert_0"): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in first.items() if "expert_" not in name and "lora_" in name}
+
+
+def test_a_mixture_of_experts_by_its_formula(tmp_path: Path) -> None:
+    adapter = read_adapter(write_adapter(tmp_path / "mole.pth", tensors := mole(3)), 1.5)
+    made = pipeline("naive", adapter)
+    layer, at = made.stages[0].layers[0], "blocks.0.ffn"
+    assert isinstance(layer, Layer)
+    x = normal(20, WIDTH, seed=4) * 10
+    inputs = step_inputs([[1]] * 20, [0] * 20, [2] * 20, [])
+    inputs.adapters = torch.ones(20, dtype=torch.int64)
+    added = made.stages[0].adapters.of_step(inputs)
+    assert added is not None
+    found = NaiveOps().channel_mix(layer, x, added.of_layer(0))
+    key, value = (WEIGHTS.tensors[f"{at}.{name}.weight"] for name in ("key", "value"))
+    chosen = set()
+    for token, mixed in zip(x, found, strict=True):
+        scores = [0.0, *(tensors[f"{at}.router.linear.weight"] @ token).tolist()]
+        best = sorted(range(4), key=lambda e: -scores[e])[:2]
+        weights = torch.softmax(torch.tensor([scores[e] for e in best]), 0)
+        wanted = torch.zeros(WIDTH)
+        for e, weight in zip(best, weights, strict=True):
+            pair = {
+                n: tensors[f"{at}.expert_{e}.{n}_expert_0"]
+                for n in ("key.lora_A", "key.lora_B", "value.lora_A", "value.lora_B")
+            }
+            own_key = key + 1.5 * pair["key.lora_B"] @ pair["key.lora_A"]
+            own_value = value + 1.5 * pair["value.lora_B"] @ pair["value.lora_A"]
+            wanted += weight * (own_value @ torch.relu(own_key @ token).square())
+        assert (mixed - wanted).abs().max() < 1e-4 * max(1, wanted.abs().max())
+        chosen.add(tuple(best))
+    assert len(chosen) > 4
+
+
+@pytest.mark.parametrize("kernels", ["naive", "cpu"])
+def test_experts_that_are_all_the_same_are_one_lora(tmp_path: Path, kernels: str) -> None:
+    tensors = mole(5, same=True)
+    adapter = read_adapter(write_adapter(tmp_path / "mole.pth", tensors), 1.5)
+    lora = read_adapter(write_adapter(tmp_path / "lora.pth", as_lora(tensors)), 1.5)
+    plain = pipeline(kernels).forward(inputs(None))
+    found = pipeline(kernels, adapter).forward(inputs([1, 0, 1, 1, 0]))
+    wanted = pipeline("naive", lora, merge=True).forward(inputs(None))
+    for row in (0, 2, 3):
+        assert (found[row] - wanted[row]).abs().max() < 1e-4 * wanted[row].abs().max()
+    assert torch.equal(found[1], plain[1]) and torch.equal(found[4], plain[4])
+
+
+def test_experts_beside_other_adapters(adapters: list[Adapter], tmp_path: Path) -> None:
+    """The kernels as plain torch; a row has the same bits alone."""
+    adapter = read_adapter(write_adapter(tmp_path / "mole.pth", mole(9)), 1.5)
+    numbers = [5, 2, 0, 5, 1]
+    fast, naive = (pipeline(kernels, *adapters, adapter) for kernels in ("cpu", "naive"))
+    found, wanted = fast.forward(inputs(numbers)).clone(), naive.forward(inputs(numbers))
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    alone = step_inputs([ROWS[3]], [0], [5], [0])
+    alone.adapters = tokens_of([ROWS[3]], [5])
+    assert torch.equal(fast.forward(alone)[0], found[3])
+
+
+WRONG = {
+    "no router": ({"blocks.0.ffn.router.linear.weight": None}, "router.linear.weight is missing"),
+    "a router of another width": ({"blocks.0.ffn.router.linear.weight": torch.ones(3, 64)}, r"\(3, 64\)"),
+    "more experts than it knows": ({"blocks.0.ffn.router.linear.weight": torch.ones(1, WIDTH)}, "has 2 experts"),
+    "half a pair": ({"blocks.0.ffn.expert_1.key.lora_B_expert_0": None}, "no kind of adapter"),
+    "Bone": ({"blocks.0.ffn.expert_1.key.bone_expert_0": torch.ones(24, 8, 8)}, "Bone experts"),
+    "a pair beside": (
+        {"blocks.0.ffn.key.lora_A": torch.ones(2, WIDTH), "blocks.0.ffn.key.lora_B": torch.ones(4 * WIDTH, 2)},
+        "has experts",
+    ),
+    "more active than there are": ({"moe_info": torch.tensor([4, 9])}, "has 4 experts"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_experts_that_are_refused(tmp_path: Path, kind: str) -> None:
+    changes, why = WRONG[kind]
+    tensors = {name: tensor for name, tensor in (mole(3) | changes).items() if tensor is not None}
+    with pytest.raises(FileError, match=why):
+        served(WEIGHTS, read_adapter(write_adapter(tmp_path / "wrong.pth", tensors), 1.0))
+
+
+def test_experts_are_not_merged(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="give it by --adapter-serve"):
+        merged(WEIGHTS, [read_adapter(write_adapter(tmp_path / "mole.pth", mole(3)), 1.0)])

@@ -1,7 +1,10 @@
 // What the binding calls: a stage's layers over one ragged step, and linear maps by themselves.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <initializer_list>
+#include <numeric>
+#include <vector>
 
 #include "linear.h"
 #include "mix.h"
@@ -25,6 +28,14 @@ struct Pair {
 // The maps that an adapter may have pairs beside, in the order of the binding.
 enum Target : int64_t { RECEPTANCE, KEY, VALUE, OUTPUT, FFN_KEY, FFN_VALUE, TARGETS };
 
+// What an adapter has in one layer; with experts, these stand in the places of FFN_KEY and FFN_VALUE.
+struct AdapterLayer {
+  Pair pairs[TARGETS];
+  const float* router;  // [experts - 1, C]
+  const Pair* experts;  // [experts, 2]: beside the key map, beside the value map; null: none
+  int64_t num_experts, active;
+};
+
 struct Step {
   const Layer* layers;
   int64_t num_layers;
@@ -35,7 +46,7 @@ struct Step {
   float* shift;    // [slots, layers, 2, C]
   Rows rows;
   int64_t width, threads;
-  const Pair* const* adapters;  // [T]: of each token its row's adapter, [layers][TARGETS] pairs, or null; null: no row has one
+  const AdapterLayer* const* adapters;  // [T]: of each token its row's adapter, [layers], or null; null: no row has one
 };
 
 enum Failure : int64_t { DONE = 0, ROWS_DO_NOT_FIT = 1, NO_MEMORY = 2 };
@@ -115,17 +126,23 @@ struct Phases {
   }
 };
 
+float dot(const float* a, const float* b, int64_t size) {
+  vf sum{};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sum += load(a + i) * load(b + i);
+  float total = hsum(sum);
+  for (; i < size; ++i) total += a[i] * b[i];
+  return total;
+}
+
 // What a token's adapter adds to y beside a map. The order of the sums is the token's own, whoever else is in the step.
 void add_pair(const Pair& pair, const float* x, float* y, int64_t in, int64_t out) {
   for (int64_t j = 0; j < pair.rank; ++j) {
     const float *a = pair.a + j * in, *b = pair.b + j * out;
-    vf sum{};
-    int64_t i = 0;
-    for (; i + LANES <= in; i += LANES) sum += load(a + i) * load(x + i);
-    float h = hsum(sum);
-    for (; i < in; ++i) h += a[i] * x[i];
+    const float h = dot(a, x, in);
     const vf times = splat(h);
-    for (i = 0; i + LANES <= out; i += LANES) store(y + i, load(y + i) + times * load(b + i));
+    int64_t i = 0;
+    for (; i + LANES <= out; i += LANES) store(y + i, load(y + i) + times * load(b + i));
     for (; i < out; ++i) y[i] += h * b[i];
   }
 }
@@ -137,16 +154,78 @@ struct Addition {
   float* y;
 };
 
-// What the tokens' adapters add beside the maps of a phase; `square`: max(y, 0)^2 of every token behind it.
-void add_adapters(Member& me, const Step& s, int64_t layer, std::initializer_list<Addition> list, bool square = false) {
+// What the tokens' adapters add beside the maps of a phase.
+void add_adapters(Member& me, const Step& s, int64_t layer, std::initializer_list<Addition> list) {
   me.deal(s.rows.tokens, [&](int64_t t) {
     for (const Addition& one : list) {
       float* y = one.y + t * one.map.out;
-      if (const Pair* own = s.adapters[t]) {
-        add_pair(own[layer * TARGETS + one.target], one.x + t * one.map.in, y, one.map.in, one.map.out);
+      if (const AdapterLayer* own = s.adapters[t]) {
+        add_pair(own[layer].pairs[one.target], one.x + t * one.map.in, y, one.map.in, one.map.out);
       }
-      for (int64_t i = 0; square && i < one.map.out; ++i) y[i] = y[i] < 0 ? 0.f : y[i] * y[i];  // as linear.cpp has it
     }
+  });
+}
+
+// A token's gates: the softmax of its `active` highest scores (the first of equal ones), 0 for the other experts.
+void find_gates(const AdapterLayer& own, const float* x, int64_t width, float* gates) {
+  std::vector<float> scores(own.num_experts, 0.f);
+  for (int64_t e = 1; e < own.num_experts; ++e) scores[e] = dot(own.router + (e - 1) * width, x, width);
+  std::vector<int64_t> order(own.num_experts);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
+  float total = 0;
+  for (int64_t i = 0; i < own.active; ++i) total += gates[order[i]] = std::exp(scores[order[i]] - scores[order[0]]);
+  for (int64_t i = 0; i < own.active; ++i) gates[order[i]] /= total;
+}
+
+// A token's experts mixed: hidden holds what the key map gave and gets the sum of their hidden values, y what their pairs
+// add beside the value map.
+void mix_experts(const AdapterLayer& own, const Layer& l, const float* x, float* hidden, float* y) {
+  const int64_t width = l.ffn_key.in, inner = l.ffn_key.out;
+  std::vector<float> gates(own.num_experts, 0.f), of_expert(inner), added(width);
+  const std::vector<float> key(hidden, hidden + inner);
+  find_gates(own, x, width, gates.data());
+  std::fill_n(hidden, inner, 0.f);
+  std::fill_n(y, width, 0.f);
+  for (int64_t e = 0; e < own.num_experts; ++e) {
+    if (gates[e] == 0) continue;
+    of_expert = key;
+    add_pair(own.experts[2 * e], x, of_expert.data(), width, inner);
+    for (float& h : of_expert) h = h < 0 ? 0.f : h * h;
+    for (int64_t i = 0; i < inner; ++i) hidden[i] += gates[e] * of_expert[i];
+    std::fill(added.begin(), added.end(), 0.f);
+    add_pair(own.experts[2 * e + 1], of_expert.data(), added.data(), inner, width);
+    for (int64_t i = 0; i < width; ++i) y[i] += gates[e] * added[i];
+  }
+}
+
+// Behind the key map: what the tokens' adapters add, experts, and the activation.
+void finish_key(Member& me, const Step& s, int64_t layer, const Buffers& b) {
+  const Layer& l = s.layers[layer];
+  const int64_t width = s.width, inner = l.ffn_key.out;
+  me.deal(s.rows.tokens, [&](int64_t t) {
+    const AdapterLayer* own = s.adapters[t] ? s.adapters[t] + layer : nullptr;
+    const float* x = b.mixed + t * width;
+    float* hidden = b.hidden + t * inner;
+    if (own && own->experts) {
+      mix_experts(*own, l, x, hidden, b.y + t * width);
+      return;
+    }
+    if (own) add_pair(own->pairs[FFN_KEY], x, hidden, width, inner);
+    for (int64_t i = 0; i < inner; ++i) hidden[i] = hidden[i] < 0 ? 0.f : hidden[i] * hidden[i];  // as linear.cpp has it
+  });
+}
+
+// Behind the value map: what the tokens' adapters add, or their experts have added up.
+void finish_value(Member& me, const Step& s, int64_t layer, const Buffers& b) {
+  const Layer& l = s.layers[layer];
+  const int64_t width = s.width, inner = l.ffn_key.out;
+  me.deal(s.rows.tokens, [&](int64_t t) {
+    const AdapterLayer* own = s.adapters[t] ? s.adapters[t] + layer : nullptr;
+    if (!own) return;
+    float *delta = b.delta + t * width, *y = b.y + t * width;
+    add_pair(own->pairs[FFN_VALUE], b.hidden + t * inner, delta, inner, width);
+    for (int64_t i = 0; own->experts && i < width; ++i) delta[i] += y[i];
   });
 }
 
@@ -176,9 +255,9 @@ void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t*
   if (s.adapters) add_adapters(me, s, i, {{OUTPUT, l.output, b.y, b.delta}});
   shift_mix(me, {x, b.delta, s.out, l.ln2, l.ffn_mix, shift + s.width, shift_stride, s.width, 1, b.h, b.mixed}, s.rows);
   run(phases.key);
-  if (s.adapters) add_adapters(me, s, i, {{FFN_KEY, l.ffn_key, b.mixed, b.hidden}}, true);
+  if (s.adapters) finish_key(me, s, i, b);
   run(phases.value);
-  if (s.adapters) add_adapters(me, s, i, {{FFN_VALUE, l.ffn_value, b.hidden, b.delta}});
+  if (s.adapters) finish_value(me, s, i, b);
 }
 
 // Memory that grows and belongs to the calling thread.

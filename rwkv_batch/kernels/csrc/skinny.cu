@@ -54,6 +54,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 
 __device__ __forceinline__ float activate(float v, int activation) {
     if (activation == TANH) return tanh_exp(v);
+    if (activation == SIGNED_SQUARE) return v * fabsf(v);
     if (activation == SIGMOID) return sigmoidf(v);
     if (activation == RELU_SQUARED) {
         v = fmaxf(v, 0.0f);

@@ -49,6 +49,7 @@ __device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
 
 __device__ __forceinline__ float activate(float v, int activation) {
     if (activation == TANH) return tanh_exp(v);
+    if (activation == SIGNED_SQUARE) return v * fabsf(v);
     if (activation == SIGMOID) return sigmoidf(v);
     if (activation == RELU_SQUARED) {
         v = fmaxf(v, 0.0f);

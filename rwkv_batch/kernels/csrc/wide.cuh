@@ -78,6 +78,7 @@ __device__ __forceinline__ WidePlace wide_place(const WideLaunch& p, int tile) {
 template <Activation ACTIVATION>
 __device__ __forceinline__ float wide_activate(float v) {
     if constexpr (ACTIVATION == RELU_SQUARED) return fmaxf(v, 0.0f) * fmaxf(v, 0.0f);
+    if constexpr (ACTIVATION == SIGNED_SQUARE) return v * fabsf(v);
     if constexpr (ACTIVATION == TANH) return tanh_exp(v);
     if constexpr (ACTIVATION == SIGMOID) return sigmoidf(v);
     return v;
@@ -351,6 +352,7 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                 case TANH: write_out<CHUNKS, KIND, TANH>(sums, out, mine, lane); break;
                 case SIGMOID: write_out<CHUNKS, KIND, SIGMOID>(sums, out, mine, lane); break;
                 case RELU_SQUARED: write_out<CHUNKS, KIND, RELU_SQUARED>(sums, out, mine, lane); break;
+                case SIGNED_SQUARE: write_out<CHUNKS, KIND, SIGNED_SQUARE>(sums, out, mine, lane); break;
             }
         }
     }

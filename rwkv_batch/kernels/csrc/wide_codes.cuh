@@ -58,6 +58,7 @@ __device__ __forceinline__ void write_codes(
         for (int i = 0; i < 4; ++i) {
             v[i] = sums[4 * c + i] * of_output[i / 2];
             if (activation == RELU_SQUARED) v[i] = fmaxf(v[i], 0.0f) * fmaxf(v[i], 0.0f);
+            if (activation == SIGNED_SQUARE) v[i] *= fabsf(v[i]);
             if (activation == TANH) v[i] = tanh_exp(v[i]);
             if (activation == SIGMOID) v[i] = sigmoidf(v[i]);
         }

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,23 @@ _NAME = re.compile(
     r"(?:\.(?P<part>lora_A|lora_B|lora_M|lora_magnitude_vector|init_lora_A|init_lora_B|bone|disha|miss)"
     r"(?:_block)?(?:\.default)?(?:\.weight)?)?$"
 )
-_MOLE = re.compile(r"\.router\.|_expert_\d+$")
+_EXPERT = re.compile(
+    r"(?:^|\.)blocks\.(?P<layer>\d+)\.ffn\.(?:expert_(?P<folder>\d+)\.)?(?P<map>key|value)"
+    r"\.(?P<part>lora_A|lora_B|bone)_expert_(?P<number>\d+)$"
+)
+_ROUTER = re.compile(r"(?:^|\.)blocks\.(\d+)\.ffn\.router\.linear\.weight$")
+_MOE_INFO = "moe_info"
 _SHOWN = 3
+
+
+@dataclass(slots=True)
+class ExpertParts:
+    """Of one layer's mixture of experts, as the file has them."""
+
+    router: Tensor | None = None
+    """[experts - 1, C]"""
+    parts: dict[tuple[int, str], dict[str, Tensor]] = field(default_factory=dict)
+    """(expert, "key" or "value") -> part"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,10 @@ class Adapter:
     """PEFT's; {}: none"""
     digest: str
     """of all tensors, and of the scale"""
+    experts: Mapping[int, ExpertParts] = field(default_factory=dict)
+    """of a mixture of experts (MoLE), by layer"""
+    active: int = 0
+    """experts that are mixed for a token; 0: the file does not say it"""
 
     def scale_of(self, target: str) -> float:
         """By which a pair of low-rank matrices acts. Raises FileError if nothing says it."""
@@ -83,24 +102,42 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
     tensors = read_tensors(path, ADAPTER_FILE)
     config = _config(path)
     parts: dict[str, dict[str, Tensor]] = {}
+    experts: dict[int, ExpertParts] = {}
     for name, tensor in tensors.items():
         _check(path, name, tensor)
+        if name == _MOE_INFO or _is_of_experts(name, tensor, experts):
+            continue
         found_name = _NAME.search(native_module(name))
         if found_name is None:
             raise FileError(f"adapter file {path}: tensor {name!r} belongs to no weight of an RWKV-7 model")
         target = found_name["target"].removesuffix(".weight") if found_name["part"] else found_name["target"]
         parts.setdefault(target, {})[found_name["part"] or ""] = tensor
-    if not parts:
+    if not parts and not experts:
         raise FileError(f"adapter file {path} has no tensors")
-    return Adapter(path, parts, scale, config, _digest(tensors, scale, config))
+    active = int(tensors[_MOE_INFO].flatten()[1]) if _MOE_INFO in tensors and tensors[_MOE_INFO].numel() > 1 else 0
+    return Adapter(path, parts, scale, config, _digest(tensors, scale, config), experts, active)
+
+
+def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -> bool:
+    """Whether it is of a mixture of experts, in which it then has its place."""
+    if router := _ROUTER.search(name):
+        experts.setdefault(int(router[1]), ExpertParts()).router = tensor
+        return True
+    found = _EXPERT.search(name)
+    if found is None:
+        return False
+    number = int(found["number"] if found["folder"] is None else found["folder"])  # the folder's, where there is one
+    of_layer = experts.setdefault(int(found["layer"]), ExpertParts())
+    of_layer.parts.setdefault((number, found["map"]), {})[found["part"]] = tensor
+    return True
 
 
 def _check(path: Path, name: str, tensor: Tensor) -> None:
     """Raises FileError for what no adapter of ours has."""
-    if _MOLE.search(name):
-        raise FileError(f"adapter file {path} is a mixture of experts (MoLE, met in {name!r}), which is not served")
     if name.endswith("att.time_state"):
         raise FileError(f"adapter file {path} has a tuned state ({name!r}); give that by --state")
+    if name == _MOE_INFO:
+        return
     if tensor.dtype not in FLOATS:
         raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 is wanted")
     if not tensor.isfinite().all():

@@ -38,6 +38,11 @@ def merged(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
     """
     changes: dict[str, Change] = dict(weights.changes)
     for adapter in adapters:
+        if adapter.experts:
+            raise FileError(
+                f"adapter file {adapter.path} is a mixture of experts (MoLE), which no weight can be merged with; "
+                "give it by --adapter-serve"
+            )
         kinds: Counter[str] = Counter()
         for target, parts in adapter.parts.items():
             name, kind, change = _change(weights, adapter, target, parts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rwkv_batch.model.adapters.files import Adapter
+from rwkv_batch.model.adapters.files import Adapter, ExpertParts
 from rwkv_batch.model.adapters.merge import kind_of, low_rank_pair
-from rwkv_batch.model.low_rank import MAX_RANK, LayerPairs, Pair, Target
+from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights
@@ -21,6 +22,10 @@ _TARGETS = {
     "ffn.key": Target.FFN_KEY,
     "ffn.value": Target.FFN_VALUE,
 }
+_OF_EXPERTS = (Target.FFN_KEY, Target.FFN_VALUE)
+MAX_EXPERTS = 64
+USUAL_ACTIVE = 2
+"""Experts mixed for a token, where the file has no `moe_info` that says it."""
 _NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
@@ -36,7 +41,7 @@ class ServedAdapter:
     @property
     def rank(self) -> int:
         """The largest of its pairs."""
-        return max(pair.rank for pairs in self.layers.values() for pair in pairs.values())
+        return max(pair.rank for layer in self.layers.values() for pair in layer.all_pairs)
 
 
 def served(weights: Weights, adapter: Adapter) -> ServedAdapter:
@@ -48,6 +53,7 @@ def served(weights: Weights, adapter: Adapter) -> ServedAdapter:
     if weights.shape.version != X070:
         raise _only_merged(adapter, "rows of RWKV-7 models only may differ in their adapters")
     layers: dict[int, dict[Target, Pair]] = {}
+    experts = {layer: _experts(weights, adapter, layer, parts) for layer, parts in adapter.experts.items()}
     for name, parts in adapter.parts.items():
         layer, target = _place(adapter, name)
         if (kind := kind_of(adapter, name, parts)) in ("DoRA", "whole tensors"):
@@ -55,13 +61,45 @@ def served(weights: Weights, adapter: Adapter) -> ServedAdapter:
         pair = low_rank_pair(weights, adapter, name, parts)
         if pair is None:
             raise _only_merged(adapter, f"{name!r} is a Bone of blocks")
-        if len(pair[0]) > MAX_RANK:
-            raise FileError(
-                f"adapter file {adapter.path}: {name!r} has rank {len(pair[0])}, {MAX_RANK} is the most that is "
-                "served beside others; merge it into the model by --adapter"
-            )
-        layers.setdefault(layer, {})[target] = Pair(*pair)
-    return ServedAdapter(adapter.digest, layers, str(adapter.path))
+        if layer in experts and target in _OF_EXPERTS:
+            raise FileError(f"adapter file {adapter.path}: layer {layer} has experts, and {name!r} beside them")
+        layers.setdefault(layer, {})[target] = _checked(adapter, name, Pair(*pair))
+    numbers = sorted({*layers, *experts})
+    found = {i: LayerPairs(layers.get(i, {}), experts.get(i)) for i in numbers}
+    return ServedAdapter(adapter.digest, found, str(adapter.path))
+
+
+def _checked(adapter: Adapter, name: str, pair: Pair) -> Pair:
+    if pair.rank > MAX_RANK:
+        raise FileError(
+            f"adapter file {adapter.path}: {name!r} has rank {pair.rank}, {MAX_RANK} is the most that is served "
+            "beside others; merge it into the model by --adapter"
+        )
+    return pair
+
+
+def _experts(weights: Weights, adapter: Adapter, layer: int, found: ExpertParts) -> Experts:
+    """A layer's mixture of experts. Raises FileError for what is missing or does not fit."""
+    at = f"blocks.{layer}.ffn"
+    router, width = found.router, weights.shape.width
+    if router is None or router.dim() != 2 or router.shape[1] != width or not 1 <= len(router) <= MAX_EXPERTS - 1:
+        raise FileError(
+            f"adapter file {adapter.path}: {at}.router.linear.weight is "
+            f"{'missing' if router is None else tuple(router.shape)}; [experts - 1, {width}] is wanted, of at most "
+            f"{MAX_EXPERTS} experts"
+        )
+    count, active = len(router) + 1, adapter.active or USUAL_ACTIVE
+    if not 1 <= active <= count or any(not 0 <= number < count for number, _ in found.parts):
+        raise FileError(f"adapter file {adapter.path}: {at} has {count} experts by its router, others by its tensors")
+    pairs: tuple[dict[Target, Pair], ...] = tuple({} for _ in range(count))
+    for (number, name), parts in found.parts.items():
+        if "bone" in parts:
+            raise FileError(f"adapter file {adapter.path}: {at}.{name} has Bone experts; only LoRA experts are served")
+        of_file = dataclasses.replace(adapter, parts={f"{at}.{name}": parts})
+        pair = low_rank_pair(weights, of_file, f"{at}.{name}", parts)
+        assert pair is not None, "what is no Bone is a LoRA"
+        pairs[number][_TARGETS[f"ffn.{name}"]] = _checked(adapter, f"{at}.{name}", Pair(*pair))
+    return Experts(router.float(), pairs, active)
 
 
 def _place(adapter: Adapter, name: str) -> tuple[int, Target]:

@@ -1,0 +1,162 @@
+"""Adapters on a GPU: a table of where their pairs are, which graphs read, and the launches of csrc/adapters.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from native.transfer import on_device
+from rwkv_batch.kernels.cuda_library import AdapterArgs, cuda_pointer, library
+from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable, Beside, LayerAdapters, StepAdapters
+from rwkv_batch.model.low_rank import MAX_RANK, LayerPairs, Target, padded
+from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
+
+TILE = 16
+"""Tokens of one adapter that are multiplied together."""
+RANK_STEP = 16
+MAX_NUMBERS = 1025
+"""Of adapters, NO_ADAPTER among them; settings.py bounds --max-adapters by it."""
+SPLIT_INPUTS = 1024
+"""Inputs that a block of the shrink sums in a step of few tokens; of many, four times as many."""
+FEW_TOKENS = 1024
+TILES_BESIDE = 12
+"""Tiles at once beyond those that tokens of one adapter fill."""
+NOBODY = -1
+"""In the place of a token, and as the number of a tile that is not there."""
+Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+def max_tiles(tokens: int, adapters: int = MAX_NUMBERS - 1) -> int:
+    """Tiles that so many tokens of at most so many adapters, and of none, may take."""
+    kinds = min(tokens, adapters + 1)
+    return kinds + (tokens - kinds) // TILE
+
+
+def fill_tiles(numbers: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: Ints, tiles: Ints) -> int:
+    """Sort tokens of adapters `numbers` [T] into tiles: `tokens` [16 n] and `tiles` [n], see AdapterTiles.
+
+    Returns how many there are; the others' numbers become NOBODY.
+    """
+    order = np.argsort(np.where(numbers == NO_ADAPTER, MAX_NUMBERS, numbers), kind="stable")
+    of_sorted = numbers[order]
+    starts = np.flatnonzero(np.concatenate([[True], of_sorted[1:] != of_sorted[:-1]])) if len(numbers) else order
+    lengths = np.diff(np.append(starts, len(numbers)))
+    counts = -(-lengths // TILE)
+    firsts = np.cumsum(counts) - counts
+    count = int(counts.sum())
+    within = np.arange(len(numbers)) - np.repeat(starts, lengths)
+    tokens[: count * TILE] = NOBODY
+    tokens[np.repeat(firsts * TILE, lengths) + within] = order
+    tiles[:count] = np.repeat(of_sorted[starts], counts)
+    tiles[count:] = NOBODY
+    return count
+
+
+class CudaAdapterTable(AdapterTable):
+    """A stage's adapters in fp16, ranks padded to 16; of each the addresses stand in a table on the device."""
+
+    def __init__(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(first, last, device, dtype)
+        self.device = device
+        self._memory: dict[int, Tensor] = {}
+        self._pairs: Tensor | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """[numbers, layers, targets, 3] int64 on the device: a, b and rank of each pair; made when first asked for."""
+        if self._pairs is None:
+            self._pairs = torch.zeros(
+                MAX_NUMBERS, len(self.layers), len(Target), 3, dtype=torch.int64, device=self.device
+            )
+        return self._pairs
+
+    def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
+        """See AdapterTable."""
+        if any(layer.experts is not None for layer in layers.values()):
+            raise ValueError("mixtures of experts (MoLE) run with --kernels cpu or naive only")
+        entries = torch.zeros(len(self.layers), len(Target), 3, dtype=torch.int64)
+        pieces: list[Tensor] = []
+        at = 0
+        for i, layer in enumerate(self.layers):
+            for target, pair in layers.get(layer, LayerPairs()).pairs.items():
+                a, b = (one.half().contiguous().view(-1) for one in padded(pair, RANK_STEP))
+                rank = -(-pair.rank // RANK_STEP) * RANK_STEP
+                entries[i, target] = torch.tensor([at, at + a.nbytes, rank])
+                at += a.nbytes + b.nbytes
+                pieces += [a, b]
+        memory = torch.cat(pieces or [torch.zeros(RANK_STEP, dtype=torch.float16)]).to(self.device)
+        entries[..., :2] += memory.data_ptr()
+        self._memory[number] = memory
+        self.table[number].copy_(entries)
+
+    def drop(self, number: int) -> None:
+        """See AdapterTable. Steps on their way have it still: memory goes to those behind them on the stream."""
+        self._memory.pop(number, None)
+
+    def of_step(self, inputs: StepInputs) -> StepAdapters | None:
+        """See AdapterTable."""
+        tiles = inputs.adapter_tiles
+        if tiles is None and inputs.adapters is not None:
+            most = max_tiles(len(inputs.adapters))
+            tokens, numbers = np.empty(most * TILE, dtype=np.int32), np.empty(most, dtype=np.int32)
+            count = fill_tiles(inputs.adapters.numpy(), tokens, numbers)
+            both = on_device([*tokens[: count * TILE].tolist(), *numbers[:count].tolist()], torch.int32, self.device)
+            tiles = AdapterTiles(both[: count * TILE].view(count, TILE), both[count * TILE :])
+        return None if tiles is None else CudaStepAdapters(self, tiles)
+
+
+class CudaStepAdapters:
+    """What a step's tiles add."""
+
+    def __init__(self, table: AdapterTable, tiles: AdapterTiles) -> None:
+        assert isinstance(table, CudaAdapterTable), "the cuda kernels have a table of their own"
+        self.table, self.tiles = table, tiles
+
+    def of_layer(self, number: int) -> LayerAdapters:
+        """See StepAdapters."""
+        return CudaLayerAdapters(self, number)
+
+
+class CudaLayerAdapters:
+    """The launches of one layer."""
+
+    def __init__(self, step: CudaStepAdapters, layer: int) -> None:
+        self._step, self._layer = step, layer
+
+    def add(self, *maps: Beside) -> None:
+        """See LayerAdapters: x [T, in] and y [T, out] fp16, all maps of as many inputs."""
+        self._launch(maps, squares=False)
+
+    def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
+        """Nothing for [T, C] of any tokens: this table takes no mixtures."""
+
+    def finish_squares(self, one: Beside) -> None:
+        """max(v + b (a x), 0)^2 in place of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE) of each output v.
+
+        Of rows without an adapter what RELU_SQUARED would have left, bit for bit.
+        """
+        self._launch((one,), squares=True)
+
+    def _launch(self, maps: tuple[Beside, ...], squares: bool) -> None:
+        tiles, table = self._step.tiles, self._step.table
+        count, inputs = len(tiles.numbers), maps[0].x.shape[1]
+        splits = -(-inputs // (SPLIT_INPUTS if len(maps[0].x) <= FEW_TOKENS else 4 * SPLIT_INPUTS))
+        partial = torch.empty(len(maps), splits, count, TILE, MAX_RANK, dtype=torch.float32, device=table.device)
+        args = AdapterArgs(
+            pairs=cuda_pointer(table.table, torch.int64),
+            tokens=cuda_pointer(tiles.tokens, torch.int32),
+            numbers=cuda_pointer(tiles.numbers, torch.int32),
+            partial=cuda_pointer(partial, torch.float32),
+            count=len(maps), tiles=count, layers=len(table.layers), layer=self._layer, targets=len(Target),
+            splits=splits, squares=squares, tiles_at_once=min(count, len(maps[0].x) // TILE + TILES_BESIDE),
+        )  # fmt: skip
+        for place, one in zip(args.maps, maps, strict=False):
+            if one.x.shape[1] != inputs or len(one.x) != len(one.y):
+                raise ValueError(f"x {tuple(one.x.shape)} and y {tuple(one.y.shape)} do not fit {inputs} inputs")
+            place.x, place.y = cuda_pointer(one.x), cuda_pointer(one.y)
+            place.k, place.n, place.target = inputs, one.y.shape[1], one.target
+        library().call("rwkv_adapters", ctypes.byref(args))

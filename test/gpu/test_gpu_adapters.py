@@ -1,0 +1,151 @@
+"""Adapters on a GPU against plain torch in fp32: every map, ragged steps, graphs, rows without one bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS
+from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import graph_stages
+from test.gpu.test_gpu_forward import fast_stage, make_weights, true_stage
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+RANKS = (4, 16, 40, 128, 64)
+"""Of the adapters, numbered from 1."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty returns NaN: whatever is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pairs(layers: int, width: int, rank: int, seed: int) -> dict[int, LayerPairs]:
+    """Beside every map; of the third adapter beside some only."""
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[int, dict[Target, Pair]] = {}
+    for i, target in product(range(layers), Target):
+        if rank == RANKS[2] and (i + target) % 3 == 0:
+            continue
+        out, inputs = width * (4 if target is Target.FFN_KEY else 1), width * (4 if target is Target.FFN_VALUE else 1)
+        a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        b = torch.randn(out, rank, generator=generator) / rank**0.5 * 0.3
+        made.setdefault(i, {})[target] = Pair(a.half().float(), b.half().float())
+    return {i: LayerPairs(found) for i, found in made.items()}
+
+
+@pytest.fixture(scope="module", params=["small", "odd", "wide"])
+def stages(request: pytest.FixtureRequest) -> tuple[Stage, Stage]:
+    weights = make_weights(request.param)
+    both = fast_stage(weights), true_stage(weights)
+    for number, rank in enumerate(RANKS, 1):
+        held = pairs(weights.shape.layers, weights.shape.width, rank, number)
+        for stage in both:
+            stage.adapters.put(number, held)
+    return both
+
+
+def ragged(lengths: list[int], numbers: list[int] | None) -> StepInputs:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    rows = [torch.randint(512, (n,), generator=generator).tolist() for n in lengths]
+    count = len(lengths)
+    inputs = step_inputs(rows, [0] * count, list(range(2, 2 + count)), list(range(count)))
+    if numbers is not None:
+        inputs.adapters = torch.tensor(numbers).repeat_interleave(torch.tensor(lengths))
+    return inputs
+
+
+def logits(stage: Stage, inputs: StepInputs) -> Tensor:
+    assert stage.state is not None
+    stage.state.wkv.zero_(), stage.state.shift.zero_()
+    here = inputs.to(GPU)
+    x, _ = stage.forward(stage.embed(here.tokens), None, here)
+    return stage.logits(x, here).clone()
+
+
+def dealt(count: int) -> list[int]:
+    """Adapters of rows: none, several, in no order."""
+    return [(i * 7 + i // 5) % 6 for i in range(count)]
+
+
+STEPS = {
+    "one row": ([1], [2]),
+    "few": ([1] * 5, [0, 3, 3, 1, 0]),
+    "skinny": ([1] * MAX_SKINNY_ROWS, dealt(MAX_SKINNY_ROWS)),
+    "wide": ([1] * 70, dealt(70)),
+    "ragged": ([5, 1, 33, 2, 1, 90, 3], [1, 0, 4, 5, 2, 3, 0]),
+    "cublas": ([1] * 70 + [40] * 8, dealt(78)),
+    "long": ([700, 1, 900], [1, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
+    lengths, numbers = STEPS[kind]
+    if len(lengths) > 76:
+        lengths, numbers = lengths[-76:], numbers[-76:]
+    fast, true = stages
+    inputs = ragged(lengths, numbers)
+    wanted, got, plain = logits(true, inputs), logits(fast, inputs), logits(fast, ragged(lengths, None))
+    assert torch.isfinite(got).all()
+    for row, number in enumerate(numbers):
+        error = (got[row] - wanted[row]).norm() / wanted[row].norm()
+        assert error < 0.03, (row, number)
+        if number == 0 and len(inputs.tokens) > MAX_SPARSE_ROWS:
+            assert torch.equal(got[row], plain[row])
+        elif number == 0:  # ffn.value of few rows is read as sparse as all of them together are
+            assert (got[row] - plain[row]).norm() < 1e-3 * plain[row].norm()
+        else:
+            assert (plain[row] - wanted[row]).norm() > 0.05 * wanted[row].norm()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 40, 76])
+def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
+    """Twice, with adapters dealt anew, and without: what it draws is what the forward says."""
+    fast, _ = stages
+    assert fast.state is not None
+    graphs = DecodeGraphs(graph_stages([fast], 96, 2), 76, None)
+    fed = torch.arange(rows) + 3
+    slots = list(range(2, 2 + rows))
+    for numbers in (dealt(rows), dealt(rows)[::-1], None):
+        inputs = dataclasses.replace(
+            step_inputs([[int(t)] for t in fed], [0] * rows, slots, list(range(rows))),
+            adapters=None if numbers is None else torch.tensor(numbers),
+        )
+        wanted = logits(fast, inputs)
+        graphs.tokens.remember(list(range(rows)), fed)
+        got = graphs.run_logits(list(range(rows)), [0] * rows, slots, numbers)
+        error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert error.max() < 1e-2
+
+
+def test_another_adapter_may_take_a_place(stages: tuple[Stage, Stage]) -> None:
+    """A graph finds the one that is there when it runs."""
+    fast, true = stages
+    graphs = DecodeGraphs(graph_stages([fast], 16, 2), 4, None)
+    weights = len(fast.layers), fast.width
+    for seed in (50, 51):
+        fast.adapters.drop(9), true.adapters.drop(9)
+        held = pairs(*weights, 16, seed)
+        fast.adapters.put(9, held), true.adapters.put(9, held)
+        inputs = dataclasses.replace(step_inputs([[7], [8]], [0, 0], [2, 3], [0, 1]), adapters=torch.tensor([9, 0]))
+        wanted = logits(true, inputs)
+        logits(fast, inputs)
+        graphs.tokens.remember([0, 1], [7, 8])
+        got = graphs.run_logits([0, 1], [0, 0], [2, 3], [9, 0])
+        assert ((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 0.03
