@@ -108,6 +108,12 @@ class _Command:
 
     async def run(self) -> int:
         """Do it; returns the exit code. Raises RunError."""
+        try:
+            return await self._run()
+        finally:
+            await self.backend.close()
+
+    async def _run(self) -> int:
         options = self.options
         form = _form(options)
         glossary = load_glossary(options.glossary) if options.glossary else None
@@ -126,7 +132,6 @@ class _Command:
             with Reporter(meter, options.progress):
                 await Run(records, worker, files, ledger, meter, options.max_in_flight).run()
         finally:
-            await self.backend.close()
             files.close()
             source.close()
         return self._told(files.progress)
@@ -135,10 +140,7 @@ class _Command:
         estimate = Estimate(task)
         await asyncio.to_thread(estimate.count, records)
         await self.backend.open()
-        try:
-            figures = await estimate.figures(LineWorker(self.backend, task, self.options.retry, glossary))
-        finally:
-            await self.backend.close()
+        figures = await estimate.figures(LineWorker(self.backend, task, self.options.retry, glossary))
         sys.stdout.write(json.dumps(figures) + "\n")
         return ALL_ANSWERED
 

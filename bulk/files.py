@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bulk.formats.form import Form, compression_of
-from bulk.inputs import STDIN, digest
+from bulk.inputs import STDIN, digest, is_stream
 from bulk.ledger import Batch, Ended
 from bulk.lines import GOOD, Outcome
 from bulk.options import ERRORS_SUFFIX, Options
@@ -99,6 +99,7 @@ def open_files(options: Options, form: Form, settings: dict[str, str]) -> Files:
 def _to_pipe(options: Options, form: Form, settings: dict[str, str], opened: ExitStack) -> Files:
     errors: OutputFile | StandardOutput = StandardError()
     if options.errors:
+        _check_paths(options, [Path(options.errors)])
         errors = OutputFile(Path(options.errors), "")
         opened.callback(errors.close)
         errors.cut(0)
@@ -123,9 +124,10 @@ def _to_files(options: Options, form: Form, settings: dict[str, str], opened: Ex
     if sidecar.is_new and (output.length or errors.length):
         memory.unlink()
         raise RunError(f"{path} or {errors_file} is there and was not begun by this command; give --fresh to overwrite")
-    if not sidecar.is_new and options.input == STDIN:
-        raise RunError("standard input cannot be read again to go on with this output; give --fresh to begin anew")
-    progress = sidecar.begin(settings, "" if options.input == STDIN else digest(options.input))
+    if not sidecar.is_new and is_stream(options.input):
+        name = "standard input" if options.input == STDIN else f"the pipe {options.input}"
+        raise RunError(f"{name} cannot be read again to go on with this output; give --fresh to begin anew")
+    progress = sidecar.begin(settings, "" if is_stream(options.input) else digest(options.input))
     sync_folder(path.parent)
     output.cut(progress.output_bytes)
     errors.cut(progress.errors_bytes)
@@ -135,5 +137,7 @@ def _to_files(options: Options, form: Form, settings: dict[str, str], opened: Ex
 def _check_paths(options: Options, outputs: list[Path]) -> None:
     """Raises RunError if two of the files are one."""
     files = [*outputs, *([] if options.input == STDIN else [Path(options.input)])]
-    if len({file.resolve() for file in files}) < len(files):
+    there = [file.stat() for file in files if file.exists()]
+    is_one = len({(file.st_dev, file.st_ino) for file in there}) < len(there)  # by two names perhaps
+    if is_one or len({file.resolve() for file in files}) < len(files):
         raise RunError("the input, the output and the file of errors must be different files")

@@ -55,7 +55,11 @@ def load_glossary(path: str) -> Glossary:
         raise RunError(f"--glossary {path} cannot be read: {error}") from None
     if path.endswith(".json"):
         return Glossary(_of_json(path, text))
-    rows = [row for row in csv.reader(text.splitlines(), delimiter="\t" if path.endswith(".tsv") else ",") if row]
+    delimiter = "\t" if path.endswith(".tsv") else ","
+    try:
+        rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row]
+    except csv.Error as error:
+        raise RunError(f"--glossary {path} is no table of two columns: {error}") from None
     wrong = next((row for row in rows if len(row) != 2 or not all(cell.strip() for cell in row)), None)
     if wrong is not None:
         raise RunError(f"--glossary {path} must have a term and its translation in each line, got {wrong}")
@@ -65,7 +69,7 @@ def load_glossary(path: str) -> Glossary:
 def _of_json(path: str, text: str) -> dict[str, str]:
     try:
         terms = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"--glossary {path} is not JSON: {error}") from None
     good = isinstance(terms, dict) and all(term.strip() and isinstance(to, str) and to for term, to in terms.items())
     if not good:

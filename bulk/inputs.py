@@ -45,15 +45,20 @@ class Line:
         return self.data.decode("utf-8", "surrogateescape")
 
 
+def is_stream(path: str) -> bool:
+    """Whether it can be read once only: standard input, a named pipe, a shell's <(command), a device."""
+    return path == STDIN or (Path(path).exists() and not Path(path).is_file())
+
+
 class Input:
-    """A file or standard input, read once from its beginning."""
+    """A file, a pipe or standard input, read once from its beginning."""
 
     def __init__(self, path: str) -> None:
         """Raises RunError if it cannot be opened."""
         self.path = path
         try:
             self._raw = sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=_CHUNK)  # noqa: SIM115
-            self.size = None if path == STDIN else Path(path).stat().st_size
+            self.size = None if is_stream(path) else Path(path).stat().st_size
         except OSError as error:
             raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
         self._stream = self._decompressed()

@@ -22,6 +22,8 @@ class OutputFile:
         """Opens, or makes it. Raises RunError if it cannot be had."""
         self._path = path
         self._compression = compression
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is no regular file, and nothing else can be gone on with; give - for a pipe")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:

@@ -45,27 +45,35 @@ class Sidecar:
     def __init__(self, path: Path | None) -> None:
         """None: nothing outlives the run. Raises RunError if the file cannot be used."""
         self._lock = threading.Lock()
+        self._path = path
         try:
             self._database = sqlite3.connect(
                 "" if path is None else path, isolation_level=None, check_same_thread=False
             )
             self._database.execute("PRAGMA synchronous=FULL")
             self.is_new = not self._database.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError as error:
+            raise RunError(f"{path} cannot be used now ({error}); try again") from None
         except sqlite3.Error as error:
             raise RunError(f"{path} cannot be used ({error}); delete it and the output, or give --fresh") from None
 
     def begin(self, settings: Mapping[str, str], input_digest: str) -> Progress:
         """Begin a run, or go on with the one that was begun. Raises RunError if that was of something else."""
         with self._lock:
-            if self.is_new:
-                self._create(settings, input_digest)
-                return Progress()
             try:
+                if self.is_new:
+                    self._create(settings, input_digest)
+                    return Progress()
                 row = self._database.execute("SELECT version, settings, input, progress FROM run").fetchone()
                 progress = msgspec.json.decode(row[3], type=Progress)
+                before = msgspec.json.decode(row[1], type=dict[str, str])
+            except sqlite3.OperationalError as error:  # locked, full, or away: --fresh would not help
+                raise RunError(f"{self._path} cannot be used now ({error}); try again") from None
             except (sqlite3.Error, TypeError, msgspec.DecodeError) as error:
                 raise RunError(f"what was remembered of this output cannot be read ({error}); give --fresh") from None
-        _check(json.loads(row[1]), settings)
+        if row[0] != _VERSION:
+            raise RunError(f"{self._path} is of another version of this program; go on with that one, or give --fresh")
+        _check(before, settings)
         if row[2] != input_digest:
             raise RunError(
                 "the input is not what it was when this output was begun (its SHA-256 differs); "
@@ -93,9 +101,12 @@ class Sidecar:
             raise OSError(str(error)) from error
 
     def answer(self, key: bytes) -> str | None:
-        """What was answered to an equal line."""
-        with self._lock:
-            row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        """What was answered to an equal line. Raises RunError."""
+        try:
+            with self._lock:
+                row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            raise RunError(f"{self._path} cannot be read ({error}); the same command goes on from here") from None
         return None if row is None else str(row[0])
 
     def close(self) -> None:

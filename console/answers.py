@@ -110,14 +110,17 @@ def _texts(event: bytes) -> list[str]:
     """What a server-sent event says. Raises ConsoleError if it is a failure."""
     if not event.startswith(_DATA) or event == _DATA + _DONE:
         return []
-    value = json.loads(event[len(_DATA) :])
-    if "error" in value:
-        raise ConsoleError(str(value["error"]))
-    return [text for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
+    try:
+        value = json.loads(event[len(_DATA) :])
+        if "error" in value:
+            raise ConsoleError(str(value["error"]))
+        return [str(text) for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        raise ConsoleError("what answers is no service of ours; check --url") from None
 
 
 def _reason(body: bytes, status: int) -> str:
     try:
         return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return f"status {status}"

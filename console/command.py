@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -14,14 +15,14 @@ from typing import NoReturn
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.patch_stdout import patch_stdout
 
 from bulk.backends.own_engine import OwnEngine
 from bulk.records import RunError
 from console.answers import Answers, OwnAnswers, ServiceAnswers
 from console.commands import NAMES, Console
-from console.conversation import ConsoleError
+from console.conversation import ConsoleError, printable
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
 from settings import Settings, SettingsError, parse_settings, program
@@ -83,16 +84,31 @@ def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -
 def _asker(history: str) -> Ask:
     """Lines of the terminal, edited, with history; or those of a pipe."""
     if not sys.stdin.isatty():
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # a byte that is no text must not end the conversation
         return _read_pipe
-    session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(Path(history).expanduser())), completer=WordCompleter(NAMES, sentence=True)
-    )
+    completer = WordCompleter(NAMES, sentence=True)
+    session: PromptSession[str] = PromptSession(history=remembered(history), completer=completer)
 
     async def ask() -> str:
         with patch_stdout():
             return str(await session.prompt_async(_PROMPT))
 
     return ask
+
+
+def remembered(path: str) -> History:
+    """The lines typed before; only this conversation's, where the file cannot be used."""
+    file = Path(path).expanduser()
+    try:
+        with file.open("ab"):
+            pass
+        return FileHistory(str(file))
+    except OSError as error:
+        sys.stderr.write(
+            f"lines typed are not remembered: {file} cannot be written ({error.strerror}); see --history\n"
+        )
+        return InMemoryHistory()
 
 
 async def _read_pipe() -> str:
@@ -127,7 +143,7 @@ async def _do(console: Console, answers: Answers, line: str) -> None:
         elif line:
             await _answer(console, answers, line)
     except ConsoleError as error:
-        sys.stdout.write(f"error: {error}\n")
+        sys.stdout.write(f"error: {printable(str(error))}\n")
     sys.stdout.flush()
 
 
@@ -154,5 +170,5 @@ async def _write(texts: AsyncGenerator[str, None], pieces: list[str]) -> None:
     async with contextlib.aclosing(texts):
         async for text in texts:
             pieces.append(text)
-            sys.stdout.write(text)
+            sys.stdout.write(printable(text))
             sys.stdout.flush()

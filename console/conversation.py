@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,11 +15,18 @@ class ConsoleError(Exception):
     """A command cannot be done; the message says why."""
 
 
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What somebody said."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str
+
+
 class Saved(msgspec.Struct, kw_only=True):
     """A conversation in a file."""
 
     branch: str
-    branches: dict[str, list[dict[str, str]]]
+    branches: dict[str, list[Message]]
     settings: dict[str, Any] = {}
 
 
@@ -62,7 +69,8 @@ class Conversation:
 
     def save(self, path: str, settings: dict[str, Any]) -> None:
         """Write everything to a file. Raises ConsoleError."""
-        content = msgspec.json.encode(Saved(branch=self.branch, branches=self.branches, settings=settings))
+        branches = {name: msgspec.convert(messages, list[Message]) for name, messages in self.branches.items()}
+        content = msgspec.json.encode(Saved(branch=self.branch, branches=branches, settings=settings))
         try:
             Path(path).write_bytes(msgspec.json.format(content) + b"\n")
         except OSError as error:
@@ -72,11 +80,11 @@ class Conversation:
         """Read it back; returns the settings. Raises ConsoleError and stays as it is if that fails."""
         try:
             saved = msgspec.json.decode(Path(path).read_bytes(), type=Saved)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConsoleError(f"{path} cannot be read: {error}") from None
         if saved.branch not in saved.branches:
             raise ConsoleError(f"{path} has no branch {saved.branch!r}, though it says so")
-        self.branch, self.branches = saved.branch, saved.branches
+        self.branch, self.branches = saved.branch, msgspec.to_builtins(saved.branches)
         return saved.settings
 
 
@@ -84,5 +92,16 @@ def as_value(text: str) -> Any:
     """A setting's value as it is typed: JSON where it is any, else text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
+
+
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"} | {
+    ord("\r"): None
+}
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: a model may say escape sequences, which move the cursor, change the
+    title or fill the clipboard. The conversation keeps them."""
+    return text.translate(_CONTROLS)

@@ -48,8 +48,8 @@ class Asking:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """One prompt or several as a list. Raises TypeError."""
-    given: Any = prompts
+    """One prompt or several as a list. Raises TypeError, ValueError."""
+    given: Any = prompts if isinstance(prompts, str | Mapping) else list(prompts)
     is_one = isinstance(given, str | Mapping) or (given and all(isinstance(one, int) for one in given))
     return [_as_prompt(one) for one in ([given] if is_one else given)]
 
@@ -60,6 +60,11 @@ def _as_prompt(prompt: Any) -> str | list[int]:
         given = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if not isinstance(given, str | list):
         raise TypeError(f"a prompt must be a text or a list of token ids, got {type(given).__name__}")
+    if isinstance(given, str):
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a prompt has a lone surrogate at character {error.start}, which is no text") from None
     return given
 
 

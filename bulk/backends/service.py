@@ -75,7 +75,7 @@ class Service:
 def _value(body: bytes) -> Any:
     try:
         return json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body[:500].decode("utf-8", "replace")
 
 

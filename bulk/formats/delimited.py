@@ -27,10 +27,13 @@ class Delimited:
         csv.field_size_limit(MAX_LINE_BYTES)
         counted = _Counted(lines)
         rows = csv.reader(counted, delimiter=self._delimiter)
-        self._columns = self._header(next(rows, []))
+        try:
+            self._columns = self._header(next(rows, []))
+        except csv.Error as error:
+            raise RunError(f"the table's first line, which must name the columns, cannot be read: {error}") from None
         index = 0
         while True:
-            begins, counted.size = counted.number + 1, 0
+            begins, counted.size, counted.is_cut = counted.number + 1, 0, False
             problem, row = "", None
             try:
                 row = next(rows, None)
@@ -40,6 +43,8 @@ class Delimited:
                     continue
             except csv.Error as error:
                 problem = f"is no row of the table: {error}"
+            if counted.is_cut:
+                problem = f"has a line of more than {MAX_LINE_BYTES} bytes, which is the limit"
             fields, problem = self._fields(row or [], problem)
             yield Record(index, begins, fields, problem, size=counted.size)
             index += 1
@@ -54,6 +59,10 @@ class Delimited:
         return ({}, problem) if problem else (dict(zip(self._columns, row, strict=True)), "")
 
     def _header(self, columns: list[str]) -> list[str]:
+        try:
+            "".join(columns).encode()
+        except UnicodeEncodeError:
+            raise RunError("the table's first line, which names its columns, is not UTF-8; convert the file") from None
         if not columns:
             raise RunError("the table is empty; its first line must name the columns")
         if len(columns) > _MANY or len(set(columns)) != len(columns):
@@ -82,8 +91,11 @@ class _Counted(Iterator[str]):
     def __init__(self, lines: Iterable[Line]) -> None:
         self._lines = iter(lines)
         self.number = self.size = 0
+        self.is_cut = False
+        """whether a line was too long to be whole"""
 
     def __next__(self) -> str:
         line = next(self._lines)
         self.number, self.size = line.number, self.size + line.size
+        self.is_cut |= line.is_too_long
         return line.text + "\n"

@@ -10,6 +10,9 @@ from bulk.formats.form import why_unreadable
 from bulk.inputs import Line
 from bulk.records import Record
 
+MAX_DEPTH = 200
+"""Lists and objects inside each other in a line: deeper ones can be read and then not be written."""
+
 
 class Jsonl:
     """Objects keep what they have and get one field more."""
@@ -39,6 +42,8 @@ class Jsonl:
             return {}, f"is not JSON: {error}"
         if isinstance(value, str):
             value = {self._field: value}
+        if is_too_deep(value):
+            return {}, f"has more than {MAX_DEPTH} lists and objects inside each other"
         if not isinstance(value, dict):
             return {}, f"must be a JSON object or a text, got {type(value).__name__}"
         try:
@@ -59,3 +64,14 @@ class Jsonl:
             return ""
         value = json.loads(answer) if self._is_json else answer
         return json.dumps({**record.fields, self._out_field: value}, ensure_ascii=False) + "\n"
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a JSON value is nested beyond MAX_DEPTH."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inside = [one for one in level if isinstance(one, dict | list)]
+        if not inside:
+            return False
+        level = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+    return True

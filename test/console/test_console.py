@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import FileHistory, InMemoryHistory
 
 from app import with_model
 from bulk.backends.own_engine import OwnEngine
-from console.answers import OwnAnswers
-from console.command import _talk, build_parser
+from console.answers import OwnAnswers, _texts
+from console.command import _talk, build_parser, remembered
 from console.commands import Console
-from console.conversation import ConsoleError
+from console.conversation import ConsoleError, printable
 from settings import parse_settings
 from test.bulk.runs import fake_service
 from test.serving import ROOT, Service
@@ -77,7 +78,16 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"branch": "x", "branches": {}}', b'{"branch": "main", "branches": {"main": "no"}}']
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"branch": "x", "branches": {}}',
+        b'{"branch": "main", "branches": {"main": "no"}}',
+        b'{"branch": "main", "branches": {"main": [{"content": "without a role"}]}}',
+        b'{"branch": "main", "branches": {"main": [{"role": "user", "content": "\xff"}]}}',
+        b"[" * 100_000,
+    ],
 )
 def test_a_file_that_is_none_changes_nothing(tmp_path: Path, content: bytes) -> None:
     console = spoken("a")
@@ -110,6 +120,36 @@ def test_settings_are_fields_of_the_body_within_their_limits() -> None:
     assert all(name in console.obey("/help") for name in ("/branch", "/undo", "/save", "/load", "/reset", "/set"))
 
 
+def test_what_is_nested_too_deeply_is_text() -> None:
+    with pytest.raises(ConsoleError, match="temperature"):
+        Console().obey("/set temperature " + "[" * 100_000)
+
+
+def test_a_terminal_is_not_told_what_to_do() -> None:
+    said = "a\x1b]52;c;cm0gLXJm\x07b\x9b2Jc\rd\te\n✿"
+    shown = printable(said)
+    assert not [one for one in shown if one != "\n" and one != "\t" and (ord(one) < 32 or 127 <= ord(one) < 160)]
+    assert shown.startswith("a") and shown.endswith("cd\te\n✿")
+
+
+def test_a_history_that_cannot_be_written_is_done_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(remembered(str(tmp_path / "history")), FileHistory)
+    assert isinstance(remembered(str(tmp_path / "absent" / "history")), InMemoryHistory)
+    assert "--history" in capsys.readouterr().err
+
+
+def test_an_answer_of_something_else_is_said() -> None:
+    for event in (
+        b"data: {",
+        b"data: []",
+        b'data: {"choices": 1}',
+        b'data: {"choices": [{"delta": null}]}',
+        b"data: 1",
+    ):
+        with pytest.raises(ConsoleError, match="--url"):
+            _texts(event)
+
+
 def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", service.url, "--set", "max_tokens", "2", *flags]
     return subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True)
@@ -118,11 +158,25 @@ def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
 def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     """The fake engine says again what the user said last, once for each token."""
     talk = tmp_path / "talk.json"
-    lines = ["Hi", "/undo", "Ho", "/set temperature -1", "break it", f"/save {talk}", "/quit", "never said"]
+    lines = [
+        "H\udcffi",
+        "/undo",
+        "/undo",
+        "Hi",
+        "/undo",
+        "Ho",
+        "/set temperature -1",
+        "break it",
+        f"/save {talk}",
+        "/quit",
+        "never said",
+    ]
     process = chat(fake)
+    assert process.stdin is not None
+    process.stdin.reconfigure(errors="surrogateescape")  # type: ignore[attr-defined]  # the first line is no UTF-8
     output, errors = process.communicate("\n".join(lines) + "\n", timeout=60)
     assert (process.returncode, errors) == (0, "")
-    told = output.splitlines()
+    told = output.splitlines()[3:]
     assert told[:3] == ["HiHi", "1 turns taken back", "HoHo"]
     assert "temperature" in told[3] and any("broken on demand" in line for line in told[4:6])
     assert "never said" not in output
