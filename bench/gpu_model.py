@@ -9,6 +9,7 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.model.adapter_table import LayerAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import format_of
@@ -67,10 +68,10 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
     plain = stage.ops.channel_mix
     counts: list[float] = []
 
-    def counting(layer: Layer, x: Tensor) -> Tensor:
+    def counting(layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         hidden = layer.ffn_key(x)
         counts.append((hidden > 0).any(0).float().mean().item())
-        return plain(layer, x)
+        return plain(layer, x, adapters)
 
     stage.ops.channel_mix = counting  # type: ignore[method-assign]
     for batch in batches:
