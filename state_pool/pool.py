@@ -22,7 +22,7 @@ from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
 from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
 from state_pool.status import pool_stats
-from state_pool.tuned_state import NO_BASE
+from state_pool.tuned_state import NO_BASE, Origin
 from state_pool.turns.import_export import ImportExport, OnExported
 from state_pool.turns.shared_cleaning import SharedCleaning
 from state_pool.turns.turns import Turns
@@ -92,22 +92,34 @@ class StatePool:
 
     # -- turns -----------------------------------------------------------------------------------------
 
+    @property
+    def keeps_log(self) -> bool:
+        """Whether a turn is kept by its tokens, so that its state may be thrown away."""
+        return self._store is not None and self.config.durability != "turn"
+
     def checkout(
-        self, session_id: str, branch_from: int | None = None, wait: bool = True, state: str = "", adapter: str = ""
+        self,
+        session_id: str,
+        branch_from: int | None = None,
+        wait: bool = True,
+        state: str = "",
+        adapter: str = "",
+        mixture: Origin | None = None,
     ) -> Lease:
         """Begin a turn of a session; the lease becomes READY at once or in a later `poll`.
 
         `branch_from` None: the turn continues the plain session, one after another in order. n: it starts a
         new dialogue from dialogue n, which isn't changed; 0 is the empty root. `state` names a tuned state that
         a new history begins from; "": the zero state, or whatever an existing one began from;
-        `adapter` one that its row runs under, likewise.
+        `adapter` one that its row runs under, likewise; `mixture` what a session of a mixture begins from, which
+        `release` keeps, after `record`: it has no state of one slot.
         Raises SessionBusy (only with `wait` False), SessionNotFound (unknown parent dialogue),
         SessionUnusable, PoolFull, StateNotFound, AdapterNotFound, OtherOrigin or OtherAdapter (an existing one began
         otherwise).
         """
         if branch_from is not None:
-            return self._turns.checkout_branch(session_id, branch_from, state, adapter)
-        return self._turns.checkout(session_id, wait, state, adapter)
+            return self._turns.checkout_branch(session_id, branch_from, state, adapter, mixture)
+        return self._turns.checkout(session_id, wait, state, adapter, mixture)
 
     def record(self, lease: Lease, tokens: list[int], on_durable: OnDurable) -> None:
         """The turn is over and these are its token ids: prompt as fed and visible answer.

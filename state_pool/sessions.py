@@ -166,6 +166,8 @@ class Lease:
     error: Exception | None = None
     tuned: TunedState | None = None
     """What a new session begins from; an existing one must have begun from it."""
+    mixture: Origin | None = None
+    """The same of a mixture, whose members the engine holds."""
     adapter: HeldAdapter | None = None
     """What its row runs under: as asked for; from READY on the session's own."""
     exists: bool = False

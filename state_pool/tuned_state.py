@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from state_pool.arena import HostState
 
 NO_BASE = 0
+_MIXTURE = "mixture-"
+"""What the digest of a mixture begins with: no file's does, these are hexadecimal."""
 """Number of the zero state among the states that rows begin from."""
 
 
@@ -18,6 +22,18 @@ class Origin(NamedTuple):
     """As the tuned state, or the adapter, was called then; for people."""
     digest: str
     """Of its numbers: a state is the same under another name."""
+
+
+def mixed_origin(members: Sequence[Origin | None]) -> Origin:
+    """What a session of a mixture began from, by its members in order; None: the zero state. Weights are not part."""
+    names = ", ".join("empty" if member is None else member.name for member in members)
+    digests = " ".join("" if member is None else member.digest for member in members)
+    return Origin(names, _MIXTURE + hashlib.blake2b(digests.encode(), digest_size=8).hexdigest())
+
+
+def is_mixture(origin: Origin | None) -> bool:
+    """Whether a session began from several states: it is kept by its tokens, which each of these has to read."""
+    return origin is not None and origin.digest.startswith(_MIXTURE)
 
 
 _JOINT = "+"

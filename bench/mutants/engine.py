@@ -521,8 +521,8 @@ MUTANTS: list[Mutant] = [
                 "use_prefix_cache: false is ignored",
             ),
             (
-                "return sequence.lease.state is LeaseState.READY",
-                "return True",
+                "is_ready = sequence.lease.state is LeaseState.READY",
+                "is_ready = True",
                 "a turn starts before the one before it is stored",
             ),
             (
@@ -629,8 +629,8 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_engine_sessions.py::test_branches_leave_their_parent_alone",
             ),
             (
-                "self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state, adapter)",
-                "self.pool.checkout(turn.session_id, turn.branch_from, True, state, adapter)",
+                "turn.session_id, turn.branch_from, turn.wait, state, adapter, origin",
+                "turn.session_id, turn.branch_from, True, state, adapter, origin",
                 "wait: false waits",
             ),
             (

@@ -12,7 +12,7 @@ from rwkv_batch.core.sequence import NO_SLOT, Member, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from state_pool.pool import StatePool
-from state_pool.tuned_state import TunedState
+from state_pool.tuned_state import Origin, TunedState, mixed_origin
 
 MAX_MEMBERS = 16
 """States in one mixture."""
@@ -23,8 +23,9 @@ def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
     if not request.mixture:
         return
     check_members(request.mixture, pool)
-    if request.session is not None:
-        raise _wrong("a session begins from one state; leave the session out", request.session.session_id)
+    if request.session is not None and not pool.keeps_log:
+        message = "a session of a mixture is kept by its tokens, which --state-db and --durability log or lazy keep"
+        raise _wrong(message, request.session.session_id)
     if request.prompt_logprobs is not None or request.candidates:
         raise _wrong("what is scored is read from one state", None)
 
@@ -51,6 +52,13 @@ def hold_members(sequence: Sequence, pool: StatePool) -> None:
     sequence.members = [
         Member(weight / total, state) for state, (_, weight) in zip(tuned[1:], mixture[1:], strict=True)
     ]
+
+
+def origin_of(request: GenerateRequest, pool: StatePool) -> Origin | None:
+    """What a session of the request's mixture begins from; None: it has none. Raises StateNotFound."""
+    if not request.mixture:
+        return None
+    return mixed_origin([pool.tuned.get(state).origin if state else None for state, _ in request.mixture])
 
 
 def gather(sequence: Sequence, pool: StatePool) -> bool:

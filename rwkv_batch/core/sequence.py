@@ -268,7 +268,9 @@ class Sequence:
     @property
     def lacks_spare_slot(self) -> bool:
         """Whether it could be in the next step already, had it a second slot."""
-        return self.lease is not None and self.spare_slot == NO_SLOT and self.draws and self.is_ahead
+        return (
+            self.lease is not None and self.spare_slot == NO_SLOT and self.draws and self.is_ahead and not self.members
+        )
 
     def take_seat(self, slot: int, seat: int) -> None:
         """It takes part in the steps from now on, and writes its state into `slot`."""

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rwkv_batch.core.mixtures import check_mixture, gather, hold_members, move_on, pin, release_members
+from rwkv_batch.core.mixtures import (
+    check_mixture,
+    gather,
+    hold_members,
+    move_on,
+    origin_of,
+    pin,
+    release_members,
+)
+from rwkv_batch.core.parked_mixtures import ParkedMixtures, begin_from
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
@@ -93,6 +102,7 @@ class StateManager:
         self.pool = pool
         self._tokenizer = tokenizer
         self._overlap = overlap
+        self.parked = ParkedMixtures(pool)
 
     def check(self, request: GenerateRequest) -> None:
         """Raises ServiceError for a state or an adapter that is not loaded, and for a mixture that cannot be run."""
@@ -110,7 +120,12 @@ class StateManager:
         turn, state, adapter = sequence.request.session, sequence.request.state, sequence.request.adapter
         try:
             if turn is not None:
-                sequence.lease = self.pool.checkout(turn.session_id, turn.branch_from, turn.wait, state, adapter)
+                origin = origin_of(sequence.request, self.pool)
+                sequence.lease = self.pool.checkout(
+                    turn.session_id, turn.branch_from, turn.wait, state, adapter, origin
+                )
+                if sequence.request.mixture:
+                    hold_members(sequence, self.pool)
                 return
             if adapter:
                 sequence.adapter = self.pool.adapters.hold(adapter)
@@ -140,12 +155,17 @@ class StateManager:
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether the row may start: it has no session, or the session's state can be read."""
         if sequence.lease is not None:
-            return sequence.lease.state is LeaseState.READY
+            is_ready = sequence.lease.state is LeaseState.READY
+            return is_ready and (not sequence.members or self._gather(sequence))
         if _may_share_prefix(sequence) and self.pool.awaits_prefix(sequence.reusable_ids, sequence.base):
             return False
         if sequence.members:
-            return gather(sequence, self.pool)
+            return self._gather(sequence)
         return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
+
+    def _gather(self, sequence: Sequence) -> bool:
+        """See `gather`; what is parked of other sessions gives way."""
+        return gather(sequence, self.pool) or (self.parked.drop_oldest() and gather(sequence, self.pool))
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
         """Hold the slot of the tuned state that the row begins from; False: it is not in one yet."""
@@ -163,7 +183,8 @@ class StateManager:
 
     def allocate(self) -> int | None:
         """A slot to write to."""
-        return self.pool.allocate()
+        slot = self.pool.allocate()
+        return self.pool.allocate() if slot is None and self.parked.drop_oldest() else slot
 
     def prepare(self, sequence: Sequence) -> None:
         """The row got its slot: find what it starts from."""
@@ -185,7 +206,7 @@ class StateManager:
     def _start_from_session(self, sequence: Sequence) -> None:
         lease, turn = sequence.lease, sequence.request.session
         assert lease is not None and turn is not None
-        if self._overlap:
+        if self._overlap and not sequence.members:
             self.add_spare(sequence)
         if lease.exists:
             sequence.token_ids = [*lease.replay, *turn.resume_prompt]
@@ -193,6 +214,11 @@ class StateManager:
             sequence.cached_tokens = lease.num_tokens
             sequence.prompt_tokens = lease.num_tokens + len(turn.resume_prompt)
         sequence.adapter = lease.adapter  # held by the lease
+        if sequence.members:
+            sequence.cached_tokens = 0
+            if (parked := self.parked.take(lease, 1 + len(sequence.members))) is not None:
+                begin_from(sequence, parked, self.pool)
+            return
         # The lease itself keeps the slot's content until the turn ends.
         sequence.shared = SharedSlot(lease.read_slot, lambda: None)
 
@@ -276,7 +302,7 @@ class StateManager:
 
     def update_rollback_state(self, sequence: Sequence) -> None:
         """A session's row has taken tokens: keep the latest state from before text that may be part of a stop."""
-        if sequence.lease is None or sequence.phase is not Phase.RUNNING:
+        if sequence.lease is None or sequence.phase is not Phase.RUNNING or sequence.members:
             return
         if not sequence.output.is_holding:
             self._drop_rollback_state(sequence)
@@ -322,8 +348,20 @@ class StateManager:
             acknowledge(None if error is None else as_service_error(error))
 
         self.pool.record(lease, token_ids[sequence.turn_start :], durable)
+        if sequence.members:
+            self._part_with(sequence, token_ids)
+            return
         self._rewind(sequence, token_ids)
         sequence.token_ids, sequence.draws, sequence.cache_points = token_ids, False, []
+
+    def _part_with(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """A mixture's turn needs no more steps: its tokens are what is kept, its members' slots are parked."""
+        read = sequence.num_computed_tokens
+        is_beginning = sequence.token_ids[:read] == token_ids[:read]
+        sequence.token_ids, sequence.draws = token_ids, False
+        if is_beginning:
+            self.parked.park(sequence)
+        sequence.num_computed_tokens = len(token_ids)
 
     def _shown_tokens(self, sequence: Sequence) -> list[int]:
         """Token ids of the shown text; the bytes of a token that a stop cuts are tokenised anew."""
@@ -350,6 +388,9 @@ class StateManager:
 
     def check_in(self, sequence: Sequence) -> None:
         """The slot holds the session's new state: the pool owns it from here."""
+        if sequence.members:
+            self.release(sequence)  # the turn was recorded, and its tokens stay
+            return
         assert sequence.lease is not None
         assert sequence.shared is None, "the turn's last tokens were never read"
         self._drop_rollback_state(sequence)

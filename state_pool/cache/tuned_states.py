@@ -12,7 +12,7 @@ from state_pool.disk.operations import Loaded
 from state_pool.disk.reader import LoadResult
 from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound
 from state_pool.sessions import Session
-from state_pool.tuned_state import NO_BASE, Origin, TunedState
+from state_pool.tuned_state import NO_BASE, Origin, TunedState, is_mixture
 
 
 class TunedStates:
@@ -103,7 +103,12 @@ class TunedStates:
 
     def completed(self, session: Session, result: LoadResult) -> LoadResult:
         """What was read of a session; where that goes back to its beginning, with the tuned state it began from."""
-        if not isinstance(result, Loaded) or result.host is not None or session.origin is None:
+        if (
+            not isinstance(result, Loaded)
+            or result.host is not None
+            or session.origin is None
+            or is_mixture(session.origin)
+        ):
             return result
         wanted = session.origin
         found = next((state for state in self._by_name.values() if state.origin.digest == wanted.digest), None)

@@ -18,7 +18,7 @@ from state_pool.disk.store import CompletionQueue, Store, session_of
 from state_pool.errors import DatabaseUnreadable, PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
-from state_pool.tuned_state import joint, parted
+from state_pool.tuned_state import is_mixture, joint, parted
 
 AT_ONCE = 2
 """Exports and imports under way; each holds a state in host memory."""
@@ -67,6 +67,8 @@ class ImportExport:
             raise _gone(key)
         if session.unusable is not None:
             raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
+        if is_mixture(session.origin):
+            raise SessionUnusable(f"session {session.key.shown!r} is a mixture's, which is kept by its tokens alone")
         if session.slot is None and session.host is None and session.unlogged:
             raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
         with self._place():

@@ -14,7 +14,7 @@ from state_pool.disk.store import Store
 from state_pool.disk.verify import Damaged
 from state_pool.errors import AdapterNotFound, OtherOrigin, PoolError, SessionUnusable
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
-from state_pool.tuned_state import TunedState
+from state_pool.tuned_state import Origin, is_mixture
 
 _LOOK_AHEAD = 64
 """Waiting leases tried in one step, so that a long queue costs a step little."""
@@ -107,7 +107,7 @@ class LeaseQueue:
     def _refusal(self, source: Session, lease: Lease) -> PoolError | None:
         """Why a turn cannot go on with a history as it asks; else its lease has the adapter of that."""
         shown = source.key.shown
-        error = other_origin(source, lease.tuned) or other_adapter(shown, source.adapter, lease.adapter)
+        error = other_origin(source, origin_of(lease)) or other_adapter(shown, source.adapter, lease.adapter)
         if error is None and lease.adapter is None and source.adapter is not None:
             try:
                 lease.adapter = self._adapters.hold_for(shown, source.adapter)
@@ -122,7 +122,7 @@ class LeaseQueue:
             if slot is None:
                 return False
             lease.pinned, lease.read_slot = True, slot
-        lease.session.origin = None if lease.tuned is None else lease.tuned.origin
+        lease.session.origin = origin_of(lease)
         lease.session.adapter = None if lease.adapter is None else lease.adapter.origin
         lease.state = LeaseState.READY
         return True
@@ -166,13 +166,21 @@ class LeaseQueue:
             self._store.submit(Quarantined(session.row, reason), lambda _: None)
 
 
-def other_origin(session: Session, asked: TunedState | None) -> OtherOrigin | None:
-    """What to tell who asks for a tuned state that an existing session did not begin from."""
-    began = session.origin
-    if asked is None or (began is not None and began.digest == asked.origin.digest):
+def origin_of(lease: Lease) -> Origin | None:
+    """What a new history of the lease begins from."""
+    return lease.mixture if lease.tuned is None else lease.tuned.origin
+
+
+def other_origin(session: Session, asked: Origin | None) -> OtherOrigin | None:
+    """What to tell who asks for a tuned state, or a mixture, that an existing session did not begin from."""
+    began, shown = session.origin, session.key.shown
+    if is_mixture(began) and began is not None and (asked is None or asked.digest != began.digest):
+        return OtherOrigin(f"session {shown!r} began with a mixture of {began.name}; name these states, in this order")
+    if asked is None or (began is not None and began.digest == asked.digest):
         return None
     what = "the empty state" if began is None else f"the tuned state {began.name!r} (digest {began.digest})"
+    given = f"a mixture of {asked.name}" if is_mixture(asked) else repr(asked.name)
     return OtherOrigin(
-        f"session {session.key.shown!r} began with {what}, not with {asked.name!r}; leave `state` out to continue it, "
+        f"session {shown!r} began with {what}, not with {given}; leave `state` out to continue it, "
         "or begin another session"
     )

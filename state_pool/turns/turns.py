@@ -26,6 +26,7 @@ from state_pool.sessions import (
     SessionKey,
     checked_key,
 )
+from state_pool.tuned_state import Origin
 from state_pool.turns.acquisition import Acquisition
 from state_pool.turns.lease_queue import LeaseQueue, other_origin
 
@@ -80,11 +81,13 @@ class Turns:
 
     # -- checkout --------------------------------------------------------------------------------------
 
-    def checkout(self, session_id: str, wait: bool, state: str = "", adapter: str = "") -> Lease:
+    def checkout(
+        self, session_id: str, wait: bool, state: str = "", adapter: str = "", mixture: Origin | None = None
+    ) -> Lease:
         """A turn that continues the plain session; see `StatePool.checkout`, also for what it raises."""
         key = checked_key(session_id)
         session = self._index.get(key)
-        self._check_origin(session, state, adapter)
+        self._check_origin(session, state, adapter, mixture)
         if session is None:
             self._refuse_when_full()
             now = time.time()
@@ -94,14 +97,14 @@ class Turns:
             raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
-        lease = self._held(Lease(session, session, wait=wait), state, adapter)
+        lease = self._held(Lease(session, session, wait=wait), state, adapter, mixture)
         session.queue.append(lease)
         self.advance(session)
         return lease
 
-    def _check_origin(self, session: Session | None, state: str, adapter: str) -> None:
+    def _check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
         """Raises StateNotFound, AdapterNotFound; OtherOrigin, OtherAdapter for a session that began otherwise."""
-        asked = self._tuned.get(state) if state else None
+        asked = self._tuned.get(state).origin if state else mixture
         under = self._adapters.get(adapter) if adapter else None
         if session is None or not session.exists or self.acquisition is not None:
             return
@@ -109,13 +112,15 @@ class Turns:
         if error is not None:
             raise error
 
-    def _held(self, lease: Lease, state: str, adapter: str) -> Lease:
+    def _held(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
         """The lease with what it names, held until it ends."""
-        lease.tuned = self._tuned.hold(state) if state else None
+        lease.tuned, lease.mixture = self._tuned.hold(state) if state else None, mixture
         lease.adapter = self._adapters.hold(adapter) if adapter else None
         return lease
 
-    def checkout_branch(self, session_id: str, parent: int, state: str = "", adapter: str = "") -> Lease:
+    def checkout_branch(
+        self, session_id: str, parent: int, state: str = "", adapter: str = "", mixture: Origin | None = None
+    ) -> Lease:
         """A turn that starts a new dialogue from an earlier one; see `StatePool.checkout`, also for what it raises."""
         checked_key(session_id)
         source = None
@@ -125,12 +130,12 @@ class Turns:
                 raise SessionNotFound(f"session {session_id!r} has no dialogue {parent}; 0 is its empty root")
             if source.unusable is not None:
                 raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")
-        self._check_origin(source, state, adapter)
+        self._check_origin(source, state, adapter, mixture)
         self._refuse_when_full()
         now = time.time()
         # Its number is only known when the turn is recorded: several branches may run at once.
         dialogue = Session(SessionKey(session_id, ROOT), self._row(), now, now, parent=source)
-        lease = self._held(Lease(dialogue, source, branch=True), state, adapter)
+        lease = self._held(Lease(dialogue, source, branch=True), state, adapter, mixture)
         dialogue.active = lease
         self._branches[lease] = None
         if self.acquisition is None:

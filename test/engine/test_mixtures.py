@@ -160,11 +160,7 @@ def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
         (ask("a", mixture=[("poet", 1.0), ("", -1.0)]), ErrorKind.INVALID_FIELD, "must add up to more than 0"),
         (ask("a", mixture=[("poet", 1.0), ("nobody", 1.0)]), ErrorKind.STATE_NOT_FOUND, "'nobody'"),
         (ask("a", mixture=[("", 1.0)] * 17), ErrorKind.INVALID_FIELD, "has 17 states, the limit is 16"),
-        (
-            turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]),
-            ErrorKind.INVALID_FIELD,
-            "a session begins from one state",
-        ),
+        (turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]), ErrorKind.INVALID_FIELD, "is kept by its tokens"),
         (
             ask("a b", mixture=[("", 1.0)] * 2, prompt_logprobs=PromptLogprobs(start=1, top=1)),
             ErrorKind.INVALID_FIELD,
@@ -198,8 +194,8 @@ def test_a_mixture_under_a_name(model: Path, tmp_path: Path) -> None:
         assert info.mixture == mix and info.is_kept
         text = run(engine, ask("hello", state="duo", **GREEDY)).texts[0]
         assert text == run(engine, ask("hello", mixture=mix, **GREEDY)).texts[0]
-        with pytest.raises(ServiceError, match="a session begins from one state"):
-            run(engine, turn("s", "hello", state="duo"))
+        assert run(engine, turn("s", "hello", state="duo", **GREEDY)).texts[0] == text
+        engine.keeper.parked.clear()
         for name, members, why in (("duo", mix, "already"), ("poet", mix, "already"), ("x", [("no", 1.0)], "'no'")):
             with pytest.raises(ServiceError, match=why):
                 call(engine, "state_add", name=name, mixture=members)
@@ -213,3 +209,78 @@ def test_a_mixture_under_a_name(model: Path, tmp_path: Path) -> None:
         call(engine, "state_remove", name="duo")
         assert "duo" not in [info.name for info in call(engine, "state_list")]
     assert not list((tmp_path / "s.db.states").iterdir())
+
+
+SAID = ["User: hello there\n\nAssistant:", "\n\nUser: and again\n\nAssistant:", "\n\nUser: once more\n\nAssistant:"]
+
+
+def whole_conversation(engine: Engine, session_id: str, mix: list[tuple[str, float]], **fields: Any) -> list[bytes]:
+    """A session's turns; each is what a prompt of all that was said gives."""
+    said: list[int] = []
+    texts = []
+    for prompt in SAID:
+        said += TOKENIZER.encode(prompt)
+        sampling = SamplingParams(temperature=0.0, top_logprobs=0, logit_bias={0: float("-inf")})
+        told = run(engine, turn(session_id, prompt, mixture=mix, sampling=sampling, max_tokens=9, **fields))
+        assert told.finishes[0].error is None, told.finishes[0].error
+        alone = run(engine, ask(list(said), mixture=mix, sampling=sampling, max_tokens=9))
+        assert told.texts == alone.texts and told.finishes[0].prompt_tokens == len(said)
+        entries = [entry for events in told.events for delta in events.deltas for entry in delta.logprobs or []]
+        said += [TOKENIZER.byte_table.index(entry.token) for entry in entries]
+        texts.append(told.texts[0])
+    return texts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
+    model: Path, tmp_path: Path, overlap: bool
+) -> None:
+    pool = {"state_db": str(tmp_path / "s.db"), "l1_sessions": 6}
+    mix, other = MIXES[1], MIXES[2]
+    with engine_with_states(model, pool=pool, overlap_on_cpu=overlap) as engine:
+        texts = whole_conversation(engine, "one", mix)
+        parked = engine.keeper.parked
+        assert len(parked.slots) == 2, "its members are parked"
+        goes_on = run(engine, turn("one", " and", mixture=mix, **GREEDY)).finishes[0]
+        assert goes_on.prompt_tokens - goes_on.cached_tokens <= 2, "what was parked is not read again"
+        for i in range(4):  # four members each: nothing else stays parked
+            run(engine, turn(f"other-{i}", SAID[0], mixture=other, **GREEDY))
+        assert len(parked.slots) == 4
+        read_again = run(engine, turn("one", " what", mixture=mix, **GREEDY))
+        again = read_again.texts
+        assert read_again.finishes[0].cached_tokens == 0
+        parked.clear()
+    with engine_with_states(model, pool=pool, overlap_on_cpu=overlap) as engine:
+        assert whole_conversation(engine, "two", mix, stop_strings=[b"never"]) == texts
+        run(engine, turn("two", " and", mixture=mix, **GREEDY))
+        assert run(engine, turn("two", " what", mixture=mix, **GREEDY)).texts == again
+        after = run(engine, turn("one", " so", mixture=mix, **GREEDY)).texts
+        assert run(engine, turn("two", " so", mixture=mix, **GREEDY)).texts == after
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({}, "name these states"),
+            ({"mixture": MIXES[0]}, "name these states"),
+        ]
+        for fields, why in refused:
+            with pytest.raises(ServiceError, match=why):
+                run(engine, turn("one", "x", **fields, **GREEDY))
+        run(engine, turn("plain", "x", **GREEDY))
+        with pytest.raises(ServiceError, match="began with the empty state, not with a mixture of poet, empty"):
+            run(engine, turn("plain", "x", mixture=mix, **GREEDY))
+        with pytest.raises(ServiceError, match="kept by its tokens alone"):
+            call(engine, "session_export", session_id="one")
+        engine.keeper.parked.clear()
+
+
+def test_a_stop_inside_tokens_is_not_in_a_mixtures_session(model: Path, tmp_path: Path) -> None:
+    with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db")}) as engine:
+        mix = MIXES[1]
+        free = run(engine, ask(SAID[0], mixture=mix, max_tokens=20, ignore_eos=True)).texts[0]
+        text = free.decode(errors="ignore")
+        stop = text[len(text) // 2 :][:5].encode()
+        fields: dict[str, Any] = {"mixture": mix, "max_tokens": 20, "ignore_eos": True, "stop_strings": [stop]}
+        texts = [run(engine, turn(name, SAID[0], **fields)).texts[0] for name in ("parked", "read again")]
+        assert texts == [free[: free.index(stop)]] * 2
+        parked = run(engine, turn("parked", " and then", mixture=mix, **GREEDY)).texts
+        engine.keeper.parked.clear()
+        assert run(engine, turn("read again", " and then", mixture=mix, **GREEDY)).texts == parked
+        engine.keeper.parked.clear()
