@@ -115,6 +115,7 @@ class Fleet:
         self._is_ending = True
         for member in self.members:
             member.client.stop()
+        self._send_waiting()
 
     @property
     def is_ending(self) -> bool:
@@ -300,7 +301,7 @@ class Fleet:
     # Looking after -------------------------------------------------------------------------------------------
 
     def _changed(self, member: Member, is_there: bool) -> None:
-        if not is_there:
+        if not is_there and not (self._is_ending or member.told.is_draining):
             logger.warning("engine %s is lost", member.name)
         self._tell_change()
         if is_there:

@@ -1,0 +1,264 @@
+"""What a fleet does with jobs whose engines are lost, leave or refuse; engines are played by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import member
+from cluster.figures import merged_metrics
+from cluster.fleet import Fleet, FleetLimits
+from cluster.member import SILENT_LOOKS
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
+from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Load
+from test.harness import Running, ask, turn
+
+LOST = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="lost")
+LEAVES = ErrorInfo(kind=ErrorKind.DRAINING, message="leaves")
+CROWDED = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full", retry_after_s=1)
+
+
+class Played:
+    """An engine's client, as far as a fleet sees it."""
+
+    def __init__(self, address: str, on_change: Callable[[bool], None], on_load: Callable[[Load], None]) -> None:
+        self.name = address
+        self.on_change, self.on_load = on_change, on_load
+        self.is_connected = self.is_ending = False
+        self.num_heard = 0
+        self.jobs: list[tuple[Job, Any]] = []
+        self.cancelled: list[str] = []
+        self.refuses: ErrorInfo | None = None
+        self.reason = LOST
+        self.was_dropped = False
+
+    def start(self, name: str) -> None:
+        """Nothing: tests connect it."""
+
+    def stop(self) -> None:
+        self.connect(False)
+
+    def drop(self) -> None:
+        self.was_dropped = True
+        self.lose()
+
+    def connect(self, is_there: bool = True) -> None:
+        self.is_connected = is_there
+        self.on_change(is_there)
+
+    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
+        if self.refuses is not None:
+            admitted(ServiceError.from_info(self.refuses))
+            return
+        self.jobs.append((job, sink))
+        admitted(None)
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+    def says(self, text: bytes, ids: list[int], *, ends: bool = False, job: int = -1) -> None:
+        """Tell of its latest job's row."""
+        finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1) if ends else None
+        spec, sink = self.jobs[job]
+        sink(JobEvents(job_id=spec.job_id, deltas=[Delta(0, text, len(ids), finish, token_ids=ids)], done=ends))
+
+    def lose(self, error: ErrorInfo = LOST) -> None:
+        """It is gone, and its jobs with it."""
+        self.connect(False)
+        jobs, self.jobs = self.jobs, []
+        for job, sink in jobs:
+            sink(JobEvents(job_id=job.job_id, deltas=[], done=True, error=error))
+
+
+Made = tuple[Fleet, list[Played]]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """A fleet of two engines that are there."""
+    monkeypatch.setattr(member, "EngineClient", Played)
+    return made(FleetLimits(resubmit=2, wait_s=0.0))
+
+
+def made(limits: FleetLimits, count: int = 2) -> Made:
+    fleet = Fleet(limits)
+    fleet.update([told(f"engine-{number}") for number in range(count)])
+    engines: list[Any] = [one.client for one in fleet.members]
+    for engine in engines:
+        engine.connect()
+    return fleet, engines
+
+
+def told(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
+    return ServedModel(wish=ModelWish(name="m", file=""), status=status, address=name, since=0, engine=name)
+
+
+def submit(fleet: Fleet, row: Any = None) -> Running:
+    running = Running(Job(job_id="job", rows=[row or ask("Once", chunk_size=1)]))
+    fleet.submit(running.job, running.sink, running.admitted)
+    return running
+
+
+def having(engines: list[Played]) -> Played:
+    """The one that has the job."""
+    (found,) = [engine for engine in engines if engine.jobs]
+    return found
+
+
+def test_a_job_goes_on_where_it_was_and_its_lost_engine_is_not_heard_any_more(two: Made) -> None:
+    fleet, engines = two
+    running = submit(fleet)
+    first = having(engines)
+    first.says(b"ab", [7, 8])
+    late = first.jobs[0]
+    first.lose()
+    second = having(engines)
+    job = second.jobs[0][0]
+    assert second is not first and job.attempt == 1
+    assert job.rows[0].resumed is not None and job.rows[0].resumed.token_ids == [7, 8]
+    late[1](JobEvents(job_id="job", deltas=[Delta(0, b"XX", 1)], done=True, error=LOST))
+    second.says(b"c", [9], ends=True)
+    assert running.texts[0] == b"abc" and running.done.is_set() and running.events[-1].error is None
+    assert fleet.num_jobs == 0
+
+
+def test_a_job_that_loses_its_engine_too_often_ends_with_the_error(two: Made) -> None:
+    fleet, engines = two
+    running = submit(fleet)
+    for _ in range(3):
+        victim = having(engines)
+        victim.lose()
+        victim.connect()
+    assert running.events[-1].error == LOST and running.events[-1].done and not any(one.jobs for one in engines)
+
+
+def test_engines_that_leave_are_not_counted(two: Made) -> None:
+    fleet, engines = two
+    running = submit(fleet)
+    for _ in range(8):
+        leaving = having(engines)
+        leaving.lose(LEAVES)
+        leaving.connect()
+    having(engines).says(b"a", [1], ends=True)
+    assert running.texts == {0: b"a"}
+
+
+def test_without_resubmission_a_job_ends_with_its_engine(two: Made) -> None:
+    fleet, engines = made(FleetLimits(resubmit=0))
+    running = submit(fleet)
+    assert not having(engines).jobs[0][0].tells_ids
+    having(engines).lose()
+    assert running.events[-1].error == LOST
+
+
+def test_a_job_waits_for_an_engine_only_so_long(two: Made) -> None:
+    for wait_s in (60.0, 0.0):
+        fleet, (only,) = made(FleetLimits(wait_s=wait_s), 1)
+        running = submit(fleet)
+        only.says(b"a", [1])
+        only.lose()
+        if wait_s:
+            only.connect()
+            only.says(b"b", [2], ends=True)
+            assert running.texts == {0: b"ab"}
+        else:
+            fleet._send_waiting()
+            assert running.events[-1].error == LOST
+
+
+def test_a_job_that_is_cancelled_while_it_waits_ends(two: Made) -> None:
+    fleet, (only,) = made(FleetLimits(wait_s=60.0), 1)
+    running = submit(fleet)
+    only.lose()
+    fleet.cancel("job")
+    error = running.events[-1].error
+    assert error is not None and error.kind is ErrorKind.CANCELLED
+    only.connect()
+    assert not only.jobs
+
+
+def test_cancelling_reaches_the_engine_that_has_the_job_now(two: Made) -> None:
+    fleet, engines = two
+    submit(fleet)
+    having(engines).lose()
+    fleet.cancel("job")
+    assert having(engines).cancelled == ["job/1"]
+
+
+def test_a_refusal_is_the_clients_and_one_of_an_engine_that_leaves_is_not(two: Made) -> None:
+    fleet, engines = two
+    for engine in engines:
+        engine.refuses = CROWDED
+    refusal = submit(fleet).refusal
+    assert refusal is not None and refusal.info == CROWDED
+    engines[0].refuses, engines[1].refuses = LEAVES, None
+    for _ in range(4):
+        assert submit(fleet).refusal is None
+        having(engines[1:]).says(b"a", [1], ends=True)
+
+
+def test_a_draining_engine_gets_nothing_new_and_one_that_has_gone_gives_its_jobs_away(two: Made) -> None:
+    fleet, engines = two
+    running = submit(fleet)
+    first = having(engines)
+    other = next(engine for engine in engines if engine is not first)
+    fleet.update([told(first.name, ModelStatus.UNLOADING), told(other.name)])
+    assert fleet.lost == [first.name] and first.jobs
+    fleet.update([told(other.name)])
+    first.lose()
+    having([other]).says(b"a", [1], ends=True)
+    assert running.texts == {0: b"a"}
+
+
+def test_an_engine_that_says_nothing_is_dropped(two: Made) -> None:
+    fleet, engines = two
+    for _ in range(SILENT_LOOKS):
+        assert not engines[1].was_dropped
+        engines[0].num_heard += 1
+        for one in fleet.members:
+            one.look()
+    assert engines[1].was_dropped and not engines[0].was_dropped and fleet.lost == ["engine-1"]
+
+
+def test_a_turn_is_taken_again_only_if_its_session_is_as_it_was(two: Made) -> None:
+    fleet, engines = made(FleetLimits(shares_sessions=True))
+    running = submit(fleet, turn("s", "Hello"))
+    first = having(engines)
+    first.jobs[0][1](JobEvents(job_id="job", deltas=[Delta(0, b"", 0, session_tokens=12)]))
+    assert not running.events, "that is the fleet's business"
+    first.lose()
+    (row,) = having(engines).jobs[0][0].rows
+    assert row.session is not None and row.session.expected_tokens == 12 and row.resumed is None
+
+
+def test_a_session_stays_with_its_engine_where_none_shares_it(two: Made) -> None:
+    fleet, engines = two
+    homes = set()
+    for number in range(40):
+        submit(fleet, turn(f"s{number}", "Hello"))
+        homes.add(having(engines).name)
+        home = having(engines)
+        home.says(b"", [], ends=True)
+        home.jobs.clear()
+        submit(fleet, turn(f"s{number}", "Hello"))
+        assert having(engines) is home
+        home.says(b"", [], ends=True)
+        home.jobs.clear()
+    assert homes == {"engine-0", "engine-1"}
+
+
+def test_figures_of_engines_bear_their_names_and_those_of_requests_are_added_up() -> None:
+    text = '# HELP rwkv_x X.\n# TYPE rwkv_x gauge\nrwkv_x 1.0\n# HELP rwkv_http_n N.\nrwkv_http_n{a="b"} 2.0\n'
+    members: list[Any] = [type("Member", (), {"name": name}) for name in ("engine-0", "engine-1")]
+    merged = merged_metrics([(one, text) for one in members]).splitlines()
+    assert merged == [
+        "# HELP rwkv_x X.",
+        "# TYPE rwkv_x gauge",
+        'rwkv_x{engine="engine-0"} 1.0',
+        'rwkv_x{engine="engine-1"} 1.0',
+        "# HELP rwkv_http_n N.",
+        'rwkv_http_n{a="b"} 4.0',
+    ]
