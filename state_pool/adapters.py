@@ -47,16 +47,13 @@ class Adapters:
         self._leaving: list[HeldAdapter] = []
         """removed, with rows that have them"""
         self._free = list(range(1, limit + 1))
+        self.num_held = 0
+        """rows and turns that have one, those that were removed among them"""
         self.when_gone: Callable[[int], None] = lambda place: None
         """called with a place when no row has the adapter there any more"""
 
     def __len__(self) -> int:
         return len(self._by_name)
-
-    @property
-    def num_held(self) -> int:
-        """Rows and turns that have one, those that were removed among them."""
-        return sum(adapter.holders for adapter in (*self._by_name.values(), *self._leaving))
 
     def check_new(self, name: str) -> None:
         """Raises NameTaken or PoolFull if no adapter of that name could be added."""
@@ -98,6 +95,7 @@ class Adapters:
     def hold_again(self, adapter: HeldAdapter) -> HeldAdapter:
         """The same for one more row."""
         adapter.holders += 1
+        self.num_held += 1
         return adapter
 
     def hold_for(self, session: str, origin: Origin) -> HeldAdapter:
@@ -117,6 +115,7 @@ class Adapters:
     def let_go(self, adapter: HeldAdapter) -> None:
         """A row that had it has ended."""
         adapter.holders -= 1
+        self.num_held -= 1
         self._leave(adapter)
 
     def base(self, state: int, adapter: HeldAdapter | None) -> int:

@@ -270,7 +270,7 @@ class ModelRunner:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
         sequences = [row.sequence for row in step.rows]
         seats = [sequence.seat for sequence in sequences]
-        slots, adapters = _slots_of(sequences), _adapters_of(sequences)
+        slots, adapters = _slots_of(sequences), self._adapters_of(sequences)
         free, held = parted(step.drawing)
         if free and self._drawing.fits_graphs([sequences[i] for i in free]):
             drawn = graphs.run(seats, *slots, held, adapters)
@@ -283,7 +283,7 @@ class ModelRunner:
 
     def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
         """The graph that holds both, if they may go together."""
-        if self._mixed_graphs is None or any(row.sequence.adapter is not None for row in (*decoding, *reading)):
+        if self._mixed_graphs is None or self._adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
             return None
         tokens = sum(row.num_tokens for row in reading)
         size = self._mixed_graphs.size_for(len(decoding), len(reading), tokens)
@@ -309,6 +309,12 @@ class ModelRunner:
         if held and self._graphs is not None:
             step.undrawn = Undrawn(held, self._graphs.logits, held_places)
 
+    def _adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
+        """Where devices have the adapter of each row, 0 for none; None: no row has one."""
+        if not self.pool.adapters.num_held or all(sequence.adapter is None for sequence in sequences):
+            return None
+        return [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
+
     def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
         """The rows' tokens, those not known to the host filled in on the device."""
         reads = [slot for row in rows for slot in read_slots(row.sequence)]
@@ -327,7 +333,7 @@ class ModelRunner:
             writes,
             [i for i, row in enumerate(rows) if row.draws],
         )
-        if (own := _adapters_of(sequences)) is not None:
+        if (own := self._adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(own).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
         ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
         if ahead:
@@ -423,13 +429,6 @@ class ModelRunner:
             "work_mib": self.work_mib(),
             "pool": self.pool.stats(),
         }
-
-
-def _adapters_of(sequences: list[Sequence]) -> list[int] | None:
-    """Where devices have the adapter of each row, 0 for none; None: no row has one."""
-    if all(sequence.adapter is None for sequence in sequences):
-        return None
-    return [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
 
 
 def cpu_part(replicas: int) -> int:
