@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
 
 from routes.request.fields import Fields
+from rwkv_batch.errors import ErrorKind, ServiceError
 from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, Constraint, Form
 
 CLOSED_THOUGHT = "</think>"
@@ -39,7 +40,7 @@ class ConstraintFields(Fields):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the rows are held to."""
+        """What the rows are held to. Raises ServiceError for a schema that cannot be written down."""
         after = CLOSED_THOUGHT if self.thinks else ""
         if self.grammar is not None:
             return Constraint(form=Form.LARK, source=self.grammar, field="grammar", after=after)
@@ -48,7 +49,7 @@ class ConstraintFields(Fields):
         if self.choice is not None:
             return Constraint(form=Form.CHOICE, source=to_json(self.choice).decode(), field="choice", after=after)
         if self.json_schema is not None:
-            source = to_json(self.json_schema).decode()
+            source = _as_source(self.json_schema)
             return Constraint(form=Form.JSON_SCHEMA, source=source, field="json_schema", after=after)
         return None
 
@@ -57,6 +58,14 @@ class ConstraintFields(Fields):
         named = ("grammar", "regex", "choice", "json_schema")
         at_most_one(name for name in named if getattr(self, name) is not None)
         return self
+
+
+def _as_source(schema: dict[str, Any] | bool) -> str:
+    try:
+        return to_json(schema).decode()
+    except PydanticSerializationError:
+        message = "json_schema: is nested too deeply; write it with fewer schemas inside each other, or with $ref"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="json_schema") from None
 
 
 def at_most_one(given: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-from app import with_model
+from app import main, with_model
 from bulk.backends.own_engine import OwnEngine
 from console.answers import OwnAnswers, _texts
 from console.command import _talk, build_parser, remembered
@@ -239,3 +240,19 @@ def test_the_page_names_commands_and_settings_that_are_there() -> None:
         for name, value in given.set:
             console.obey(f"/set {name} {value}")
     assert console.settings == {"temperature": 0.5, "system": "Answer in one sentence."}
+
+
+def test_the_pages_commands_run_as_printed(
+    fake: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "console.md").read_text(encoding="utf-8")
+    commands = [
+        shlex.split(line, comments=True) for line in re.findall(r"^python app\.py (chat.*)$", page, re.MULTILINE)
+    ]
+    assert len(commands) == 3
+    for number, command in enumerate(commands):
+        url = [] if "--url" in command else ["--url", fake.url]  # their own engines: test_with_an_engine_of_its_own
+        command = [fake.url if word == "http://127.0.0.1:8000" else word for word in command]
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"/set max_tokens 1\nHello {number}\n/quit\n"))
+        assert main([*command, *url]) == 0
+        assert f"Hello {number}\n" in capsys.readouterr().out

@@ -161,6 +161,11 @@ def test_mistakes_name_the_field(llm: LLM) -> None:
         llm.generate(["a", "b\ud800"])
     with pytest.raises(LLMError, match="contents"):
         llm.score([], ["a"])
+    schema: dict[str, Any] = {}
+    for _ in range(600):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(LLMError, match="json_schema: is nested too deeply"):
+        llm.generate("Hello", json_schema=schema)
     with pytest.raises(ValueError, match="tensor-parallel-size"):
         LLM("model.pth", tensor_parallel_size=2)
     with pytest.raises(LLMError, match="cannot be read"):
