@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -96,11 +95,8 @@ class CpuSampler:
         self._handle = ctypes.c_void_p(create(max_rows, vocab, penalty_exempt.data_ptr()))
         weakref.finalize(self, self._library["sampler_free"], self._handle)
 
-    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
-        """A new row takes this seat; see Sampler.
-
-        ValueError for a bad logit bias, IndexError for a seat that is not there.
-        """
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
         if not 0 <= seat < len(self._params):
             raise IndexError(f"seat {seat} of {len(self._params)}")
         check_bias(params, self._vocab)
@@ -109,15 +105,7 @@ class CpuSampler:
         tokens = (ctypes.c_int32 * size)(*params.logit_bias)
         values = (ctypes.c_float * size)(*params.logit_bias.values())
         parameters = packed(params, self._vocab)
-        self._library["sampler_admit"](
-            self._handle,
-            ctypes.c_int64(seat),
-            ctypes.byref(parameters),
-            tokens,
-            values,
-            (ctypes.c_int32 * len(drawn))(*drawn),
-            ctypes.c_int64(len(drawn)),
-        )
+        self._library["sampler_admit"](self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
 
     def follow(self, seats: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw. Raises IndexError for a seat that does not exist."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -75,12 +74,12 @@ class FlashInferSampler:
         self._filters.top_p_renorm_probs(even, torch.ones(1, device=device))
         log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
-    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
-        """A new row takes this seat; see Sampler. ValueError for a bad logit bias."""
-        self.table.admit(seat, params, drawn)
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias."""
+        self.table.admit(seat, params)
         noisy = params.method is Method.NOISE and not is_greedy(params)
         method = Method.NOISE if noisy else Method.STANDARD
-        self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed), drawn)
+        self._drawer.admit(seat, SamplingParams(method=method, noise=params.noise, seed=params.seed))
 
     def follow(self, seats: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw."""

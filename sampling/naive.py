@@ -20,7 +20,7 @@ fallback where nothing can be compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -110,9 +110,9 @@ class NaiveSampler:
         self._plan: Plan | None = None
         self._plan_for: tuple[int, list[int]] = (-1, [])
 
-    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
-        """A new row takes this seat; see Sampler. ValueError for a bad logit bias."""
-        self.table.admit(seat, params, drawn)
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias."""
+        self.table.admit(seat, params)
 
     def follow(self, seats: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw."""

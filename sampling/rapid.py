@@ -8,7 +8,6 @@ current stream and is ordered by it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from sampling.cpu import kind_of
 from sampling.logprobs import raw_logprobs
 from sampling.params import SamplingParams
 from sampling.sampler import Sampled
-from sampling.seats import check_bias, counts_after, inverse_temperature, uses_penalties
+from sampling.seats import check_bias, inverse_temperature, uses_penalties
 
 LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
 MAX_ENTRIES = 8192
@@ -112,7 +111,6 @@ class RapidSampler:
         self._params = [SamplingParams(temperature=0.0)] * max_rows
         self._table = torch.zeros(max_rows, ctypes.sizeof(Seat), dtype=torch.uint8, device=self.device)
         self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
-        self._exempt_ids = frozenset(penalty_exempt_ids)
         self._penalty_exempt = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
         self._penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
         self._chunks = torch.zeros(max_rows, MAX_CHUNKS, 2, device=self.device)
@@ -135,30 +133,21 @@ class RapidSampler:
         self._forbid = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
         self._follow = binding.bind(library, "rapid_follow", ctypes.POINTER(Launch), pointer, pointer, pointer)
 
-    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
-        """A new row takes this seat; see Sampler.
-
-        ValueError for a bad logit bias, IndexError for a seat that is not there.
-        """
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
         if not 0 <= seat < self.max_rows:
             raise IndexError(f"seat {seat} of {self.max_rows}")
         check_bias(params, self.vocab)
         if len(params.logit_bias) > self.capacity:
             raise ValueError(f"logit_bias: {len(params.logit_bias)} tokens, at most {self.capacity}")
         self._params[seat] = params
-        entries = self._first_entries(params, drawn)
+        entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
         if entries:
             self._uploads.send(self._entries[seat, : len(entries)], (Entry * len(entries))(*entries))
-        self._uploads.send(self._table[seat], self._packed(params, len(drawn), len(entries)))
+        self._uploads.send(self._table[seat], self._packed(params))
 
-    def _first_entries(self, params: SamplingParams, drawn: Sequence[int]) -> list[Entry]:
-        counts = dict(zip(*counts_after(params, drawn, self._exempt_ids), strict=True))
-        biased = [Entry(token, bias, counts.pop(token, -1.0), 0.0) for token, bias in params.logit_bias.items()]
-        return [*biased, *(Entry(token, 0.0, count, 0.0) for token, count in counts.items())][: self.capacity]
-
-    def _packed(self, params: SamplingParams, step: int, num_entries: int) -> Seat:
+    def _packed(self, params: SamplingParams) -> Seat:
         return Seat(
-            step=step,
             top_p=params.top_p if params.top_p < 1 else float("inf"),
             seed=params.seed & 0xFFFFFFFFFFFFFFFF,
             top_k=params.top_k if 0 < params.top_k < self.vocab else self.vocab,
@@ -169,7 +158,7 @@ class RapidSampler:
             decay=params.penalty_decay,
             kind=kind_of(params, self.vocab),
             penalised=int(uses_penalties(params)),
-            num_entries=num_entries,
+            num_entries=len(params.logit_bias),
         )
 
     def follow(self, seats: list[int], runs: list[list[int]]) -> None:

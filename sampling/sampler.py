@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,11 +49,8 @@ class Sampler(Protocol):
         """`penalty_exempt_ids`: tokens that never add to the penalty count (digits, spaces, tabs)."""
         ...
 
-    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
-        """A new row takes this seat: write its parameters, forget the last row's tokens.
-
-        drawn: tokens that it has drawn elsewhere, which are counted; its step is their number.
-        """
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes this seat: write its parameters, forget the last row's tokens, step = 0."""
         ...
 
     def follow(self, seats: list[int], runs: list[list[int]]) -> None:

@@ -6,8 +6,6 @@ Shared by the samplers that are written with torch operations. Written at admiss
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -48,26 +46,6 @@ def check_bias(params: SamplingParams, vocab: int) -> None:
             raise ValueError(f"logit_bias: the value for token {token} is NaN")
 
 
-def counts_after(
-    params: SamplingParams, drawn: Sequence[int], exempt_ids: AbstractSet[int]
-) -> tuple[list[int], list[float]]:
-    """The tokens that count for the penalties once these are drawn, in order of their first draw, and their counts.
-
-    Counts are fp32, decayed and added up one draw at a time, as the samplers do.
-    """
-    if not uses_penalties(params):
-        return [], []
-    places: dict[int, int] = {}
-    for token in drawn:
-        places.setdefault(token, len(places))
-    counts = torch.zeros(len(places), dtype=torch.float32)
-    for token in drawn:
-        counts *= params.penalty_decay
-        if token not in exempt_ids:
-            counts[places[token]] += 1.0
-    return list(places), counts.tolist()
-
-
 class SeatTable:
     """Per-seat state of `max_rows` seats; one thread uses it.
 
@@ -81,7 +59,6 @@ class SeatTable:
         self.version = 0
         """Grows with every admission: plans made for a list of seats are valid for one version."""
         self.steps = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.exempt_ids = frozenset(penalty_exempt_ids)
         self.penalty_exempt = torch.zeros(vocab, dtype=torch.bool, device=device)
         self.penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=device)] = True
         self.seen_ids = torch.zeros(max_rows, MIN_CAPACITY, dtype=torch.int64, device=device)
@@ -91,23 +68,16 @@ class SeatTable:
         self.bias_values = torch.zeros(max_rows, MIN_CAPACITY, device=device)
         self._max_seen = [0] * max_rows
 
-    def admit(self, seat: int, params: SamplingParams, drawn: Sequence[int] = ()) -> None:
-        """A new row takes the seat; see Sampler. ValueError for a bad logit bias."""
+    def admit(self, seat: int, params: SamplingParams) -> None:
+        """A new row takes the seat. ValueError for a bad logit bias."""
         check_bias(params, self.vocab)
         self.version += 1
         self.params[seat] = params
-        self.steps[seat] = len(drawn)
-        seen, counts = counts_after(params, drawn, self.exempt_ids)
-        self.num_seen[seat] = self._max_seen[seat] = len(seen)
-        if seen:
-            self._write_seen(seat, seen, counts)
+        self.steps[seat] = 0
+        self.num_seen[seat] = 0
+        self._max_seen[seat] = 0
         if params.logit_bias:
             self._write_bias(seat, params.logit_bias)
-
-    def _write_seen(self, seat: int, seen: list[int], counts: list[float]) -> None:
-        self.seen_ids, self.seen_counts = _widened(self.seen_ids, len(seen)), _widened(self.seen_counts, len(seen))
-        self.seen_ids[seat, : len(seen)] = on_device(seen, torch.int64, self.device)
-        self.seen_counts[seat, : len(seen)] = on_device(counts, torch.float32, self.device)
 
     def _write_bias(self, seat: int, bias: dict[int, float]) -> None:
         self.bias_ids = _widened(self.bias_ids, len(bias))

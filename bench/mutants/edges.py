@@ -80,14 +80,14 @@ MUTANTS: list[Mutant] = [
         SAMPLING,
         [
             (
-                "        self.steps[seat] = len(drawn)\n",
+                "        self.steps[seat] = 0\n",
                 "",
                 "a seed draws differently in a seat used before",
                 "test/sampling/test_sampling.py::test_a_row_that_moves_in_forgets_the_last_one",
             ),
             (
-                "        self.num_seen[seat] = self._max_seen[seat] = len(seen)\n",
-                "        self._max_seen[seat] = len(seen)\n",
+                "        self.num_seen[seat] = 0\n",
+                "",
                 "a new row is punished for another's tokens",
                 "test/sampling/test_sampling.py::test_a_row_that_moves_in_forgets_the_last_one",
             ),

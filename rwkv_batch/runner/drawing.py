@@ -142,9 +142,10 @@ class Drawing:
         """Tell their samplers of rows that draw for the first time."""
         for sequence in sequences:
             if len(sequence.token_ids) == sequence.drawn_start:
-                request = sequence.request
-                drawn = request.resumed.token_ids if request.resumed is not None else ()
-                self.sampler(sequence.sampler).admit(sequence.seat, request.sampling, drawn)
+                sampler, request = self.sampler(sequence.sampler), sequence.request
+                sampler.admit(sequence.seat, request.sampling)
+                if request.resumed is not None and request.resumed.token_ids:
+                    sampler.follow([sequence.seat], [request.resumed.token_ids])
 
     def draw(self, step: Launched, logits: Tensor, last_tokens: LastTokens) -> None:
         """Draw for the rows of logits [R, V] fp32, those of each sampler together. Does not wait for the device.

@@ -260,10 +260,8 @@ EXPORT Sampler* sampler_new(int64_t max_rows, int64_t vocab, const uint8_t* pena
 
 EXPORT void sampler_free(Sampler* sampler) { delete sampler; }
 
-// drawn [num_drawn]: what the row has drawn elsewhere.
 EXPORT void sampler_admit(Sampler* sampler, int64_t seat, const sampling::Parameters* parameters,
-                          const int32_t* bias_tokens, const float* bias_values, const int32_t* drawn,
-                          int64_t num_drawn) {
+                          const int32_t* bias_tokens, const float* bias_values) {
   sampling::Seat& taken = sampler->seats[seat];
   taken.parameters = *parameters;
   taken.step = 0;
@@ -271,7 +269,6 @@ EXPORT void sampler_admit(Sampler* sampler, int64_t seat, const sampling::Parame
   taken.counts.clear();
   taken.bias_tokens.assign(bias_tokens, bias_tokens + parameters->num_bias);
   taken.bias_values.assign(bias_values, bias_values + parameters->num_bias);
-  for (int64_t i = 0; i < num_drawn; ++i) sampling::count(taken, drawn[i], sampler->penalty_exempt);
 }
 
 // logits [rows, vocab] fp32 are overwritten; seats [rows] are distinct; tokens [rows] is the result.

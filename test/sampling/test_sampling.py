@@ -215,8 +215,7 @@ def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Mak
     stayed, moved = make(vocab, params, exempt), make(vocab, params, exempt)
     tokens = [stayed.sample(step.clone(), seats).token_ids for step in logits]
     drawn = torch.stack(tokens[:80]).T.tolist()
-    for seat in seats:
-        moved.admit(seat, params[seat], drawn[seat])
+    moved.follow(seats, drawn)
     for step, expected in zip(logits[80:], tokens[80:], strict=True):
         assert torch.equal(moved.sample(step.clone(), seats).token_ids, expected)
 
