@@ -29,6 +29,8 @@ from supervisor.engine_process import EngineProcess
 
 logger = logging.getLogger("supervisor")
 
+SPARE_S = 10.0
+"""A model that nobody has used for so long may leave for another's sake, where idle ones leave at all."""
 MAX_FAILED = 16
 """Engines that failed to start and are remembered; the oldest go first."""
 MAX_REPLICAS = 64
@@ -122,7 +124,7 @@ class Engines:
             elif engine.status is ModelStatus.READY and self._is_idle(engine, now):
                 logger.info("model %s has not been used for %.0f s and leaves", name, self._limits.idle_s)
                 engine.drain(self._drain_s)
-            if engine.is_wanted and now >= engine.child.restart_at:
+            if self._may_start(engine) and now >= engine.child.restart_at:
                 engine.start()
         self._restart_next()
 
@@ -130,7 +132,7 @@ class Engines:
         """Seconds until something is due here; None: nothing is."""
         now = time.monotonic()
         due = [engine.deadline for engine in self._engines.values() if engine.status is ModelStatus.UNLOADING]
-        due += [engine.child.restart_at for engine in self._engines.values() if engine.is_wanted]
+        due += [engine.child.restart_at for engine in self._engines.values() if self._may_start(engine)]
         if self._limits.idle_s:
             due += [
                 engine.last_used + self._limits.idle_s
@@ -173,10 +175,11 @@ class Engines:
             state = "" if known is None else f", {known.status}"
             return f"name: a model {wish.name!r} is here already{state}; unload it first, or give another name"
         others = [engine for engine in self._engines.values() if not engine.told.is_own]
-        resident = [engine for engine in others if engine.status is not ModelStatus.FAILED]
-        if len(resident) >= self._limits.count:
+        leaving = (ModelStatus.FAILED, ModelStatus.UNLOADING)
+        staying = [engine for engine in others if engine.status not in leaving]
+        if len(staying) >= self._limits.count and not self._make_room(staying):
             return (
-                f"name: {len(resident)} models are loaded already, the limit is {self._limits.count} (--max-models); "
+                f"name: {len(staying)} models are loaded already, the limit is {self._limits.count} (--max-models); "
                 "unload one first"
             )
         if known is not None:
@@ -186,6 +189,25 @@ class Engines:
         self._begin(f"model-{next(self._numbers)}", f"engine-{wish.name}", wish, _config_of(self._config, wish))
         logger.info("loading model %s from %s", wish.name, wish.file)
         return None
+
+    def _make_room(self, models: list[EngineProcess]) -> bool:
+        """Have the model leave that nobody has used for longest; False: none may."""
+        since = time.monotonic() - min(self._limits.idle_s, SPARE_S)
+        ready = [engine for engine in models if engine.status is ModelStatus.READY]
+        idle = [engine for engine in ready if self._limits.idle_s and engine.last_used < since]
+        if not idle:
+            return False
+        engine = min(idle, key=lambda one: one.last_used)
+        logger.info("model %s makes room for another", engine.told.wish.name)
+        self._let_go(engine)
+        return True
+
+    def _may_start(self, engine: EngineProcess) -> bool:
+        """Whether it is to be started, and those that make room for it have gone."""
+        if not engine.is_wanted or engine.told.is_own:
+            return engine.is_wanted
+        others = [one for one in self._engines.values() if not one.told.is_own and one.child.process is not None]
+        return sum(one.status is not ModelStatus.FAILED for one in others) < self._limits.count
 
     def _unload(self, name: str) -> str | None:
         engine = self._model(name)

@@ -17,7 +17,7 @@ import pytest
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
-from supervisor.engines import Engines, ModelLimits
+from supervisor.engines import SPARE_S, Engines, ModelLimits
 from test.serving import Service, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -253,6 +253,60 @@ def test_a_system_without_processes_fails_the_model_and_not_the_supervisor(tmp_p
     (told,) = models.table
     assert told.status is ModelStatus.FAILED and "Resource temporarily unavailable" in told.error
     assert models.wait_s() is None and not models.are_alive
+
+
+class Processes:
+    """A multiprocessing context of processes that live until they have `ended`."""
+
+    class Process:
+        """As the supervisor uses one."""
+
+        sentinel, exitcode, pid, ended = 0, 0, 0, False
+
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            """It has begun."""
+
+        def join(self, timeout: float | None = None) -> None:
+            """It has ended."""
+
+        def is_alive(self) -> bool:
+            """Until told otherwise."""
+            return not self.ended
+
+    def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it
+        return multiprocessing.Pipe()
+
+
+def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path: Path) -> None:
+    limits = ModelLimits(count=2, idle_s=3600, last_words_s=1)
+    context: Any = Processes()
+    config = EngineConfig(model_path="", model_name="ours")
+    models = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits)
+
+    def ask(name: str) -> str | None:
+        return models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth")))
+
+    assert ask("a") is None and ask("b") is None
+    models.look_after()
+    a, b = models._model("a"), models._model("b")
+    assert a is not None and b is not None
+    for engine in (a, b):
+        engine.tell(ModelStatus.READY, has_served=True)
+    assert "the limit is 2" in str(ask("c")), "both were used just now"
+    a.last_used -= SPARE_S + 1
+    assert ask("c") is None and [a.status, b.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
+    models.look_after()
+    c = models._model("c")
+    assert c is not None and c.child.process is None and models.wait_s() != 0
+    process: Any = a.child.process
+    process.ended = True
+    models.look_after()
+    models.look_after()
+    assert models._model("a") is None and c.child.process is not None
+    assert "the limit is 2" in str(ask("d"))
 
 
 @pytest.mark.parametrize("name", ["ours", "rwkv7"])
