@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 
 from state_pool.codec import Layout, layout_text
 from state_pool.crash_points import reach
 from state_pool.disk import directory, statements
-from state_pool.disk.database import BUSY_TIMEOUT_S
-from state_pool.disk.membership import Membership
+from state_pool.disk.membership import Membership, begin_among_others
 from state_pool.disk.operations import (
     Acquire,
     Append,
@@ -23,8 +21,6 @@ from state_pool.disk.operations import (
 from state_pool.errors import SessionNotFound
 
 Small = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
-_TRY_AGAIN_S = 0.0003
-"""SQLite's own waiting for a lock grows to 100 ms: while two engines write, a third would never come to it."""
 
 
 class Applier:
@@ -50,19 +46,8 @@ class Applier:
         if self._member is None:
             self._connection.execute("BEGIN IMMEDIATE")
             return
-        self._begin_among_others()
+        begin_among_others(self._connection)
         self._member.check()
-
-    def _begin_among_others(self) -> None:
-        deadline = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                return
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_TRY_AGAIN_S)
 
     def apply(self, job: Small) -> list[int]:
         """A small job; returns the states whose pieces are garbage now."""

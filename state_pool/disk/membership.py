@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from state_pool.codec import CHUNKS_PER_STATE
+from state_pool.disk.database import BUSY_TIMEOUT_S
 
 BEAT_S = 0.5
 """Time between two signs of life."""
@@ -17,6 +18,8 @@ LOST_S = 2.0
 """An engine of which none was seen for so long, by one that could look all the while, is lost."""
 ROW_BITS = 32
 """Of a session's number, and of an epoch: what an engine counts itself. Its own number stands above."""
+_TRY_AGAIN_S = 0.0003
+"""SQLite's own waiting for a lock grows to 100 ms: while two engines write, a third would never come to it."""
 STATE_BITS = 21
 """Likewise of a state's number."""
 
@@ -52,7 +55,7 @@ class Membership:
     def join(self) -> None:
         """Take a new number, within a transaction of its own; an engine of the same name is a predecessor, and gone."""
         connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
+        begin_among_others(connection)
         try:
             connection.execute("UPDATE engine_numbers SET last = last + 1")  # one engine after another
             connection.execute("DELETE FROM engines WHERE name = ?", (self._name,))
@@ -69,7 +72,9 @@ class Membership:
 
     def leave(self) -> None:
         """Others need not wait to see that this engine is gone."""
+        begin_among_others(self._connection)
         self._connection.execute("DELETE FROM engines WHERE id = ?", (self.number,))
+        self._connection.execute("COMMIT")
 
     def check(self) -> None:
         """Within a transaction: raises DeclaredLost if this engine's work may be somebody else's now."""
@@ -123,6 +128,19 @@ class Membership:
             self._seen[number] = _Seen(beat, now)
             return False
         return now - seen.at > LOST_S
+
+
+def begin_among_others(connection: sqlite3.Connection) -> None:
+    """Begin to write as soon as nobody else does; the connection itself does not wait (`database.wait_briefly`)."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(_TRY_AGAIN_S)
 
 
 def first_state_of(engine: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from state_pool.config import PoolConfig
 from state_pool.disk import database
+from state_pool.disk import store as store_module
 from state_pool.disk.membership import Membership
 from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, StaleEpoch
 from state_pool.session_file import SessionFile, decode
@@ -312,6 +314,25 @@ def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkey
     for driver in (one, two):
         assert driver.pool.failure is None
         driver.pool.close()
+
+
+def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Driver(FakeArena(), config_in(tmp_path, engine="one", service="here"))
+    briefly = store_module.wait_briefly
+    other = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None, check_same_thread=False)
+
+    def while_locked(connection: sqlite3.Connection) -> None:
+        briefly(connection)
+        other.execute("BEGIN IMMEDIATE")
+        threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
+
+    monkeypatch.setattr(store_module, "wait_briefly", while_locked)
+    two = Driver(FakeArena(), config_in(tmp_path, engine="two", service="here"))
+    two.turn("s", [1])
+    for driver in (one, two):
+        driver.settle()
+        driver.pool.close()
+    other.close()
 
 
 def test_lazy_turns_are_for_one_engine(tmp_path: Path) -> None:
