@@ -66,6 +66,7 @@ MUTANTS: list[Mutant] = [
                 "if excess > 0 and not session.busy:  # those",
                 "if excess > 0:  # those",
                 "a state leaves host memory under the turn that waits for it",
+                "test/state_pool/test_pool_effects.py::test_a_state_that_a_turn_waits_for_stays_in_host_memory",
             ),
             ("        session.replay = loaded.replay\n", "", "the log behind a stored state is not replayed"),
         ],
@@ -234,13 +235,13 @@ MUTANTS: list[Mutant] = [
                 "self._buckets.popitem(last=False)",
                 "self._buckets.popitem(last=True)",
                 "the newest prompts are forgotten first",
-                "test/state_pool/test_pool_prefix.py::test_recent_prompts_are_bounded",
+                "test/state_pool/test_pool_prefix.py::test_the_prompts_met_last_are_remembered",
             ),
             (
                 "        if observed and ids in others:\n            others.remove(ids)\n",
                 "",
                 "a prompt resembles itself: every one costs a state",
-                "test/state_pool/test_pool_prefix.py::test_prompts_that_share_nothing_cost_no_state",
+                "test/state_pool/test_pool_prefix.py::test_a_prompt_that_was_announced_is_not_its_own_likeness",
             ),
             (
                 "(0 if known else _BUCKET_BYTES)",

@@ -271,3 +271,35 @@ def test_the_same_prefix_is_cached_once(tmp_path: Path) -> None:
     prompts.pool.free(slots[1])
     prompts.pool.unpin(hit)
     prompts.close()
+
+
+def test_a_state_that_a_turn_waits_for_stays_in_host_memory(tmp_path: Path) -> None:
+    """However many more there are than `--l2-sessions`: it would have to be read from the disk at once."""
+    driver = Driver(FakeArena(num_slots=8), config_in(tmp_path, l1_sessions=2, l2_sessions=1))
+    for name in ("a", "b"):
+        driver.turn(name, [ord(name)])
+        driver.settle()
+    held: list[int] = []
+    driver.until(lambda: _take(driver, held) == driver.pool.num_slots)
+    driver.settle()
+    leases = [driver.pool.checkout(name) for name in ("a", "b")]
+    driver.until(lambda: len(driver.pool._index.l2) == 2)
+    loads = driver.pool._tiers.counters.loads
+    driver.pool._tiers.trim()
+    assert len(driver.pool._index.l2) == 2
+    for slot in held:
+        driver.pool.free(slot)
+    for lease in leases:
+        driver.ready(lease)
+        driver.pool.release(lease)
+    assert driver.pool._tiers.counters.loads == loads
+    driver.settle()
+    driver.pool.close()
+
+
+def _take(driver: Driver, held: list[int]) -> int:
+    """Take one more slot if there is one; how many are held."""
+    slot = driver.pool.allocate()
+    if slot is not None:
+        held.append(slot)
+    return len(held)

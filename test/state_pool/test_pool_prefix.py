@@ -248,6 +248,26 @@ def test_recent_prompts_take_no_more_memory_than_they_may(num_tokens: int) -> No
     assert limit / 2 < recent.num_bytes <= limit
 
 
+def test_the_prompts_met_last_are_remembered() -> None:
+    recent = PromptHistory(max_bytes=100_000)
+    for number in range(1000):
+        recent.add(pack_tokens([number] * 200))
+        recent.add(pack_tokens([0] * 200))  # one beginning that is met again and again
+    for number in (0, *range(980, 1000)):
+        assert recent.shared_bytes(pack_tokens([number] * 201), observed=False)[0] == 800
+    for number in range(1, 800):
+        assert recent.shared_bytes(pack_tokens([number] * 201), observed=False) == []
+
+
+def test_a_prompt_that_was_announced_is_not_its_own_likeness() -> None:
+    recent = PromptHistory(max_bytes=100_000)
+    ids = pack_tokens(range(100))
+    recent.add(ids)
+    assert recent.shared_bytes(ids, observed=True) == []
+    recent.add(ids)
+    assert recent.shared_bytes(ids, observed=True) == [99 * 4], "the other one that is just like it counts"
+
+
 def test_recent_prompts_are_bounded() -> None:
     recent = PromptHistory(max_bytes=100_000)
     for i in range(1000):
