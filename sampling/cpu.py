@@ -55,7 +55,7 @@ def kind_of(params: SamplingParams, vocab: int) -> int:
 def packed(params: SamplingParams, vocab: int) -> Parameters:
     """The parameters as the C++ code takes them."""
     return Parameters(
-        top_p=params.top_p if params.top_p < 1 else float("inf"),
+        top_p=params.top_p,
         top_k=params.top_k if 0 < params.top_k < vocab else vocab,
         seed=params.seed & 0xFFFFFFFFFFFFFFFF,
         scale=inverse_temperature(params),

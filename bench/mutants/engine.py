@@ -310,19 +310,19 @@ MUTANTS: list[Mutant] = [
                 "    queues.rotate(-turn)\n",
                 "",
                 "one client's prompts always go first",
-                "test/engine/test_fairness.py::test_clients_share_the_prompt_budget",
+                "test/engine/test_fairness.py::test_prompt_tokens_are_shared_evenly_over_time",
             ),
             (
                 "count = min(chunk(sequence), share, left)",
                 "count = min(chunk(sequence), left)",
                 "one job's prompts use its client's whole part",
-                "test/engine/test_scheduler.py::test_prompt_budget_is_shared_between_jobs",
+                "test/engine/test_fairness.py::test_prompt_tokens_are_shared_evenly_over_time",
             ),
             (
                 "left = min(budget, max(part, share))",
                 "left = budget",
                 "one client's prompts use the whole step",
-                "test/engine/test_fairness.py::test_clients_share_the_prompt_budget",
+                "test/engine/test_fairness.py::test_prompt_tokens_are_shared_evenly_over_time",
             ),
             (
                 "    lines.rotate(-turn)\n",
@@ -340,12 +340,6 @@ MUTANTS: list[Mutant] = [
                 "if sequence.may_draw_in(step):  # else it ended",
                 "if True:  # else it ended",
                 "a token is taken for a row that has ended",
-            ),
-            (
-                "return has_forked and any(0 <=",
-                "return False and any(0 <=",
-                "rows go on from a prompt whose step failed",
-                f"{WORLDS}::test_worlds_that_found_something[741]",
             ),
             (
                 "            self._keeper.take_back(sequence)\n",
@@ -507,6 +501,12 @@ MUTANTS: list[Mutant] = [
                 "if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:",
                 "if sequence.spare_slot == NO_SLOT and not several:",
                 "a row that begins from another's state never lets go of it",
+            ),
+            (
+                "return has_forked and any(0 <=",
+                "return False and any(0 <=",
+                "rows go on from a prompt whose step failed",
+                f"{WORLDS}::test_worlds_that_found_something[741]",
             ),
         ],
         ci=(2, 8),

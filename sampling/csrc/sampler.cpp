@@ -17,7 +17,7 @@ constexpr float kRoughness = 1e-3f;  // more than twice the error of a rough sco
 
 // Mirrored in sampling/cpu.py.
 struct Parameters {
-  double top_p;   // infinite where off
+  double top_p;   // 1: off
   int64_t top_k;  // the vocabulary where off
   uint64_t seed;
   float scale;  // 1 / T

@@ -10,6 +10,7 @@ import pytest
 from rwkv_batch.core.admission import LENT_STEPS
 from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.limits import BATCH_PART
+from rwkv_batch.core.prompt_turns import LEAST_SHARE, share_out
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Phase, RunningJob, Sequence, SharedSlot
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
@@ -264,6 +265,26 @@ def test_clients_share_the_prompt_budget() -> None:
         for row in plan.schedule():
             tokens[row.sequence.job.client] += row.num_tokens
     assert tokens == {"many": 320, "one": 320}
+
+
+@pytest.mark.parametrize(("clients", "jobs"), [(10, 1), (1, 2), (3, 2), (7, 3), (1, 40)])
+def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> None:
+    """Between clients, and between a client's jobs, also where a step's budget is too small for a part of each."""
+    budget = 128
+    running = [
+        job(1, prompt_tokens=10_000, client=f"client {number % clients}")[1][0] for number in range(clients * jobs)
+    ]
+    per_row: Counter[int] = Counter()
+    for turn in range(clients * jobs * 12):
+        step = share_out(running, budget, lambda _: 500, turn)
+        assert budget - clients * jobs < sum(count for _, count in step) <= budget
+        assert len({id(row) for row, _ in step}) == len(step)
+        most = max(LEAST_SHARE, budget // clients // jobs)
+        assert all(count <= most for _, count in step)
+        for row, count in step:
+            per_row[running.index(row)] += count
+    assert len(per_row) == len(running)
+    assert max(per_row.values()) - min(per_row.values()) <= 2 * budget
 
 
 def test_forked_rows_leave_the_reserve_to_others() -> None:

@@ -107,8 +107,9 @@ def test_a_damaged_log_is_quarantined(tmp_path: Path, damage: str) -> None:
     driver.pool.close()
 
 
-def test_a_whole_history_rebuilds_a_damaged_state(tmp_path: Path) -> None:
-    write_three(tmp_path, retain_tokens=-1)
+@pytest.mark.parametrize("durability", ["log", "turn"])
+def test_a_whole_history_rebuilds_a_damaged_state(tmp_path: Path, durability: str) -> None:
+    write_three(tmp_path, retain_tokens=-1, durability=durability)
     with raw(tmp_path) as connection:
         connection.execute("UPDATE state_chunks SET data = zeroblob(length(data))")
     driver = reopen(tmp_path, retain_tokens=-1)

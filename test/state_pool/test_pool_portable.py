@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from state_pool.errors import PoolError, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import NotASession, SessionFile, decode
 from state_pool.turns.import_export import AT_ONCE
 from test.hostile_files import as_format_1, hostile, join, split, with_about
@@ -264,6 +264,30 @@ def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, mon
     import_session(driver, "t", found[0].encode())
     assert np.array_equal(driver.state("t"), state_of([1, 2, 3]))
     assert found[0].num_tokens == 3
+    driver.pool.close()
+
+
+def test_few_sessions_are_carried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a state in host memory; when one has gone, the next may come."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    driver.settle()
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    store = driver.pool._store
+    assert store is not None
+    load, late = store.load, []
+    monkeypatch.setattr(store, "load", lambda *asked: late.append(asked))
+    found: list[SessionFile | Exception] = []
+    for _ in range(AT_ONCE):
+        driver.pool.export("s", found.append)
+    with pytest.raises(PoolFull, match="try again"):
+        driver.pool.export("s", found.append)
+    for asked in late:
+        load(*asked)
+    driver.until(lambda: len(found) == AT_ONCE)
+    monkeypatch.undo()
+    assert decode(export(driver, "s")).replay == []
     driver.pool.close()
 
 
