@@ -69,9 +69,9 @@ class CudaAdapterTable(AdapterTable):
     def table(self) -> Tensor:
         """[numbers, layers, targets, 3] int64 on the device: a, b and rank of each pair; made when first asked for."""
         if self._pairs is None:
-            self._pairs = torch.zeros(
-                MAX_NUMBERS, len(self.layers), len(Target), 3, dtype=torch.int64, device=self.device
-            )
+            sizes = MAX_NUMBERS, len(self.layers), len(Target), 3
+            with torch.inference_mode(False):  # it is made in a step, perhaps, and written to outside of steps
+                self._pairs = torch.zeros(sizes, dtype=torch.int64, device=self.device)
         return self._pairs
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from demo import files
 from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
@@ -18,6 +20,7 @@ from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import graph_stages
 from test.gpu.test_gpu_forward import fast_stage, make_weights, true_stage
+from test.harness import ask, call, run, started_engine
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -149,3 +152,22 @@ def test_another_adapter_may_take_a_place(stages: tuple[Stage, Stage]) -> None:
         graphs.tokens.remember([0, 1], [7, 8])
         got = graphs.run_logits([0, 1], [0, 0], [2, 3], [9, 0])
         assert ((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 0.03
+
+
+def test_the_engine_serves_them_in_graphs() -> None:
+    """One named at start, one loaded later, rows without between them; texts of many tokens, decoded by graphs."""
+    tuned = files.MODEL.parent / "tuned"
+    entry = f"french={tuned / 'french.safetensors'}:1"
+    settings: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 64, "models_dir": str(tuned)}
+    prompts = {name: f"English: Thank you very much.\n\n{name}:" for name in ("French", "Spanish", "Chinese")}
+    with started_engine(files.ensure_model(), served_adapters=(entry,), **settings) as engine:
+        call(engine, "adapter_add", name="spanish", file="spanish.safetensors", scale=1.0)
+        adapters = {"French": "french", "Spanish": "spanish"}
+        rows = [ask(prompts[name], adapter=adapters.get(name, ""), stop_ids=[261]) for name in prompts] * 12
+        texts = [text.strip().decode() for text in run(engine, *rows).all_texts]
+        assert call(engine, "status")["decode_graphs"] == "used"
+        assert set(texts[::3]) == {"Merci beaucoup."} and set(texts[1::3]) == {"Muchas gracias."}
+        without = run(engine, ask(prompts["Chinese"], stop_ids=[261])).all_texts[0].strip().decode()
+        assert set(texts[2::3]) == {without}
+        call(engine, "adapter_remove", name="french")
+        assert run(engine, rows[1]).all_texts[0].strip() == b"Muchas gracias."
