@@ -17,16 +17,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from cluster.choose import Wish, choose
 from cluster.gather import gather
 from cluster.journey import AWAY, CANCELLED, Journey
 from cluster.member import LOOK_S, Member
-from rwkv_batch.calls import Answer, EngineCall, Reply
+from rwkv_batch.calls import Answer, EngineCall, EnterClient, Reply
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ServedModel
-from rwkv_batch.ipc.wire import Observe
+from rwkv_batch.ipc.wire import Observe, Spent
 from rwkv_batch.protocol import Admitted, Sink
-from rwkv_batch.request import Job, JobEvents
+from rwkv_batch.request import Job, JobEvents, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +161,29 @@ class Fleet:
             return
         with self._lock:
             self._journeys[job.job_id] = journey
-        self._go_to_one(journey, _NONE_YET)
+        usage = job.usage
+        if usage is None or len(self.members) < 2:
+            self._go_to_one(journey, _NONE_YET)
+        else:
+            self._enter(journey, usage)
+
+    def _enter(self, journey: Journey, usage: Usage) -> None:
+        """Have one engine, the same for all processes, hold the client's limits; whoever runs the job does not."""
+        keeper = min((one for one in self.members if one.client.is_connected), key=lambda one: one.name, default=None)
+
+        def entered(answer: bool | ServiceError) -> None:
+            if isinstance(answer, ServiceError) and answer.info.kind not in AWAY:
+                self._forget(journey)
+                journey.answer(answer)
+                return
+            journey.keeper = keeper
+            self._go_to_one(journey, _NONE_YET)
+
+        journey.job = msgspec.structs.replace(journey.job, limits=None)
+        if keeper is None:
+            self._go_to_one(journey, _NONE_YET)
+        else:
+            keeper.client.call(EnterClient(usage), entered)
 
     def cancel(self, job_id: str) -> None:
         """See EngineProtocol."""
@@ -236,6 +260,9 @@ class Fleet:
             journey.leave(events)
             self._lost(journey, member, events.error)
             return
+        if journey.keeper is not None:
+            tokens = sum(delta.num_tokens for delta in events.deltas)
+            journey.keeper.client.spend(Spent(journey.job.job_id, tokens, done=False))
         if events.done:
             self._forget(journey)
         journey.tell(events)
@@ -261,6 +288,8 @@ class Fleet:
     def _forget(self, journey: Journey) -> None:
         with self._lock:
             self._journeys.pop(journey.job.job_id, None)
+        if journey.keeper is not None:
+            journey.keeper.client.spend(Spent(journey.job.job_id, 0, done=True))
 
     # Who gets it ---------------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class Journey:
         self.place: Member | None = None
         """the engine that has it"""
         self.attempt = -1
+        self.keeper: Member | None = None
+        """the engine that holds the client's limits, where it has any"""
         self._sink, self._admitted = sink, admitted
         self.is_admitted = False
         self._progress = Progress(job)

@@ -12,6 +12,7 @@ import msgspec
 
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError
+from rwkv_batch.request import Usage
 from state_pool.session_page import SessionPage
 
 Answer = TypeVar("Answer")
@@ -175,6 +176,15 @@ class CountJobs(EngineCall[int], tag="count_label", frozen=True, array_like=True
     label: str
 
 
+class EnterClient(EngineCall[bool], tag="enter_client", frozen=True, array_like=True):
+    """Hold a job, which another engine runs, to its client's limits; fails as `submit` does if it may not come in.
+
+    What it uses is told by `wire.Spent`. Answered by the engine's process.
+    """
+
+    usage: Usage
+
+
 AnyCall = (
     GetStatus
     | GetMetrics
@@ -190,4 +200,5 @@ AnyCall = (
     | RemoveAdapter
     | CancelJobs
     | CountJobs
+    | EnterClient
 )

@@ -130,6 +130,17 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int | None = None
 
 
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """What a job of a client with limits takes of them."""
+
+    job_id: str
+    client: str
+    limits: ClientLimits
+    rows: int
+    prompt_tokens: int
+    """Continuations of one prompt read it once."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one HTTP request asks of the engine."""
 
@@ -155,6 +166,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def num_rows(self) -> int:
         """Rows after `n` and `candidates` are expanded."""
         return sum(row.num_rows for row in self.rows)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it takes of its client's limits; None: there are none."""
+        if self.limits is None:
+            return None
+        prompt_tokens = sum(row.num_prompt_tokens for row in self.rows)
+        return Usage(self.job_id, self.client, self.limits, self.num_rows, prompt_tokens)
 
     @property
     def is_batch(self) -> bool:

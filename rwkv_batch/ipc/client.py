@@ -29,6 +29,7 @@ from rwkv_batch.ipc.wire import (
     Hello,
     Link,
     Observe,
+    Spent,
     Submit,
     ToEngine,
     ToWorker,
@@ -193,6 +194,10 @@ class EngineClient:
     def observe(self, observation: Observe) -> None:
         """Report an ended HTTP request; forgotten when there is no engine."""
         self._send(observation)
+
+    def spend(self, spent: Spent) -> None:
+        """Report what a job that another engine runs has used; forgotten when there is no engine."""
+        self._send(spent)
 
     def _send(self, message: ToEngine) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.request import ClientLimits, Job, JobEvents
+from rwkv_batch.request import ClientLimits, Job, JobEvents, Usage
 
 _MINUTE_S = 60.0
 _ROWS_AGAIN_S = 1.0
@@ -54,39 +54,46 @@ class Quotas:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clients: dict[str, _Client] = field(default_factory=dict)
     """One for each name in the file of keys, at most."""
-    _jobs: dict[str, Job] = field(default_factory=dict)
+    _jobs: dict[str, Usage] = field(default_factory=dict)
 
     def enter(self, job: Job) -> ErrorInfo | None:
         """Count a job that comes in; why not, if its client has reached a limit. Jobs without limits pass.
 
         So do those that go on after the loss of their engine, which had let them in.
         """
-        if job.limits is None or job.attempt:
-            return None
+        usage = job.usage
+        return None if usage is None or job.attempt else self.count(usage)
+
+    def count(self, usage: Usage) -> ErrorInfo | None:
+        """The same of a job that runs anywhere."""
         with self._lock:
-            client = self._clients.setdefault(job.client, _Client())
-            refusal = self._refusal(client, job, job.limits)
+            client = self._clients.setdefault(usage.client, _Client())
+            refusal = self._refusal(client, usage, usage.limits)
             if refusal is None:
-                client.rows += job.num_rows
-                self._jobs[job.job_id] = job
+                client.rows += usage.rows
+                self._jobs[usage.job_id] = usage
                 if client.requests is not None:
                     client.requests.level -= 1
                 if client.tokens is not None:
-                    client.tokens.level -= _prompt_tokens(job)
-        self.metrics.observe_client_request(job.client, _prompt_tokens(job), refusal is not None)
+                    client.tokens.level -= usage.prompt_tokens
+        self.metrics.observe_client_request(usage.client, usage.prompt_tokens, refusal is not None)
         return refusal
 
     def observe(self, events: JobEvents) -> None:
         """Charge what a step has brought, and forget a job that has ended."""
-        job = self._jobs.get(events.job_id)
+        if events.job_id in self._jobs:
+            self.spend(events.job_id, sum(delta.num_tokens for delta in events.deltas), events.done)
+
+    def spend(self, job_id: str, tokens: int, done: bool) -> None:
+        """Charge tokens that a job has drawn, and forget it if it has ended."""
+        job = self._jobs.get(job_id)
         if job is None:
             return
-        tokens = sum(delta.num_tokens for delta in events.deltas)
         with self._lock:
             client = self._clients[job.client]
             if client.tokens is not None:
                 client.tokens.level -= tokens
-            if events.done:
+            if done:
                 self._leave(client, job)
         self.metrics.observe_client_tokens(job.client, tokens)
 
@@ -97,24 +104,22 @@ class Quotas:
             if job is not None:
                 client = self._clients[job.client]
                 if client.tokens is not None:
-                    client.tokens.level += _prompt_tokens(job)
+                    client.tokens.level += job.prompt_tokens
                 self._leave(client, job)
 
-    def _leave(self, client: _Client, job: Job) -> None:
-        client.rows -= job.num_rows
-        del self._jobs[job.job_id]
+    def _leave(self, client: _Client, job: Usage) -> None:
+        if self._jobs.pop(job.job_id, None) is not None:
+            client.rows -= job.rows
 
-    def _refusal(self, client: _Client, job: Job, limits: ClientLimits) -> ErrorInfo | None:
+    def _refusal(self, client: _Client, job: Usage, limits: ClientLimits) -> ErrorInfo | None:
         now = self.clock()
         client.requests = _refilled(client.requests, limits.requests_per_minute, now)
         client.tokens = _refilled(client.tokens, limits.tokens_per_minute, now)
-        if limits.rows is not None and job.num_rows > limits.rows:
-            message = f"the request has {job.num_rows} rows, the key {job.client} may have {limits.rows} at once"
-            return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.num_rows)
-        if limits.rows is not None and client.rows + job.num_rows > limits.rows:
-            reason = (
-                f"has {client.rows} rows under way and may have {limits.rows} at once, this request has {job.num_rows}"
-            )
+        if limits.rows is not None and job.rows > limits.rows:
+            message = f"the request has {job.rows} rows, the key {job.client} may have {limits.rows} at once"
+            return ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field="rows", given=job.rows)
+        if limits.rows is not None and client.rows + job.rows > limits.rows:
+            reason = f"has {client.rows} rows under way and may have {limits.rows} at once, this request has {job.rows}"
             return _refused(job, reason, _ROWS_AGAIN_S)
         if client.requests is not None and limits.requests_per_minute and client.requests.level < 1:
             wait_s = client.requests.wait_s(1, limits.requests_per_minute)
@@ -134,11 +139,6 @@ def _refilled(bucket: Bucket | None, per_minute: int | None, now: float) -> Buck
     return bucket
 
 
-def _refused(job: Job, reason: str, wait_s: float) -> ErrorInfo:
+def _refused(job: Usage, reason: str, wait_s: float) -> ErrorInfo:
     message = f"the key {job.client} {reason}; try again in {wait_s:.1f} s"
     return ErrorInfo(kind=ErrorKind.OVERLOADED, message=message, retry_after_s=wait_s)
-
-
-def _prompt_tokens(job: Job) -> int:
-    """Tokens of the prompts; continuations of one prompt read it once."""
-    return sum(row.num_prompt_tokens for row in job.rows)

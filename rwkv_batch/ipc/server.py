@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from native.priority import at_low_priority
-from rwkv_batch.calls import EngineCall, GetMetrics, GetStatus
+from rwkv_batch.calls import EngineCall, EnterClient, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.metrics import Metrics
@@ -41,6 +41,7 @@ from rwkv_batch.ipc.wire import (
     Hello,
     Link,
     Observe,
+    Spent,
     Submit,
     ToEngine,
     ToWorker,
@@ -48,7 +49,7 @@ from rwkv_batch.ipc.wire import (
     to_engine_decoder,
 )
 from rwkv_batch.protocol import EngineProtocol
-from rwkv_batch.request import Job, JobEvents, Load
+from rwkv_batch.request import Job, JobEvents, Load, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class Peer:
         self.pid = 0
         self.since = time.time()
         self.jobs: set[str] = set()
+        self._elsewhere: set[str] = set()
+        """jobs that other engines run and whose clients' limits are held here"""
         self._engine = engine
         self._metrics = metrics
         self._quotas = quotas
@@ -116,6 +119,8 @@ class Peer:
             for job_id in list(self.jobs):
                 self._engine.cancel(job_id)
                 self._metrics.forget(job_id)
+            for job_id in self._elsewhere:
+                self._quotas.spend(job_id, 0, done=True)
 
     def _handle(self, message: ToEngine, ask: Ask) -> None:
         match message:
@@ -123,12 +128,26 @@ class Peer:
                 self._submit(job)
             case Cancel(job_id):
                 self._engine.cancel(job_id)
+            case Call(call_id, EnterClient(usage)):
+                self._answer(call_id, self._enter(usage))
+            case Spent(job_id, tokens, done):
+                self._quotas.spend(job_id, tokens, done)
+                if done:
+                    self._elsewhere.discard(job_id)
             case Call(call_id, call):
                 ask(call, lambda value: self._answer(call_id, value))
             case Observe():
                 self._metrics.observe_request(message)
             case Hello(name, pid):
                 self.name, self.pid = name, pid
+
+    def _enter(self, usage: Usage) -> bool | ServiceError:
+        refusal = self._quotas.count(usage)
+        if refusal is not None:
+            self._metrics.observe_refusal(usage.job_id, refusal.kind)
+            return ServiceError.from_info(refusal)
+        self._elsewhere.add(usage.job_id)
+        return True
 
     def _submit(self, job: Job) -> None:
         self._metrics.observe_arrival(job.job_id)

@@ -75,7 +75,15 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     first_byte_s: float
 
 
-ToEngine = Hello | Submit | Cancel | Call | Observe
+class Spent(msgspec.Struct, frozen=True, array_like=True, tag="u"):
+    """What a job that runs in another engine has used of its client's limits, which are held here (`EnterClient`)."""
+
+    job_id: str
+    tokens: int
+    done: bool
+
+
+ToEngine = Hello | Submit | Cancel | Call | Observe | Spent
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):

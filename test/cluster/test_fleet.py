@@ -13,7 +13,8 @@ from cluster.fleet import Fleet, FleetLimits
 from cluster.member import SILENT_LOOKS
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
-from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Load
+from rwkv_batch.ipc.wire import Spent
+from rwkv_batch.request import ClientLimits, Delta, Finish, FinishReason, Job, JobEvents, Load
 from test.harness import Running, ask, turn
 
 LOST = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="lost")
@@ -34,6 +35,9 @@ class Played:
         self.refuses: ErrorInfo | None = None
         self.reason = LOST
         self.was_dropped = False
+        self.asked: list[Any] = []
+        self.spent: list[Spent] = []
+        self.limit: ErrorInfo | None = None
 
     def start(self, name: str) -> None:
         """Nothing: tests connect it."""
@@ -55,6 +59,13 @@ class Played:
             return
         self.jobs.append((job, sink))
         admitted(None)
+
+    def call(self, call: Any, reply: Any) -> None:
+        self.asked.append(call)
+        reply(True if self.limit is None else ServiceError.from_info(self.limit))
+
+    def spend(self, spent: Spent) -> None:
+        self.spent.append(spent)
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
@@ -248,6 +259,26 @@ def test_a_session_stays_with_its_engine_where_none_shares_it(two: Made) -> None
         home.says(b"", [], ends=True)
         home.jobs.clear()
     assert homes == {"engine-0", "engine-1"}
+
+
+def test_one_engine_holds_a_clients_limits_for_all(two: Made) -> None:
+    fleet, engines = two
+    limits = ClientLimits(rows=4)
+    for number in range(12):
+        running = Running(Job(job_id=f"j{number}", rows=[ask("Once")], client="key", limits=limits))
+        fleet.submit(running.job, running.sink, running.admitted)
+        at = having(engines)
+        assert at.jobs[0][0].limits is None and at.jobs[0][0].client == "key"
+        at.says(b"ab", [1, 2])
+        at.says(b"c", [3], ends=True)
+        at.jobs.clear()
+        assert engines[0].asked[-1].usage == running.job.usage
+        assert [(one.tokens, one.done) for one in engines[0].spent[-3:]] == [(2, False), (1, False), (0, True)]
+    assert not engines[1].asked and not engines[1].spent
+    engines[0].limit = CROWDED
+    refused = Running(Job(job_id="no", rows=[ask("Once")], client="key", limits=limits))
+    fleet.submit(refused.job, refused.sink, refused.admitted)
+    assert refused.refusal is not None and refused.refusal.info == CROWDED and fleet.num_jobs == 0
 
 
 def test_figures_of_engines_bear_their_names_and_those_of_requests_are_added_up() -> None:

@@ -17,7 +17,8 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.server import EngineServer
-from rwkv_batch.request import Delta, Job, JobEvents
+from rwkv_batch.ipc.wire import Spent
+from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Usage
 from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
 
@@ -38,6 +39,7 @@ ANSWERS: dict[Any, Any] = {
     calls.RemoveState("s"): calls.StateInfo(name="s", error="of another model"),
     calls.CancelJobs("big_batch"): 1,
     calls.CountJobs("big_batch"): 4,
+    calls.EnterClient(Usage("elsewhere", "key", ClientLimits(rows=9), 1, 3)): True,
 }
 
 
@@ -86,6 +88,16 @@ def test_every_call_is_listed_and_answered_in_its_type(client: EngineClient) -> 
             assert answer == {**wanted, "processes": answer["processes"]}
         else:
             assert answer == wanted
+
+
+def test_a_clients_limits_are_held_for_jobs_that_other_engines_run(client: EngineClient) -> None:
+    one = Usage("a", "few", ClientLimits(rows=1), 1, 3)
+    other = msgspec.structs.replace(one, job_id="b")
+    assert ask(client, calls.EnterClient(one)) is True
+    refused = ask(client, calls.EnterClient(other))
+    assert isinstance(refused, ServiceError) and refused.info.kind is ErrorKind.OVERLOADED
+    client.spend(Spent("a", 5, done=True))
+    assert ask(client, calls.EnterClient(other)) is True
 
 
 def test_a_call_that_fails_is_answered_with_its_failure(client: EngineClient) -> None:
