@@ -18,6 +18,8 @@ class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     alpha_decay: float | None = None
     max_tokens: int | None = None
     stop_tokens: tuple[int | str, ...] | None = None
+    template: dict[str, str] | None = None
+    """words for system, user and assistant, and what an answer begins with"""
 
     @property
     def given(self) -> dict[str, Any]:

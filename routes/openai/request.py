@@ -13,7 +13,17 @@ from pydantic_core import PydanticCustomError
 from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_toolbox
 from routes.request import prompts
-from routes.request.bodies import Fields, Message, Messages, SamplingBody, SessionFields, StopTokens, Texts, Unserved
+from routes.request.bodies import (
+    Fields,
+    Message,
+    Messages,
+    SamplingBody,
+    SessionFields,
+    StopTokens,
+    TemplateFields,
+    Texts,
+    Unserved,
+)
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
 from routes.request.generate_requests import given_stops
@@ -99,7 +109,7 @@ class OpenAIBody(SessionFields, SamplingBody):
         return msgspec.structs.replace(plain, **given, logit_bias=bias, top_logprobs=self.asked_logprobs)
 
 
-class ConversationBody(OpenAIBody):
+class ConversationBody(OpenAIBody, TemplateFields):
     """A conversation to answer, however it is written."""
 
     @property
@@ -160,9 +170,10 @@ class ConversationBody(OpenAIBody):
     def stops(self) -> list[int | str]:
         """What ends the answer; where it may call, text and calls may have blank lines between them."""
         if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
-            own: Sequence[int | str] = prompts.answer_stops(self.think, may_call=True)
+            own: Sequence[int | str] = prompts.answer_stops(self.think, True, self.template)
         else:
-            own = prompts.answer_stops(self.think, may_call=False) if (given := given_stops(self)) is None else given
+            plain = prompts.answer_stops(self.think, False, self.template)
+            own = plain if (given := given_stops(self)) is None else given
         return [*own, *self.stop_texts]
 
     def sampling(self, seed: int) -> SamplingParams:

@@ -235,7 +235,28 @@ class SessionFields(Body):
     wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
 
 
-class PromptForms(Body):
+_LABEL = r"^[^\s:](?:[^\n:]*[^\s:])?$"
+
+
+class Template(Fields):
+    """How a conversation is written: `System: …\\n\\nUser: …\\n\\nAssistant:` with other words in these places."""
+
+    system: str = Field("System", max_length=64, pattern=_LABEL, description="Who gives instructions.")
+    user: str = Field("User", max_length=64, pattern=_LABEL, description="Who asks.")
+    assistant: str = Field("Assistant", max_length=64, pattern=_LABEL, description="Who answers.")
+    opening: str = Field("", max_length=256, description="What an answer begins with that has no thought before it.")
+
+
+class TemplateFields(Body):
+    """How the conversation is written."""
+
+    template: Template | None = Field(
+        None,
+        description="Other words than System, User and Assistant; without it what `state` or `model` brings.",
+    )
+
+
+class PromptForms(TemplateFields):
     """What the native batch routes continue: raw prompts, a conversation, or text to fill in."""
 
     contents: Texts = Field([], description="Raw prompts, one row each.")

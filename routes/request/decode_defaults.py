@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from routes.config import HttpConfig
-from routes.request.bodies import Fields, GenerationBody, StopTokens
+from routes.request.bodies import Fields, GenerationBody, StopTokens, Template
 from routes.request.generate_requests import invalid
 from rwkv_batch.decode_defaults import DecodeDefaults
 
@@ -27,6 +27,7 @@ class DefaultsFields(Fields):
     alpha_frequency: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
     alpha_decay: float | None = Field(None, ge=0, le=1, description="By which it shrinks with each token.")
     max_tokens: int | None = Field(None, ge=1, description="Most tokens drawn per row.")
+    template: Template | None = Field(None, description="How conversations are written.")
     stop_tokens: StopTokens | None = Field(
         None, description="Token ids and strings that end a row, where nothing holds the text to a form."
     )
@@ -59,4 +60,6 @@ def with_defaults(body: GenerationBody, defaults: DecodeDefaults, of_model: Deco
     }
     if "stop_tokens" in filled and body.constraint is not None:  # which says itself how the text ends
         del filled["stop_tokens"]
+    if "template" in filled:
+        filled["template"] = Template.model_validate(filled["template"])
     return body.model_copy(update=filled) if filled else body

@@ -32,7 +32,8 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
     if isinstance(body, PromptBody) and body.session_id is not None:
         resume = texts[0]
         if body.messages:
-            resume = prompts.chat(prompts.new_messages(body.messages), prompts.think_mode(body.enable_think))
+            think = prompts.think_mode(body.enable_think)
+            resume = prompts.chat(prompts.new_messages(body.messages), think, template=body.template)
         rows = await as_turn(context, rows, texts[0], body.session_id, resume, field, wait=body.wait)
     return make_job(rows, body, label, sampler)
 
@@ -41,8 +42,9 @@ def prompt_forms(body: BatchBody, stop_tokens: list[int | str] | None) -> tuple[
     """Prompts, stops (None: the form's own), and the field they came from."""
     if body.messages:
         think = prompts.think_mode(body.enable_think)
-        stops = list(prompts.THINK_FORMS[think].stops) if stop_tokens is None else stop_tokens
-        return [prompts.chat(body.messages, think)], stops, "messages"
+        own = prompts.answer_stops(think, may_call=False, template=body.template)
+        stops = list(own) if stop_tokens is None else stop_tokens
+        return [prompts.chat(body.messages, think, template=body.template)], stops, "messages"
     if body.contents:
         return body.contents, list(DEFAULT_STOPS) if stop_tokens is None else stop_tokens, "contents"
     pairs = zip(body.prefixes, body.suffixes, strict=True)

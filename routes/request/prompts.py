@@ -8,21 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, groupby
 
-from routes.request.bodies import DEFAULT_STOPS, Message
+from routes.request.bodies import DEFAULT_STOPS, Message, Template
 from routes.request.toolbox import call_text
 
 FIM_STOP = "✿"
+END_OF_TEXT, BLANK_LINE = 0, 261
+"""Token ids."""
 ROUND_BREAK = "\n\n"
 THINKING = "<think"
 _NEWLINES = re.compile(r"\n{2,}")
-_SPEAKERS = {
-    "system": "System",
-    "developer": "System",
-    "user": "User",
-    "assistant": "Assistant",
-    "tool": "User",
-    "function": "User",
-}
+STANDARD = Template.model_validate({"opening": "<think>\n</think>"})
+"""What the weights were trained on."""
 _INSTRUCTORS = ("system", "developer")
 _TOOLS = ("tool", "function")
 
@@ -45,17 +41,13 @@ class ThinkForm:
     """at the end of the last turn of the user"""
     opening: str
     """at the beginning of the answer"""
-    stops: tuple[int | str, ...]
 
 
-# A thought has blank lines and may speak of the User: only a new label ends an answer that holds one.
-_AFTER_THOUGHT: tuple[int | str, ...] = (0, "\n\nUser:", "\n\nSystem:", "\n\nAssistant:")
 THINK_FORMS = {
-    Think.OFF: ThinkForm("", "<think>\n</think>", DEFAULT_STOPS),
-    Think.ON: ThinkForm("", THINKING, _AFTER_THOUGHT),
-    Think.SHORT: ThinkForm(" (think a bit)", THINKING, _AFTER_THOUGHT),
-    Think.MEDIUM: ThinkForm(" (think)", THINKING, _AFTER_THOUGHT),
-    Think.LONG: ThinkForm(" (think a lot)", THINKING, _AFTER_THOUGHT),
+    Think.ON: ThinkForm("", THINKING),
+    Think.SHORT: ThinkForm(" (think a bit)", THINKING),
+    Think.MEDIUM: ThinkForm(" (think)", THINKING),
+    Think.LONG: ThinkForm(" (think a lot)", THINKING),
 }
 EFFORTS = {
     "none": Think.OFF,
@@ -68,9 +60,19 @@ EFFORTS = {
 """OpenAI's `reasoning_effort`."""
 
 
-def answer_stops(think: Think, may_call: bool) -> tuple[int | str, ...]:
+def answer_stops(think: Think, may_call: bool, template: Template | None = None) -> tuple[int | str, ...]:
     """What ends an answer unless the request says otherwise; a call may have blank lines before it."""
-    return _AFTER_THOUGHT if may_call else THINK_FORMS[think].stops
+    if think is Think.OFF and not may_call:
+        return DEFAULT_STOPS if template is None else (END_OF_TEXT, BLANK_LINE)
+    # A thought has blank lines and may speak of the User: only a new label ends an answer that holds one.
+    words = STANDARD if template is None else template
+    return (END_OF_TEXT, *(f"{ROUND_BREAK}{label}:" for label in (words.user, words.system, words.assistant)))
+
+
+def _label(role: str, words: Template) -> str:
+    if role in _INSTRUCTORS:
+        return words.system
+    return words.assistant if role == "assistant" else words.user
 
 
 def think_mode(enable_think: bool) -> Think:
@@ -88,28 +90,37 @@ def _one_break(text: str) -> str:
 
 
 def chat(
-    messages: Sequence[Message], think: Think, *, continues: bool = False, listing: str = "", opening: str | None = None
+    messages: Sequence[Message],
+    think: Think,
+    *,
+    template: Template | None = None,
+    continues: bool = False,
+    listing: str = "",
+    opening: str | None = None,
 ) -> str:
     """`System: …\\n\\nUser: …\\n\\nAssistant:` and the opening that lets the model think, or not.
 
     continues: the last message is the assistant's and is left open, with the white space at its end.
     listing: what the instructions at the beginning end with. opening: what the answer begins with instead.
+    template: other words than the model was trained on.
     """
-    form = THINK_FORMS[think]
+    words = STANDARD if template is None else template
+    form = THINK_FORMS.get(think, ThinkForm("", words.opening))
     messages = _results_in_order(messages)
     last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
-        f"{_SPEAKERS[message.role]}: {_content(message)}".rstrip(" ") + (form.hint if at == last_user else "")
+        f"{_label(message.role, words)}: {_content(message)}".rstrip(" ") + (form.hint if at == last_user else "")
         for at, message in enumerate(messages)
     ]
     if listing and messages and messages[0].role in _INSTRUCTORS:
         rounds[0] += ("\n" if messages[0].text.strip() else " ") + listing
     elif listing:
-        rounds.insert(0, f"System: {listing}")
+        rounds.insert(0, f"{words.system}: {listing}")
+    begun = form.opening if opening is None else opening
     if continues:
         begun = _one_break(messages[-1].text).lstrip()
-        return ROUND_BREAK.join([*rounds[:-1], f"Assistant: {begun}" if begun else "Assistant:"])
-    return ROUND_BREAK.join([*rounds, f"Assistant: {form.opening if opening is None else opening}"])
+    last = f"{words.assistant}: {begun}" if begun else f"{words.assistant}:"
+    return ROUND_BREAK.join([*(rounds[:-1] if continues else rounds), last])
 
 
 def _content(message: Message) -> str:

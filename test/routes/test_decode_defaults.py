@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from routes.config import HttpConfig
 from routes.openai.request import ChatBody, CompletionBody
+from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody, PromptBody, validate
-from routes.request.decode_defaults import with_defaults
+from routes.request.decode_defaults import DefaultsFields, as_defaults, with_defaults
+from routes.request.generate_requests import given_stops
+from routes.request.jobs import prompt_forms
 from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.errors import ServiceError
 
 STATE = DecodeDefaults(temperature=0.5, alpha_presence=0.25, max_tokens=7, stop_tokens=("\n\n", 0))
 MODEL = DecodeDefaults(temperature=0.75, top_p=0.125)
@@ -43,3 +48,23 @@ def test_a_route_takes_what_it_knows_and_a_form_ends_by_itself() -> None:
     assert not hasattr(filled(BatchBody, contents=["a"]), "top_p")
     held = filled(PromptBody, contents=["a"], choice=["x", "y"])
     assert held.temperature == 0.5 and "stop_tokens" not in held.model_fields_set
+
+
+def test_a_state_brings_the_words_of_its_conversations() -> None:
+    words = {"user": "Human", "assistant": "Bot"}
+    state = DecodeDefaults(template=words)
+    native = with_defaults(validate(PromptBody, {**CHAT, "session_id": "s"}), state, MODEL)
+    assert isinstance(native, PromptBody)
+    texts, stops, _ = prompt_forms(native, given_stops(native))
+    assert texts == ["Human: hi\n\nBot:"] and stops == [0, 261]
+    chat = with_defaults(validate(ChatBody, CHAT), state, MODEL)
+    assert isinstance(chat, ChatBody) and chat.stops == [0, 261]
+    said = validate(ChatBody, {**CHAT, "template": {"user": "Q", "opening": "Yes,"}, "reasoning_effort": "low"})
+    own = with_defaults(said, state, MODEL)
+    assert isinstance(own, ChatBody) and own.stops == [0, "\n\nQ:", "\n\nSystem:", "\n\nAssistant:"]
+    assert prompts.chat(own.messages, prompts.Think.OFF, template=own.template) == "Q: hi\n\nAssistant: Yes,"
+    fields = DefaultsFields.model_validate({"template": words})
+    assert as_defaults(fields, HttpConfig()).given["template"] == {"system": "System", **words, "opening": ""}
+    for wrong in ({"user": "a:"}, {"user": ""}, {"assistant": "a\nb"}):
+        with pytest.raises(ServiceError):
+            validate(ChatBody, {**CHAT, "template": wrong})

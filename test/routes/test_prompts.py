@@ -29,9 +29,9 @@ def test_every_think_mode(think: Think) -> None:
 
 
 def test_a_thought_may_hold_blank_lines_and_the_word_user() -> None:
-    assert prompts.THINK_FORMS[Think.OFF].stops == (0, 261, 24281)
+    assert prompts.answer_stops(Think.OFF, may_call=False) == (0, 261, 24281)
     for think in (Think.ON, Think.SHORT, Think.MEDIUM, Think.LONG):
-        stops = prompts.THINK_FORMS[think].stops
+        stops = prompts.answer_stops(think, may_call=False)
         thought = "First.\n\nUser wants a cat.\n\nSo: a cat."
         assert not any(isinstance(stop, str) and stop in thought for stop in stops)
         assert not {261, 24281} & set(stops)
