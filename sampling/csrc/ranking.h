@@ -65,8 +65,9 @@ inline double total_mass(const Row& row) {
   return sum;
 }
 
-// All tokens with a logit of at least the `count`-th largest chunk maximum: at least `count` of them (or all).
-inline void gather_head(const Row& row, int64_t count, std::vector<float>& work, std::vector<Candidate>& head) {
+// All tokens with a logit of at least the `count`-th largest chunk maximum: at least `count` of them, or all that can be
+// drawn, of which a mask may have left few; returns whether it is all.
+inline bool gather_head(const Row& row, int64_t count, std::vector<float>& work, std::vector<Candidate>& head) {
   const std::vector<float>& maxima = *row.maxima;
   float floor = kNegativeInfinity;
   if (count < static_cast<int64_t>(maxima.size())) {
@@ -76,11 +77,13 @@ inline void gather_head(const Row& row, int64_t count, std::vector<float>& work,
   }
   head.clear();
   for (size_t chunk = 0; chunk < maxima.size(); ++chunk) {
-    if (!(maxima[chunk] >= floor)) continue;
+    if (!(maxima[chunk] >= floor) || maxima[chunk] == kNegativeInfinity) continue;
     const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, row.vocab);
     for (int token = begin; token < end; ++token)
-      if (row.logits[token] >= floor) head.push_back({row.logits[token], token});
+      if (row.logits[token] >= floor && row.logits[token] > kNegativeInfinity)
+        head.push_back({row.logits[token], token});
   }
+  return floor == kNegativeInfinity;
 }
 
 // Walks ranked candidates; `rank` and `before` (their mass) go on from the tokens ranked before them.

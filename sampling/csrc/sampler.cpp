@@ -197,11 +197,11 @@ int32_t draw_cut(const Row& row, const Seat& seat, Scratch& scratch) {
   if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);
   std::vector<Candidate>& list = scratch.list;
   const int64_t wanted = std::min<int64_t>(p.top_k, kHead / 4);
-  gather_head(row, wanted, scratch.work, list);
+  const bool is_all = gather_head(row, wanted, scratch.work, list);
   if (list.size() <= 4 * kHead) {
     std::sort(list.begin(), list.end(), ranks_before);
     const size_t kept = walk(row, list, limits, 0, 0.0);
-    if (kept < list.size() || static_cast<int64_t>(list.size()) >= std::min<int64_t>(p.top_k, row.vocab)) {
+    if (is_all || kept < list.size() || static_cast<int64_t>(list.size()) >= p.top_k) {
       list.resize(kept);
       return best_of(row, seat, list);
     }
