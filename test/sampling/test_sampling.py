@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from native import machine
+from sampling.naive import NaiveSampler
 from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
 from sampling.sampler import Logprobs, Sampled, Sampler
@@ -33,9 +34,11 @@ class FromCpu:
 
     def __init__(self, inner: Sampler, device: torch.device) -> None:
         self.name, self.admit, self._inner, self._device = inner.name, inner.admit, inner, device
+        self.follow = inner.follow
 
-    def sample(self, logits: Tensor, seats: list[int]) -> Sampled:
-        sampled = self._inner.sample(logits.to(self._device), seats)
+    def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
+        allowed = None if masks is None else masks.to(self._device)
+        sampled = self._inner.sample(logits.to(self._device), seats, allowed)
         given = sampled.logprobs
         logprobs = Logprobs(given.chosen.cpu(), given.top_ids.cpu(), given.top.cpu()) if given else None
         return Sampled(sampled.token_ids.cpu(), logprobs)
@@ -218,6 +221,26 @@ def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Mak
     moved.follow(seats, drawn)
     for step, expected in zip(logits[80:], tokens[80:], strict=True):
         assert torch.equal(moved.sample(step.clone(), seats).token_ids, expected)
+
+
+@pytest.mark.parametrize("allowed", [1, 3, 60, 3000, 60_000])
+def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None:
+    """In vocabularies of many chunks, few of which a mask may leave anything of."""
+    params, vocab = mixed_params(), 65536
+    sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
+    for seat, own in enumerate(params):
+        naive.admit(seat, own)
+    generator = torch.Generator().manual_seed(allowed)
+    for _ in range(4):
+        logits = torch.randn(len(params), vocab, generator=generator) * 3
+        bits = torch.zeros(len(params), vocab, dtype=torch.bool)
+        for row in bits:
+            row[torch.randperm(vocab, generator=generator)[:allowed]] = True
+        words = (bits.view(len(params), -1, 32).long() << torch.arange(32)).sum(dim=2)
+        masks = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        tokens = sampler.sample(logits.clone(), list(range(len(params))), masks).token_ids
+        assert bits.gather(1, tokens.unsqueeze(1)).all()
+        assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), masks).token_ids)
 
 
 def test_steps_and_seeds_decide(make: Make) -> None:
