@@ -18,8 +18,9 @@ SHORT = ("--task", "complete", "--max-tokens", "3", "--progress", "plain", "--re
 
 def fake_service(folder: Path, *flags: str, password: str = "", state_db: Path | None = None) -> Service:
     """A service that answers a prompt with the same text again, once for each token."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     service = Service(
-        folder, "--model-path", "none", *flags, program="test/fake_app.py", state_db=state_db, PYTHONPATH=str(ROOT)
+        folder, "--model-path", "none", *flags, program="test/fake_app.py", state_db=state_db, PYTHONPATH=path
     )
     service.headers = {"Authorization": f"Bearer {password}"} if password else {}
     return service.wait_ready()
