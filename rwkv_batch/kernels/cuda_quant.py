@@ -233,6 +233,8 @@ def apply_activation(y: Tensor, activation: Activation) -> None:
     """In place on y [T, out] fp16, of those that follow a matrix in small codes. Raises ValueError for others."""
     if activation is Activation.RELU_SQUARED:
         library().call("rwkv_relu_square", cuda_pointer(y), y.numel())
+    elif activation is Activation.SIGNED_SQUARE:
+        y.mul_(y.abs())
     elif activation is not Activation.NONE:
         raise ValueError(f"no product of small codes is followed by {activation.name}")
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from demo import files
-from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS
+from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS
+from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import graph_stages
-from test.gpu.test_gpu_forward import fast_stage, make_weights, true_stage
+from test.gpu.test_gpu_forward import SLOTS, fast_stage, make_weights, true_stage
 from test.harness import ask, call, run, started_engine
 
 GPU = torch.device("cuda", 0)
@@ -171,3 +173,22 @@ def test_the_engine_serves_them_in_graphs() -> None:
         assert set(texts[2::3]) == {without}
         call(engine, "adapter_remove", name="french")
         assert run(engine, rows[1]).all_texts[0].strip() == b"Muchas gracias."
+
+
+@pytest.mark.parametrize("dtype", [Format.INT8, Format.FP8, Format.INT4], ids=str)
+def test_beside_small_weights(dtype: Format) -> None:
+    """Rows without an adapter keep their bits, whichever product of codes the number of rows chooses; others change."""
+    weights = make_weights("wide")
+    stage = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float32, dtype), CudaOps())
+    stage.allocate_slots(SLOTS)
+    full = fast_stage(weights)
+    for one in (stage, full):
+        one.adapters.put(1, pairs(2, 4096, 16, 1))
+    for rows in (12, 40, 76):
+        numbers = [i % 2 for i in range(rows)]
+        for lengths in ([1] * rows, [5] * rows):
+            plain, got = logits(stage, ragged(lengths, None)), logits(stage, ragged(lengths, numbers))
+            near = logits(full, ragged(lengths, numbers))
+            assert torch.isfinite(got).all() and torch.equal(got[::2], plain[::2])
+            added = (near - logits(full, ragged(lengths, None)))[1::2]
+            assert ((got - plain)[1::2] - added).norm() < 0.5 * added.norm()
