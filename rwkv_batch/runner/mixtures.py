@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
@@ -20,6 +21,11 @@ def read_slots(sequence: Sequence) -> list[int]:
 def write_slots(sequence: Sequence) -> list[int]:
     """Where they are left, in the same order."""
     return [sequence.write_slot, *(member.slot for member in sequence.members)]
+
+
+def num_states(rows: Iterable[ScheduledRow]) -> int:
+    """Rows that the device computes for these: one for each member."""
+    return sum(1 + len(row.sequence.members) for row in rows)
 
 
 def mixed(logits: Tensor, drawing: list[ScheduledRow]) -> Tensor:

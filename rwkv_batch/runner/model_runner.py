@@ -28,7 +28,7 @@ from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
-from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
+from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slots
 from rwkv_batch.runner.pipeline import Pipeline, own_devices
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
@@ -210,10 +210,10 @@ class ModelRunner:
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
         """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
         mixtures = [row for row in rows if row.sequence.members]
-        if mixtures and (self._graphs is not None or any(row.scored for row in rows)):
-            rows = [row for row in rows if not row.sequence.members]
-        else:
-            mixtures = []
+        if mixtures:
+            mixtures = self._mixtures_apart(rows, mixtures)
+            apart = {id(row) for row in mixtures}
+            rows = [row for row in rows if id(row) not in apart]
         parts = [rows]
         if self._graphs is not None:
             reading, decoding = [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
@@ -225,6 +225,14 @@ class ModelRunner:
             parts.append(scored)
         return [part for part in (*parts, mixtures) if part]
 
+    def _mixtures_apart(self, rows: list[ScheduledRow], mixtures: list[ScheduledRow]) -> list[ScheduledRow]:
+        """Mixtures that cannot be in a launch with the other rows: of those that decode, a graph holds so many."""
+        if self._graphs is None:
+            return mixtures if any(row.scored for row in rows) else []
+        if num_states(row for row in rows if row.feeds_back) > self._graphs.max_rows:
+            return mixtures
+        return [row for row in mixtures if not row.feeds_back]
+
     @torch.inference_mode()
     def launch(self, rows: list[ScheduledRow], after: Collection[Launched] = ()) -> Launched:
         """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
@@ -233,7 +241,7 @@ class ModelRunner:
         """
         step = Launched(rows, [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
-        if self._graphs is not None and rows[0].feeds_back and not rows[0].sequence.members:
+        if self._graphs is not None and self._is_for_graphs(self._graphs, rows):
             try:
                 if rows[-1].feeds_back:
                     self._launch_graph(self._graphs, step)
@@ -248,6 +256,11 @@ class ModelRunner:
             logits = mixed(self._forward(self._inputs(rows)), step.drawing)
             self._drawing.draw(step, logits, self._tokens)
         return step
+
+    @staticmethod
+    def _is_for_graphs(graphs: DecodeGraphs, rows: list[ScheduledRow]) -> bool:
+        """Whether rows that decode are in it, and no more than a graph holds."""
+        return rows[0].feeds_back and num_states(row for row in rows if row.feeds_back) <= graphs.max_rows
 
     def _launch_scored(self, step: Launched) -> None:
         """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
@@ -269,6 +282,9 @@ class ModelRunner:
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
         sequences = [row.sequence for row in step.rows]
+        if any(sequence.members for sequence in sequences):
+            self._launch_mixtures(graphs, step, sequences)
+            return
         seats = [sequence.seat for sequence in sequences]
         slots, adapters = _slots_of(sequences), self._adapters_of(sequences)
         free, held = parted(step.drawing)
@@ -281,9 +297,20 @@ class ModelRunner:
         else:
             self._drawing.draw(step, graphs.run_logits(seats, *slots, adapters), self._tokens)
 
+    def _launch_mixtures(self, graphs: DecodeGraphs, step: Launched, sequences: list[Sequence]) -> None:
+        """The same where some are mixtures: their members are rows of the graph, what they say is mixed behind it."""
+        seats = [sequence.seat for sequence in sequences for _ in range(1 + len(sequence.members))]
+        reads = [slot for sequence in sequences for slot in read_slots(sequence)]
+        writes = [slot for sequence in sequences for slot in write_slots(sequence)]
+        adapters = self._adapters_of([sequence for sequence in sequences for _ in range(1 + len(sequence.members))])
+        logits = mixed(graphs.run_logits(seats, reads, writes, adapters), step.drawing)
+        self._drawing.draw(step, logits, self._tokens)
+
     def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
         """The graph that holds both, if they may go together."""
-        if self._mixed_graphs is None or self._adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
+        if self._mixed_graphs is None or any(row.sequence.members for row in decoding):
+            return None
+        if self._adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
             return None
         tokens = sum(row.num_tokens for row in reading)
         size = self._mixed_graphs.size_for(len(decoding), len(reading), tokens)
