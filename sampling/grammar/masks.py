@@ -26,7 +26,9 @@ class Masks:
     def __init__(self, vocab: int, device: torch.device, cores: int) -> None:
         self._words = -(-vocab // 32)
         self._device = device
-        self._threads = llguidance.LLExecutor(max(1, min(_MOST_THREADS, cores // 2)))
+        # On a CPU the step waits while masks are computed; beside a GPU the rest of the host goes on.
+        threads = cores if device.type == "cpu" else cores // 2
+        self._threads = llguidance.LLExecutor(max(1, min(_MOST_THREADS, threads)))
         self._ring: list[_Staging] = [_Staging(device) for _ in range(RING if device.type == "cuda" else 1)]
         self._turn = 0
         self._timed_steps = 0
