@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -356,39 +357,104 @@ CHILD = """
 import sys
 from pathlib import Path
 from test.pool_fakes import Driver, FakeArena, config_in
-driver = Driver(FakeArena(), config_in(Path(sys.argv[1]), engine="child", service="here"))
+folder, address, durability, name = sys.argv[1:]
+given = {"state_db": address} if address else {}
+driver = Driver(FakeArena(), config_in(Path(folder), **given, durability=durability, engine=name, service="here"))
 turn = 0
 while True:
     turn += 1
-    driver.turn("s%d" % (turn % 5), [turn])
-    print("s%d" % (turn % 5), turn, flush=True)
+    driver.turn(f"{name}.{turn % 5}", [turn])
+    print(f"{name}.{turn % 5}", turn, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_a_killed_or_stopped_engine_acknowledged_is_there(tmp_path: Path, how: signal.Signals) -> None:
-    here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    told: list[str] = []
-    reader = threading.Thread(target=lambda: told.extend(child.stdout), daemon=True)  # type: ignore[arg-type]
-    reader.start()
-    try:
-        here.until(lambda: len(told) > 40)
-        child.send_signal(how)
+class Child:
+    """An engine in a process of its own, which tells each turn that it acknowledges."""
+
+    def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
+        command = [sys.executable, "-c", CHILD, str(folder), address, durability, name]
+        environment = {**os.environ, **({"RWKV_CRASH_AT": crash_at} if crash_at else {})}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        self.told: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.told.extend(self.process.stdout)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+    def check(self, here: Driver) -> None:
+        """What it acknowledged is there; of each session one turn more may be, whose answer was not told."""
         histories: dict[str, list[int]] = {}
-        for line in told:
+        for line in list(self.told):
             histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
-        for name, history in histories.items():  # the newest turn may be there without the answer
+        for name, history in histories.items():
             lease = here.ready(here.pool.checkout(name))
             found = fold(here.arena.memory[lease.read_slot], lease.replay)
             here.pool.release(lease)
             later = [*history, history[-1] + 5]
             assert any(np.array_equal(found, state_of(known)) for known in (history, later)), name
+            here.turn(name, [999])
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody keeps SQLite's lock for longer than a transaction takes."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=1)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        connection.execute("ROLLBACK")
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_killed_or_stopped_engine_acknowledged_is_there(tmp_path: Path, how: signal.Signals) -> None:
+    here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
+    child = Child("child", tmp_path)
+    try:
+        here.until(lambda: len(child.told) > 40)
+        child.process.send_signal(how)
+        while how is signal.SIGSTOP and is_locked(tmp_path / "sessions.db"):
+            child.process.send_signal(signal.SIGCONT)  # within a transaction: SQLite's lock is its own until it ends
+            child.process.send_signal(how)
+        child.check(here)
     finally:
-        child.kill()
-        child.wait()
-        reader.join()
+        child.close()
+        here.pool.close()
+
+
+POINTS = ("before_append", "after_append", "before_commit", "after_commit", "before_acknowledgement")
+STATE_POINTS = ("before_checkpoint", "within_checkpoint", "after_checkpoint")
+
+
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("postgres", marks=pytest.mark.cluster)])
+def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest, tmp_path: Path, store: str) -> None:
+    address = request.getfixturevalue("postgres").database() if store == "postgres" else ""
+    given = {"state_db": address} if address else {}
+    here = Driver(FakeArena(), config_in(tmp_path, **given, engine="parent", service="here"))
+    killed = [("log", point) for point in POINTS] + [("turn", point) for point in STATE_POINTS]
+    killed = killed if store == "sqlite" else [("log", "after_commit"), ("turn", "within_checkpoint")]
+    children = [
+        Child(f"{kind}-{point}", tmp_path, address, kind, f"{point}:{17 + 3 * number}")
+        for number, (kind, point) in enumerate(killed)
+    ]
+    try:
+        for child in children:
+            assert child.process.wait(60) == -signal.SIGKILL
+            child._reader.join()
+            assert child.told
+            child.check(here)
+        here.settle()
+        assert here.pool.check_integrity() == []
+    finally:
+        for child in children:
+            child.close()
         here.pool.close()
 
 
