@@ -24,7 +24,7 @@ from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.stage import Stage
 
 GPU = torch.device("cuda", 0)
-ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 320)
+ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)
 SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
 PIECE_ROWS = (1, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320)
 EXACT = 2e-3

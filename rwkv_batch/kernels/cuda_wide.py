@@ -27,6 +27,10 @@ FP8_DEPTH = 128
 TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Tiles of rows there are kernels for; one tile holds all rows of a launch."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
+FP8_TILE_ROWS = (*TILE_ROWS, 320)
+FP8_ROWS_OF_CUBLAS = range(321, 513)
+MAX_FP8_ROWS = 640
+"""Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full cuBLAS is faster (docs/notebook.md)."""
 SPLITS = (1, 2, 4)
 CODES = torch.float8_e4m3fn
 
@@ -87,7 +91,7 @@ def prepare_wide(device: torch.device) -> Workspace:
     hopper_library()
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Workspace(
-        torch.empty(processors, OUTPUTS * MAX_WIDE_ROWS, dtype=torch.float32, device=device),
+        torch.empty(processors, OUTPUTS * FP8_TILE_ROWS[-1], dtype=torch.float32, device=device),
         torch.zeros(processors, 2, dtype=torch.int32, device=device),
     )
 
@@ -158,7 +162,8 @@ class Fp8Map(NamedTuple):
 
 def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
     """Whether the kernel of fp8 codes multiplies so many rows by [n, k]."""
-    return rows <= MAX_WIDE_ROWS and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
+    worth_it = rows <= MAX_FP8_ROWS and rows not in FP8_ROWS_OF_CUBLAS
+    return worth_it and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
 
 
 def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
@@ -167,8 +172,8 @@ def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
     Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
     rows, device = maps[0].x.shape[0], maps[0].x.device
-    if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
-        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
+    if len(maps) > MAX_MAPS or rows > MAX_FP8_ROWS:
+        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_FP8_ROWS} rows, not {len(maps)} of {rows}")
     work = prepare_wide(device)
     args = WideFp8Args(count=len(maps), rows=rows)
     shapes = []
@@ -182,7 +187,15 @@ def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
         slot.weight_scales, slot.input_scales = m.weight_scales.data_ptr(), m.x_scales.data_ptr()
         slot.n, slot.k, slot.activation = n, k, m.activation
         shapes.append(WideShape(n, k))
-    plan = plan_wide(rows, tuple(shapes), len(work.partial), not shares_processors(), FP8_DEPTH)
+    blocks = -(-rows // FP8_TILE_ROWS[-1])  # of rows
+    plan = plan_wide(
+        -(-rows // blocks),
+        tuple(shapes),
+        len(work.partial) // blocks,
+        not shares_processors(),
+        FP8_DEPTH,
+        FP8_TILE_ROWS,
+    )
     args.tile_rows, args.splits = plan
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
     hopper_library().call("rwkv_wide_fp8", ctypes.byref(args))

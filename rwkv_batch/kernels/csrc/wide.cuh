@@ -45,6 +45,7 @@ struct WideLaunch {
     int first_tile[MAX_WIDE_MAPS + 1];  // of each map
     int count;
     int rows;
+    int row_blocks;   // fp8: how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
     float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
     int* counters;    // likewise [tiles][2], zero between launches
 };
@@ -58,6 +59,7 @@ template <int ROWS>
 struct WideTile {
     static constexpr int WEIGHT_BYTES = OUTPUTS * TILE_BYTES, INPUT_BYTES = ROWS * TILE_BYTES;
     static constexpr int BYTES = WEIGHT_BYTES + INPUT_BYTES;
+    static constexpr int PARTS = ROWS > 256 ? 2 : 1, PART = ROWS / PARTS;  // rows of one wgmma and of one copy
     static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
     static constexpr int ROOM = 227 * 1024 - 1024 - STAGING_BYTES - 512;
     static constexpr int STAGES = ROOM / BYTES < 12 ? ROOM / BYTES : 12;
@@ -106,8 +108,19 @@ struct WideOut {
 template <int CHUNKS, WideKind KIND, Activation ACTIVATION, int SUMS>
 __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
     constexpr int PITCH = STAGING_PITCH;
-    float of_output[2] = {1.0f, 1.0f}, of_row[CHUNKS][2];
-    if constexpr (KIND == WIDE_FP8) {
+    constexpr bool AT_ONCE = CHUNKS <= 32;  // else there are too few registers for the scales of all rows
+    float of_output[2] = {1.0f, 1.0f}, of_row[AT_ONCE ? CHUNKS : 2][2];
+    const auto scale_of = [&](int row) {
+        float scale = 0.0f;
+        if (row < out.rows) asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(scale) : "l"(out.input_scales + row) : "memory");
+        return scale;
+    };
+    if constexpr (KIND == WIDE_FP8 && !AT_ONCE) {
+        wait_for_inputs();
+        of_output[0] = __ldg(out.weight_scales + lane / 4), of_output[1] = __ldg(out.weight_scales + lane / 4 + 8);
+#pragma unroll
+        for (int i = 0; i < CHUNKS * 8; i += 32) scale_of(out.first_row + i + lane);  // into L1
+    } else if constexpr (KIND == WIDE_FP8) {
         wait_for_inputs();  // the rows' scales come from the kernel before; all are asked for at once
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -123,6 +136,10 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += 2) {
         const uint32_t buffer = (c / 2 & 1) * 16 * PITCH;
+        if constexpr (KIND == WIDE_FP8 && !AT_ONCE) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) of_row[i / 2][i % 2] = scale_of(out.first_row + 8 * (c + i / 2) + lane % 4 * 2 + i % 2);
+        }
 #pragma unroll
         for (int d = 0; d < 2; ++d) {
             if (c + d < CHUNKS) {
@@ -130,7 +147,7 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float sum = sums[4 * (c + d) + i];
-                    if constexpr (KIND == WIDE_FP8) sum *= of_output[i / 2] * of_row[c + d][i % 2];
+                    if constexpr (KIND == WIDE_FP8) sum *= of_output[i / 2] * of_row[AT_ONCE ? c + d : d][i % 2];
                     v[i] = wide_activate<ACTIVATION>(sum);
                 }
                 store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
@@ -226,8 +243,9 @@ __device__ __forceinline__ void fetch_weights(
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
-        const WidePlace at = wide_place(p, tile);
+    const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
+    for (int tile = first; tile < p.first_tile[p.count] * row_blocks; tile += blocks) {
+        const WidePlace at = wide_place(p, tile / row_blocks);
         const CUtensorMap* map = &p.weights[at.map];
         const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = my_split * steps;
         for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
@@ -252,14 +270,18 @@ __device__ __forceinline__ void fetch_inputs(
     using Tile = WideTile<ROWS>;
     const uint32_t to = ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
+    const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
     wait_for_inputs();
-    for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
-        const WidePlace at = wide_place(p, tile);
+    for (int tile = first; tile < p.first_tile[p.count] * row_blocks; tile += blocks) {
+        const WidePlace at = wide_place(p, tile / row_blocks);
         const CUtensorMap* map = &p.inputs[at.map];
         const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = my_split * steps;
         for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
             wait_barrier(empty + 8 * slot.stage, slot.parity);
-            copy_box(to + slot.stage * Tile::BYTES, map, k, 0, 0, full + 8 * slot.stage, EVICT_LAST);
+#pragma unroll
+            for (int part = 0; part < Tile::PARTS; ++part)
+                copy_box(to + slot.stage * Tile::BYTES + part * Tile::PART * TILE_BYTES, map, k,
+                         tile % row_blocks * ROWS + part * Tile::PART, 0, full + 8 * slot.stage, EVICT_LAST);
             slot.advance();
         }
     }
@@ -309,8 +331,9 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
         const auto release = [&](uint32_t barrier) {
             if (tid == 0) arrive(barrier);
         };
-        for (int tile = first; tile < p.first_tile[p.count]; tile += blocks) {
-            const WidePlace at = wide_place(p, tile);
+        const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
+        for (int tile = first; tile < p.first_tile[p.count] * row_blocks; tile += blocks) {
+            const WidePlace at = wide_place(p, tile / row_blocks);
             uint32_t before = 0;  // the slot whose products may still run
             for (int i = wide_steps<SPLITS, KIND>(p, at.map); i > 0; --i) {
                 wait_barrier(full + 8 * slot.stage, slot.parity);
@@ -320,7 +343,10 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 #pragma unroll
                 for (int j = 0; j < TILE_BYTES / 32; ++j) {
                     if constexpr (KIND == WIDE_FP8) {
-                        multiply_fp8<ROWS>(sums, weight + j * 32 / 16, input + j * 32 / 16, add);
+#pragma unroll
+                        for (int part = 0; part < Tile::PARTS; ++part)
+                            multiply_fp8<Tile::PART>(reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]),
+                                                     weight + j * 32 / 16, input + (part * Tile::PART * TILE_BYTES + j * 32) / 16, add);
                     } else {
                         constexpr bool TURNED = KIND == WIDE_TURNED;
                         multiply<ROWS, TURNED>(sums, weight + j * (TURNED ? 16 * 128 : 32) / 16, input + j * 32 / 16, add);
@@ -343,7 +369,8 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
             if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p, tile, my_split);
             const int first_output = at.output + half * 64 + warp * 16;
             if (first_output >= p.n[at.map]) continue;  // the map's last tile may be narrower
-            WideOut out = {p.y[at.map] + first_output, p.n[at.map], my_split * CHUNKS * 8, p.rows, nullptr, nullptr};
+            const int first_row = tile % row_blocks * ROWS + my_split * CHUNKS * 8;
+            WideOut out = {p.y[at.map] + first_output, p.n[at.map], first_row, p.rows, nullptr, nullptr};
             if constexpr (KIND == WIDE_FP8) {
                 out.weight_scales = p.weight_scales[at.map] + first_output, out.input_scales = p.input_scales[at.map];
             }
@@ -370,7 +397,7 @@ int launch_wide(const WideLaunch& p, void* stream) {
         if (error != cudaSuccess) return static_cast<int>(error);
         raised[this_device()] = true;
     }
-    const int units = p.first_tile[p.count] * SPLITS, room = this_machine().processors;
+    const int units = p.first_tile[p.count] * (KIND == WIDE_FP8 ? p.row_blocks : 1) * SPLITS, room = this_machine().processors;
     if (SPLITS > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
     launch_with_shared(kernel, dim3(min(units, room)), 384, SHARED, stream, p);
     return launch_result();

@@ -1,4 +1,4 @@
-// Entry of the products of up to 256 rows of fp8 codes with fp8 weights (wide.cuh).
+// Entry of the products of up to 1,024 rows of fp8 codes with fp8 weights (wide.cuh).
 #include "wide_maps.cuh"
 
 struct WideFp8Map {
@@ -37,7 +37,7 @@ RWKV_API int rwkv_wide_fp8(const WideFp8Args* args, void* stream) {
     for (int i = 0; i < args->count; ++i) {
         const WideFp8Map& m = args->maps[i];
         if (!describe(&p.weights[i], m.weight, BYTES, m.n, m.k, m.k, 1, OUTPUTS, 1) ||
-            !describe(&p.inputs[i], m.x, BYTES, args->rows, m.k, m.k, 1, args->tile_rows, 1)) {
+            !describe(&p.inputs[i], m.x, BYTES, args->rows, m.k, m.k, 1, args->tile_rows > 256 ? args->tile_rows / 2 : args->tile_rows, 1)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
         p.y[i] = static_cast<__half*>(m.y);
@@ -48,7 +48,7 @@ RWKV_API int rwkv_wide_fp8(const WideFp8Args* args, void* stream) {
         tiles += (m.n + OUTPUTS - 1) / OUTPUTS;
     }
     p.first_tile[args->count] = tiles;
-    p.count = args->count, p.rows = args->rows;
+    p.count = args->count, p.rows = args->rows, p.row_blocks = (args->rows + args->tile_rows - 1) / args->tile_rows;
     p.partial = static_cast<float4*>(args->partial), p.counters = static_cast<int*>(args->counters);
     switch (args->tile_rows) {
         case 32: return launch_rows<32>(*args, p, stream);
@@ -59,6 +59,7 @@ RWKV_API int rwkv_wide_fp8(const WideFp8Args* args, void* stream) {
         case 192: return launch_rows<192>(*args, p, stream);
         case 224: return launch_rows<224>(*args, p, stream);
         case 256: return launch_rows<256>(*args, p, stream);
+        case 320: return launch_rows<320>(*args, p, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);
 }
