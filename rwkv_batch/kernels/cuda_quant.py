@@ -240,7 +240,7 @@ def apply_activation(y: Tensor, activation: Activation) -> None:
 
 
 def multiply_codes(maps: Sequence[CodeMap]) -> None:
-    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel up to 256 rows on Hopper, else cuBLAS."""
+    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_wide_fp8` says so, else cuBLAS."""
     first = maps[0]
     rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
     if first.y.dtype == torch.float16 and fits_wide_fp8(rows, n, k, first.y.device):

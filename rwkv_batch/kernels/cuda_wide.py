@@ -1,4 +1,4 @@
-"""Products of up to 256 rows on Hopper's tensor cores (csrc/wide.cuh): how a launch is cut up, and the launch."""
+"""Products of up to 256 rows, of fp8 codes up to 640, on Hopper's tensor cores (csrc/wide.cuh): plans and launches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_WIDE_ROWS = TILE_ROWS[-1]
 FP8_TILE_ROWS = (*TILE_ROWS, 320)
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
-"""Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full cuBLAS is faster (docs/notebook.md)."""
+"""Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
 SPLITS = (1, 2, 4)
 CODES = torch.float8_e4m3fn
 

@@ -2,7 +2,8 @@
 //
 // A map: W [n, k] fp16, or [k, n] when it is stored transposed; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
 // transposed), k of 64 times the splits. Or W [n, k] and x [rows, k] of e4m3 codes with a scale for each output and each
-// row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
+// row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units; then ROWS may be 320, two
+// products of 160, and more rows take several tiles. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
 // of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply 64 outputs each. W is
 // the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
 //

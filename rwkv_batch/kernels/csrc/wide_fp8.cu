@@ -1,4 +1,4 @@
-// Entry of the products of up to 1,024 rows of fp8 codes with fp8 weights (wide.cuh).
+// Entry of the products of rows of fp8 codes with fp8 weights (wide.cuh).
 #include "wide_maps.cuh"
 
 struct WideFp8Map {
