@@ -69,6 +69,10 @@ class CpuLinear(Linear):
         """[T, in] -> [T, out]."""
         return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)
 
+    def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See Linear.to_fp32: written where it is to be."""
+        return run_linears([(self, x, Activation.NONE)], None if out is None else [out])[0]
+
 
 class CpuQuantLinear(CpuLinear):
     """A matrix of int8 codes on a CPU, a scale per output and 128 inputs: [T, in] fp32 -> [T, out] fp32.
@@ -100,19 +104,22 @@ def make_quantised(name: str, stored: Quantised) -> Linear:
     return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT)
 
 
-def run_linears(maps: Sequence[tuple[CpuLinear, Tensor, Activation]]) -> list[Tensor]:
+def run_linears(
+    maps: Sequence[tuple[CpuLinear, Tensor, Activation]], outs: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     """Several maps over as many rows each, in one call: (map, x [T, in], activation) -> y [T, out] fp32.
 
-    Raises ValueError for an x of another width, MemoryError.
+    `outs`: where they are to be put. Raises ValueError for an x of another width or an unfit out, MemoryError.
     """
     rows = maps[0][1].shape[0]
     inputs = [x.to(torch.float32).contiguous() for _, x, _ in maps]
-    results = [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
+    results = list(outs) if outs is not None else [torch.empty(rows, linear.out_features) for linear, _, _ in maps]
     jobs = (JobArgs * len(maps))()
     for i, (linear, _, activation) in enumerate(maps):
         if inputs[i].shape != (rows, linear.in_features):
             raise ValueError(f"x is {tuple(inputs[i].shape)}, the map takes [{rows}, {linear.in_features}]")
-        jobs[i] = JobArgs(linear.args, inputs[i].data_ptr(), results[i].data_ptr(), activation)
+        place = pointer(results[i], "a map's result", torch.float32, (rows, linear.out_features), CPU)
+        jobs[i] = JobArgs(linear.args, inputs[i].data_ptr(), place, activation)
     if library().rwkv_linear(jobs, len(maps), rows, torch.get_num_threads()):
         raise MemoryError(f"no memory to pack {rows} rows for {len(maps)} matrices")
     return results

@@ -88,11 +88,21 @@ class ModelRunner:
         self._tokens = self._graphs.tokens if self._graphs is not None else self._make_last_tokens()
         self._known = 0
         """number under which the tokens of the last step that the host has read come to the first device"""
-        self._logits = self._graphs.logits if self._graphs is not None else None
+        self._logits = self._graphs.logits if self._graphs is not None else self._make_logits()
         """[rows, V] where steps leave their logits; None: each in memory of its own"""
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
+
+    def _make_logits(self) -> Tensor | None:
+        """Where a CPU's steps leave their logits, each done with before the next begins.
+
+        Memory of this size, taken and freed in every step, is new to the process each time: the kernel makes it page
+        by page while all compute threads wait.
+        """
+        if self.device.type != "cpu" or self.steps_in_flight > 1:
+            return None
+        return torch.empty(self.limits.rows_in_step, self.vocab)
 
     def _load(self) -> tuple[Weights, Pipeline]:
         """The weights, and the layers on their devices. Raises StartupError."""

@@ -6,13 +6,16 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
+from rwkv_batch.runner.drawing import Drawing, Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
@@ -252,3 +255,19 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
         assert not engine.is_alive
         late = submit(engine, ask("x"))
         assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
+
+
+def test_steps_on_a_cpu_leave_their_logits_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory taken anew costs a page fault for each 4 KiB, and all compute threads wait for it."""
+    seen: list[torch.Tensor] = []  # kept, so that no address is given twice
+    plain = Drawing.draw
+
+    def draw(self: Drawing, step: Launched, logits: torch.Tensor, last_tokens: Any) -> None:
+        seen.append(logits)
+        plain(self, step, logits, last_tokens)
+
+    monkeypatch.setattr(Drawing, "draw", draw)
+    with started_engine(tiny_model(tmp_path)) as engine:
+        run(engine, *(ask(f"row {i}", max_tokens=8, ignore_eos=True) for i in range(5)))
+    assert len(seen) >= 8
+    assert {logits.data_ptr() for logits in seen} == {seen[0].data_ptr()}
