@@ -422,6 +422,8 @@ class JobTable:
         """End every job. Turns that have their answer end as the pool says, which has to be polled or closed yet."""
         for job in list(self._jobs.values()):
             self.fail(job, error)
+        for sequence in list(self._leased):  # turns with their answer whose jobs nobody listens to any more
+            self._drop(sequence)
 
     def abandon_all(self, error: ErrorInfo) -> None:
         """End every job when the pool says nothing more: turns that have their answer may be kept or not."""

@@ -31,6 +31,8 @@ def test_worlds(first: int) -> None:
         274,  # the same in the middle of work
         741,  # a step failed in which a prompt was read for several rows: they went on, and its scores were missing
         1061,  # the same with a step in flight behind it
+        2746,  # an orderly end left out a turn with its answer whose job had just been cancelled
+        3155,  # the same
         387,  # turns that waited held all slots but one, and that one was a prompt's that was read for several rows
     ],
 )
