@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("native", "sampling", "state_pool", "rwkv_batch", "routes", "batch_store", "bulk", "console", "supervisor")
 BROAD = {"Exception", "BaseException"}
-MOST = 26
+MOST = 30
+"""Four of them keep the pool's threads alive whatever a database that several engines share tells them."""
 
 
 def broad_handlers() -> dict[str, str]:

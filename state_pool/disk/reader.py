@@ -91,7 +91,7 @@ class Reader:
         found: list[StoredSession] | DatabaseUnreadable
         try:
             found = find_session(self._connection, key)
-        except Exception as error:
+        except Exception as error:  # likewise: this look's failure
             logger.exception("a session could not be looked up")
             found = _unreadable("look a session up", error)
         return lambda: on_found(found)

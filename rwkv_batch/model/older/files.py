@@ -18,7 +18,7 @@ _ATT = "blocks.0.att"
 
 
 def version_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """ "RWKV-4" … "RWKV-6" by the names that the `rwkv` package goes by; None: no older version."""
+    """ "RWKV-4" to "RWKV-6", of tensors [...] by their names, as the `rwkv` package tells them apart; else None."""
     if not any(_OLDER.search(name) for name in tensors):
         return None
     if any(".att.time_maa_" in name for name in tensors):
@@ -44,7 +44,7 @@ def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
 
 
 def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelShape:
-    """Sizes, as far as the tensors have them."""
+    """Sizes, as far as the tensors have them: emb.weight [V, C], decays [H, N]."""
     width = _size(tensors, "emb.weight", 1)
     heads = 1
     if version != "RWKV-4":
@@ -63,7 +63,7 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
 
 
 def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a layer of such a model must have."""
+    """Name -> shape, as (C, C) for [C, C], of every tensor that a layer of such a model must have."""
     c, f = shape.width, shape.ffn
     if shape.version == "RWKV-4":
         att = rwkv4.expected(shape)
@@ -94,7 +94,7 @@ def _ffn_mix(shape: ModelShape) -> str:
 
 
 def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
-    """Layer i."""
+    """Layer i: norms and mixes [C], matrices [out, in]."""
     ffn, mix = f"blocks.{i}.ffn", _ffn_mix(shape)
     mix_k, mix_r = source.vector(f"{ffn}.{mix}_k"), source.vector(f"{ffn}.{mix}_r")
     if mix == "time_mix":

@@ -54,10 +54,10 @@ class OlderLayer(LayerBase):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x): torch.sigmoid on a CPU has other last bits where a thread's share of x ends."""
+    """1 / (1 + e^-x) of [...]: torch.sigmoid on a CPU has other last bits where a thread's share of x ends."""
     return 1 / (1 + torch.exp(-x))
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), with that sigmoid."""
+    """x * sigmoid(x) of [...], with that sigmoid."""
     return x * sigmoid(x)

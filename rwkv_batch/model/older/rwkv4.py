@@ -68,7 +68,7 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix4:
-    """From the tensors called `att`."""
+    """From the tensors called `att`: vectors [C], matrices [C, C]."""
     return TimeMix4(
         mix_k=1 - source.vector(f"{att}.time_mix_k"),
         mix_v=1 - source.vector(f"{att}.time_mix_v"),

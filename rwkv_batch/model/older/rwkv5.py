@@ -69,7 +69,7 @@ def expected(shape: ModelShape, has_logarithm: bool) -> dict[str, tuple[int, ...
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix5:
-    """From the tensors called `att`."""
+    """From the tensors called `att`: vectors [H, N], matrices [C, C]."""
     gated = shape.version not in WITHOUT_GATE
     by_head = (shape.heads, 1 if shape.version in ONE_DECAY_A_HEAD else shape.head_size)
     whole = (shape.heads, shape.head_size)

@@ -81,7 +81,7 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix6:
-    """From the tensors called `att`."""
+    """From the tensors called `att`: vectors [C] and [H, N], matrices [C, C]."""
     return TimeMix6(
         mix_x=source.vector(f"{att}.time_maa_x"),
         mixes=torch.stack([source.vector(f"{att}.time_maa_{letter}") for letter in MIXES]),
