@@ -64,7 +64,7 @@ class Tiers:
         self._transfers: list[_Transfer] = []
         self._pins: dict[int, int] = {}
         self.arriving = 0
-        """Sessions on their way from disk to host memory."""
+        """Sessions on their way from disk, or from a file, to host memory."""
         self._leaving = 0
         """Slots that become free when a copy is done."""
         self.checkpoints = Checkpoints(config, store, self.save, self._forget_stale)

@@ -160,6 +160,7 @@ class ImportExport:
                 self._imported(session, host, file, error, on_durable)
 
             self._acquire(session, lambda: self._write(session, host, file, done), done)
+            self._tiers.arriving += host is not None
 
     def _forget_idle(self, key: SessionKey) -> None:
         """Where engines share the database, it says whether there is such a session."""
@@ -214,6 +215,7 @@ class ImportExport:
         error: Exception | None,
         on_durable: OnDurable,
     ) -> None:
+        self._tiers.arriving -= host is not None
         self._under_way -= 1
         session.pending = None
         if session.deleted:
