@@ -73,6 +73,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/models/{model}", {"model": "rwkv7"}),
     ("/v1/models/load", {"file": "none.pth"}),
     ("/v1/models/unload", {"name": "none"}),
+    ("/v1/adapters", None),
     ("/v1/engines", None),
     ("/v1/engines/add", {"devices": ["cpu"]}),
     ("/v1/engines/remove", {"engine": "engine-0"}),
@@ -98,7 +99,10 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/docs", None),
     ("/", None),
 ]
-CARRIED = {"/state/export", "/state/import", "/state/delete", "/v1/states", "/v1/states/{name}", "/web/{file}"}
+CARRIED = {
+    "/state/export", "/state/import", "/state/delete", "/v1/states", "/v1/states/{name}", "/v1/adapters/{name}",
+    "/web/{file}",
+}  # fmt: skip
 """Routes that are asked one after the other, in a test of their own."""
 
 
@@ -199,3 +203,8 @@ def test_a_failure_after_the_answer_has_begun(
     assert answers[0].status_code == 200
     assert "was deleted while its turn ran" in answers[0].text
     published.check("POST", path, answers[0])
+
+
+def test_an_adapter_that_is_not_there(service: Service, published: Published) -> None:
+    published.check("DELETE", "/v1/adapters/{name}", httpx.delete(f"{service.url}/v1/adapters/none", timeout=30))
+    published.check("POST", "/v1/adapters", service.post("/v1/adapters", {"name": "x", "file": "no.pth"}))

@@ -32,13 +32,13 @@ DOCUMENT = openapi_document(ROUTES)
 MOST_TOKENS, MOST_ROWS = 3, 4
 ANSWER_404 = (
     "POST /state/delete", "POST /openai/v1/embeddings", "POST /v1/states", "DELETE /v1/states/{name}",
-    "POST /v1/adapters", "DELETE /v1/adapters/{name}",
+    "POST /v1/adapters", "DELETE /v1/adapters/{name}", "POST /v1/engines/add", "POST /v1/engines/remove",
     "POST /v1/models/load", "POST /v1/models/unload", "POST /openai/v1/files", "GET /openai/v1/files/{file_id}",
     "DELETE /openai/v1/files/{file_id}", "POST /openai/v1/batches", "GET /openai/v1/batches/{batch_id}",
     "POST /openai/v1/batches/{batch_id}", "POST /loadmodel", "POST /removemodel", "POST /loadstatemodel",
     "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
-"""Whose examples are of what is not there, or lack a file."""
+"""Whose examples are of what is not there, lack a file, or want a service of several engines."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 10
 
 
