@@ -95,15 +95,25 @@ class AdapterLibrary:
         """Put it beside the weights, then where rows find it. Raises PoolError, FileError for want of memory."""
         held = self._adapters.add(Origin(name, adapter.digest))
         try:
-            self._pipeline.put_adapter(held.place, adapter)
-        except ValueError as error:
+            info = self._put_beside(held.place, name, adapter, scale, is_kept)
+        except Exception:
             self._adapters.remove(name)
+            raise
+        self._infos[name] = info
+        return info
+
+    def _put_beside(
+        self, place: int, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool
+    ) -> AdapterInfo:
+        """Raises FileError for want of memory, or of kernels that know such adapters."""
+        try:
+            self._pipeline.put_adapter(place, adapter)
+        except ValueError as error:
             raise FileError(f"adapter file {adapter.file}: {error}") from error
         except (MemoryError, RuntimeError) as error:
-            self._adapters.remove(name)
             raise FileError(f"adapter file {adapter.file}: no device has the memory for it ({error})") from error
         logger.info("adapter %s (%s): rank %d on %d layers", name, adapter.file, adapter.rank, len(adapter.layers))
-        info = self._infos[name] = AdapterInfo(
+        return AdapterInfo(
             name=name,
             digest=adapter.digest,
             file=adapter.file,
@@ -113,7 +123,6 @@ class AdapterLibrary:
             bytes=self._pipeline.adapter_bytes(adapter),
             is_kept=is_kept,
         )
-        return info
 
     # Calls ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +160,7 @@ class AdapterLibrary:
                 self._adapters.remove(call.name)
                 del self._infos[call.name]
                 raise
-        except (FileError, PoolError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - a client's file holds anything, and this is the engine's thread
             reply(_as_service_error(error))
             return
         reply(info)

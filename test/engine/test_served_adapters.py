@@ -210,6 +210,7 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         {"blocks.0.att.key.lora_A": torch.full((4, 128), torch.nan), "blocks.0.att.key.lora_B": torch.ones(128, 4)},
         "NaN",
     ),
+    "a router alone": ({"blocks.0.ffn.router.linear.weight": torch.ones(3, 128)}, "no pairs"),
 }
 
 
@@ -221,6 +222,23 @@ def test_what_cannot_be_served_is_refused_before_anything_changes(engine: Engine
     with pytest.raises(ServiceError, match=why) as refused:
         call(engine, "adapter_add", name="wrong", file="wrong.pth", scale=1.0)
     assert refused.value.info.field == "file" and call(engine, "adapter_list") == before
+
+
+def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(number: int, adapter: object) -> None:
+        raise TypeError("as nobody has thought of")
+
+    before = call(engine, "adapter_list")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._adapters._pipeline, "put_adapter", fails)
+        with pytest.raises(ServiceError, match="nobody has thought of") as told:
+            call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
+    assert told.value.info.kind is ErrorKind.INTERNAL and call(engine, "adapter_list") == before
+    call(engine, "adapter_add", name="next", file="lora0.pth", scale=3.0)
+    assert run(engine, ask("a", adapter="next")).texts
+    call(engine, "adapter_remove", name="next")
 
 
 @pytest.mark.parametrize(

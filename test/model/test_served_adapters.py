@@ -215,6 +215,7 @@ WRONG = {
         {"blocks.0.ffn.key.lora_A": torch.ones(2, WIDTH), "blocks.0.ffn.key.lora_B": torch.ones(4 * WIDTH, 2)},
         "has experts",
     ),
+    "a layer that is not": ({"blocks.9.ffn.router.linear.weight": torch.ones(3, WIDTH)}, "no weight 'blocks.9.ffn'"),
     "more active than there are": ({"moe_info": torch.tensor([4, 9])}, "has 4 experts"),
 }
 

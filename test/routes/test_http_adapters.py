@@ -8,8 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from demo import files
+from test.adapter_files import write_adapter
 from test.serving import Service, row_texts, sse_data
 
 pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
@@ -26,6 +29,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     (folder / "models").mkdir()
     shutil.copy(TUNED / "spanish.safetensors", folder / "models")
     (folder / "models" / "broken.pth").write_bytes(b"nothing")
+    width = load_file(TUNED / "spanish.safetensors")["blocks.0.att.key.lora_A"].shape[1]
+    write_adapter(folder / "models" / "router.pth", {"blocks.0.ffn.router.linear.weight": torch.ones(3, width)})
     arguments = ("--adapter-serve", f"french={TUNED / 'french.safetensors'}:1", "--state", f"json={TUNED / 'json.pth'}")
     arguments += ("--models-dir", str(folder / "models"), "--admin-password", "the boss", "--http-workers", "1")
     running = Service(folder, *arguments)
@@ -123,12 +128,14 @@ def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: i
         ({"name": "new", "file": "broken.pth", "scale": 1}, 422),
         ({"name": "new", "file": "../models/../../etc/passwd", "scale": 1}, 422),
         ({"name": "new", "file": "spanish.safetensors"}, 422),
+        ({"name": "new", "file": "router.pth", "scale": 1}, 422),
         ({"name": "new"}, 422),
     ],
 )
 def test_what_is_not_loaded(served: Service, body: dict[str, Any], status: int) -> None:
     assert served.post("/v1/adapters", body, headers=ADMIN).status_code == status
     assert len(served.get("/v1/adapters").json()["data"]) == 2
+    assert texts(served, adapter="french") == ["Merci beaucoup."]
 
 
 def test_a_session_under_another_adapter_is_refused(served: Service) -> None:

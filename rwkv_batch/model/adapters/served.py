@@ -41,7 +41,7 @@ class ServedAdapter:
     @property
     def rank(self) -> int:
         """The largest of its pairs."""
-        return max(pair.rank for layer in self.layers.values() for pair in layer.all_pairs)
+        return max((pair.rank for layer in self.layers.values() for pair in layer.all_pairs), default=0)
 
 
 def served(weights: Weights, adapter: Adapter) -> ServedAdapter:
@@ -66,6 +66,8 @@ def served(weights: Weights, adapter: Adapter) -> ServedAdapter:
         layers.setdefault(layer, {})[target] = _checked(adapter, name, Pair(*pair))
     numbers = sorted({*layers, *experts})
     found = {i: LayerPairs(layers.get(i, {}), experts.get(i)) for i in numbers}
+    if not any(layer.all_pairs for layer in found.values()):
+        raise FileError(f"adapter file {adapter.path} has a router and no pairs of matrices; nothing would change")
     return ServedAdapter(adapter.digest, found, str(adapter.path))
 
 
@@ -82,6 +84,8 @@ def _experts(weights: Weights, adapter: Adapter, layer: int, found: ExpertParts)
     """A layer's mixture of experts. Raises FileError for what is missing or does not fit."""
     at = f"blocks.{layer}.ffn"
     router, width = found.router, weights.shape.width
+    if layer >= weights.shape.layers:
+        raise FileError(f"adapter file {adapter.path} is for another model: this one has no weight {at!r}")
     if router is None or router.dim() != 2 or router.shape[1] != width or not 1 <= len(router) <= MAX_EXPERTS - 1:
         raise FileError(
             f"adapter file {adapter.path}: {at}.router.linear.weight is "
