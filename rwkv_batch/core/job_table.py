@@ -188,7 +188,8 @@ class JobTable:
                 # It reads and writes one slot of its own, and nobody else waits for what it leaves there.
                 sequence.num_computed_tokens += row.num_tokens
             else:
-                if sequence.lease is not None and sequence.num_computed_tokens == 0:
+                if sequence.lease is not None and not sequence.told_session:
+                    sequence.told_session = True
                     self._tell_session(sequence, sequence.lease.num_tokens)
                 self._keeper.advance(sequence, row.num_tokens)
             if row.draws:

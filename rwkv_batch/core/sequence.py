@@ -167,6 +167,8 @@ class Sequence:
     base: int = NO_BASE
     """number of what it begins from: only rows with the same may share a prefix"""
     lease: Lease | None = None
+    told_session: bool = False
+    """whether its turn has begun and was told to have, with how long its session was"""
     rollback_state: RollbackState | None = None
     prompt_end: int = 0
     """where the drawn tokens begin in `token_ids`"""

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.progress import Progress
 from demo.random_weights import write_random_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.request import GenerateRequest, PromptLogprobs
+from rwkv_batch.request import GenerateRequest, JobEvents, PromptLogprobs
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
@@ -268,6 +269,21 @@ def test_sessions_of_mixtures_go_on_parked_displaced_and_after_a_restart(
             run(engine, turn("plain", "x", mixture=mix, **GREEDY))
         with pytest.raises(ServiceError, match="kept by its tokens alone"):
             call(engine, "session_export", session_id="one")
+        engine.keeper.parked.clear()
+
+
+def test_a_later_turn_that_was_kept_before_its_engine_was_lost_is_not_taken_again(model: Path, tmp_path: Path) -> None:
+    """The end of each turn is lost on its way; the second begins from what the first has parked."""
+    with engine_with_states(model, pool={"state_db": str(tmp_path / "s.db")}) as engine:
+        for prompt in SAID[:2]:
+            kept = run(engine, turn("s", prompt, mixture=MIXES[1], chunk_size=1, **GREEDY), tells_ids=True)
+            progress = Progress(kept.job)
+            for delta in [delta for events in kept.events for delta in events.deltas][:4]:
+                progress.take(JobEvents(job_id="x", deltas=[delta]))
+            rest = progress.rest()
+            assert rest is not None
+            error = run(engine, *rest.rows).finishes[0].error
+            assert error is not None and error.kind is ErrorKind.ENGINE_LOST and "may have been kept" in error.message
         engine.keeper.parked.clear()
 
 
