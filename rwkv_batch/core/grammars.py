@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,9 +27,12 @@ logger = logging.getLogger(__name__)
 Grammars = Mapping[Constraint, "Grammar"]
 THREADS = 2
 MOST_WAITING = 256
-"""Jobs whose constraints wait to be compiled."""
+"""Groups of jobs with the same constraints that wait to be compiled."""
 MOST_OF_CLIENT = 64
 """Of one client."""
+MOST_JOBS = 4096
+"""Jobs that wait, those with the same constraints too."""
+MOST_JOBS_OF_CLIENT = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +40,14 @@ class _Waiting:
     """A job whose constraints are not compiled yet."""
 
     job: Job
-    constraints: set[Constraint]
+    constraints: frozenset[Constraint]
     admitted: Admitted
     then: Callable[[Grammars], None]
     is_cancelled: bool = False
+
+
+_Line = dict[frozenset[Constraint], list[_Waiting]]
+"""A client's jobs that wait; those with the same constraints are compiled for together."""
 
 
 class GrammarDesk:
@@ -56,7 +62,7 @@ class GrammarDesk:
         self._threads = ThreadPoolExecutor(THREADS, "grammars")
         self._jobs: dict[str, _Waiting] = {}
         """those that wait or are compiled, by id"""
-        self._lines: dict[str, deque[_Waiting]] = {}
+        self._lines: dict[str, _Line] = {}
         """those that wait, by client; the client whose turn is next comes first"""
 
     def prepare(self, job: Job, admitted: Admitted, then: Callable[[Grammars], None]) -> None:
@@ -64,23 +70,38 @@ class GrammarDesk:
 
         `then` only hands over; it must not wait.
         """
-        constraints = {row.constraint for row in job.rows if row.constraint is not None}
+        constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
         kept = self._kept(constraints)
         if len(kept) == len(constraints):
             then(kept)
             return
         with self._lock:
-            line = self._lines.get(job.client, ())
-            if len(self._jobs) >= MOST_WAITING or len(line) >= MOST_OF_CLIENT:
-                admitted(_too_many(len(line)))
+            line = self._lines.get(job.client, {})
+            is_new = constraints not in line
+            if refusal := self._too_many(job, line, is_new):
+                admitted(refusal)
                 return
-            waiting = _Waiting(job, constraints, admitted, then)
-            self._jobs[job.job_id] = waiting
-            self._lines.setdefault(job.client, deque()).append(waiting)
+            self._lines[job.client] = line
+            self._jobs[job.job_id] = waiting = _Waiting(job, constraints, admitted, then)
+            line.setdefault(constraints, []).append(waiting)
+        if not is_new:
+            return
         try:
             self._threads.submit(self._serve_next)
         except RuntimeError:  # closed
             self._refuse_waiting()
+
+    def _too_many(self, job: Job, line: _Line, is_new: bool) -> ServiceError | None:
+        """Why a job may not wait. One that another engine has admitted may: its client has been answered."""
+        if job.attempt:
+            return None
+        groups, jobs = len(line), sum(map(len, line.values()))
+        if (is_new and groups >= MOST_OF_CLIENT) or jobs >= MOST_JOBS_OF_CLIENT:
+            return _waits_too_much(f"{jobs} of your requests, with {groups} different constraints,")
+        groups = sum(map(len, self._lines.values()))
+        if (is_new and groups >= MOST_WAITING) or len(self._jobs) >= MOST_JOBS:
+            return _waits_too_much(f"{len(self._jobs)} requests, with {groups} different constraints,")
+        return None
 
     def cancel(self, job_id: str) -> None:
         """Any thread. A job that waits here is refused."""
@@ -95,7 +116,7 @@ class GrammarDesk:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _kept(self, constraints: set[Constraint]) -> dict[Constraint, Grammar]:
+    def _kept(self, constraints: frozenset[Constraint]) -> dict[Constraint, Grammar]:
         compiler = self._compiler
         if compiler is None:
             return {}
@@ -104,34 +125,37 @@ class GrammarDesk:
 
     def _serve_next(self) -> None:
         """Compile for the client whose turn it is."""
-        waiting = self._next()
-        if waiting is None:
+        group = self._next()
+        if not group:
             return
         grammars: dict[Constraint, Grammar] = {}
         error: BaseException | None = None
         try:
-            if not waiting.is_cancelled:
-                grammars = self._compile(waiting.constraints)
+            if not all(waiting.is_cancelled for waiting in group):
+                grammars = self._compile(group[0].constraints)
         except BaseException as caught:  # noqa: BLE001 - whatever it was, the job is told
             error = caught
-        self._done(waiting, grammars, error)
+        for waiting in group:
+            self._done(waiting, grammars, error)
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> list[_Waiting]:
+        """Jobs with the same constraints, of the client whose turn it is; none: nobody waits."""
         with self._lock:
             if not self._lines:
-                return None
+                return []
             client = next(iter(self._lines))
             line = self._lines.pop(client)
-            waiting = line.popleft()
+            group = line.pop(next(iter(line)))
             if line:
                 self._lines[client] = line  # behind the others
-            return waiting
+            return group
 
     def _refuse_waiting(self) -> None:
-        while (waiting := self._next()) is not None:
-            self._done(waiting, {}, self._refusal())
+        while group := self._next():
+            for waiting in group:
+                self._done(waiting, {}, self._refusal())
 
-    def _compile(self, constraints: set[Constraint]) -> dict[Constraint, Grammar]:
+    def _compile(self, constraints: frozenset[Constraint]) -> dict[Constraint, Grammar]:
         compiler = self._ready_compiler()
         grammars = {}
         for constraint in constraints:
@@ -172,10 +196,9 @@ def _as_service_error(error: BaseException) -> ServiceError:
     return ServiceError(ErrorKind.INTERNAL, f"the grammar could not be compiled: {type(error).__name__}: {error}")
 
 
-def _too_many(of_client: int) -> ServiceError:
-    whose = f"{of_client} of your" if of_client >= MOST_OF_CLIENT else f"{MOST_WAITING}"
+def _waits_too_much(what: str) -> ServiceError:
     return ServiceError(
         ErrorKind.OVERLOADED,
-        f"{whose} requests wait for their grammars to be compiled; try again in a moment",
+        f"{what} wait for their grammars to be compiled; try again in a moment",
         retry_after_s=1,
     )

@@ -85,17 +85,10 @@ class JobTable:
         self._scheduler.add(running, rows)
 
     def _check(self, job: Job) -> None:
-        limit = self._scheduler.limits.max_waiting_rows
         if job.job_id in self._jobs:
             raise ServiceError(ErrorKind.INVALID_FIELD, f"job id {job.job_id!r} is in use", field="job_id")
-        waiting = self._scheduler.places.waiting_rows
-        if waiting + job.num_rows > limit:
-            raise _queue_is_full(f"{waiting} rows wait", job.num_rows, f"{limit} (--max-waiting-rows)")
-        share = self._scheduler.limits.waiting_rows_per_client
-        waiting = self._scheduler.places.waiting_rows_of(job.client) if job.client else 0
-        if job.client and waiting + job.num_rows > share:
-            flag = f"{share} for one client (--max-waiting-rows-per-client)"
-            raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, flag)
+        if not job.attempt:  # else another engine has admitted it, and its client was answered
+            self._check_queue(job)
         for request in job.rows:
             self._check_row(request)
             check_scoring(request, self._vocab)
@@ -106,6 +99,17 @@ class JobTable:
                 f"a session takes one row a request, {job.num_rows} were given",
                 field="session_id",
             )
+
+    def _check_queue(self, job: Job) -> None:
+        limit = self._scheduler.limits.max_waiting_rows
+        waiting = self._scheduler.places.waiting_rows
+        if waiting + job.num_rows > limit:
+            raise _queue_is_full(f"{waiting} rows wait", job.num_rows, f"{limit} (--max-waiting-rows)")
+        share = self._scheduler.limits.waiting_rows_per_client
+        waiting = self._scheduler.places.waiting_rows_of(job.client) if job.client else 0
+        if job.client and waiting + job.num_rows > share:
+            flag = f"{share} for one client (--max-waiting-rows-per-client)"
+            raise _queue_is_full(f"{waiting} rows of this client wait", job.num_rows, flag)
 
     def _check_row(self, request: GenerateRequest) -> None:
         self._keeper.check(request)

@@ -128,6 +128,12 @@ def test_queue_is_bounded_and_a_refused_job_leaves_nothing(model: Path) -> None:
         assert len(run(engine, *[ask("x") for _ in range(10)]).finishes) == 10
 
 
+def test_a_job_that_another_engine_has_admitted_is_not_refused(model: Path) -> None:
+    with started_engine(model, max_waiting_rows=10, max_waiting_rows_per_client=5) as engine:
+        for client in ("", "key"):
+            assert len(run(engine, *[ask("x") for _ in range(11)], client=client, attempt=1).finishes) == 11
+
+
 def test_cancel_frees_every_slot(engine: Engine) -> None:
     before = wait_until_idle(engine)["free_slots"]
     jobs = [submit(engine, *[ask("cancel me", max_tokens=100000, ignore_eos=True)] * 3) for _ in range(40)]

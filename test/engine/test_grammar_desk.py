@@ -50,10 +50,10 @@ class Clients:
         self.told: dict[str, Any] = {}
         self._news = threading.Condition()
 
-    def ask(self, client: str, name: str) -> None:
-        row = ask("x", constraint=Constraint(form=Form.REGEX, source=name, field="regex"))
+    def ask(self, client: str, name: str, source: str = "", **fields: Any) -> None:
+        row = ask("x", constraint=Constraint(form=Form.REGEX, source=source or name, field="regex"))
         self.desk.prepare(
-            Job(job_id=name, rows=[row], client=client),
+            Job(job_id=name, rows=[row], client=client, **fields),
             lambda refusal: self._hear(name, refusal),
             lambda found: self._hear(name, list(found.values())),
         )
@@ -109,6 +109,62 @@ def test_one_client_leaves_room_for_others(one_thread: None) -> None:
     assert clients.told["m1"].info.kind is ErrorKind.CANCELLED and clients.told["m0"] == ["m0"]
     clients.ask("few", "late")
     assert clients.told["late"] is SHUTTING_DOWN
+
+
+def test_requests_with_one_schema_wait_together(one_thread: None) -> None:
+    compiler = SlowCompiler()
+    clients = Clients(compiler)
+    clients.ask("many", "m0")
+    assert compiler.begun.acquire(timeout=WAIT_S)
+    for number in range(1, 300):
+        clients.ask("many", f"m{number}", "same")
+    clients.desk.cancel("m7")
+    for _ in range(2):
+        compiler.may.release()
+    clients.wait(300)
+    assert compiler.order == ["m0", "same"]
+    assert clients.told.pop("m7").info.kind is ErrorKind.CANCELLED
+    assert all(found in (["m0"], ["same"]) for found in clients.told.values())
+    clients.desk.close()
+
+
+def test_requests_that_wait_are_bounded_though_they_have_one_schema(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MOST_JOBS", 12)
+    monkeypatch.setattr(grammars, "MOST_JOBS_OF_CLIENT", 8)
+    compiler = SlowCompiler()
+    clients = Clients(compiler)
+    clients.ask("many", "m0")
+    assert compiler.begun.acquire(timeout=WAIT_S)
+    for client in ("a", "b"):
+        for number in range(10):
+            clients.ask(client, f"{client}{number}", "same")
+    refused = {name for name, what in clients.told.items() if what.info.kind is ErrorKind.OVERLOADED}
+    assert refused == {"a8", "a9", "b3", "b4", "b5", "b6", "b7", "b8", "b9"}
+    for _ in range(3):
+        compiler.may.release()
+    clients.wait(21)
+    clients.desk.close()
+
+
+def test_a_job_that_another_engine_has_admitted_is_not_refused(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MOST_OF_CLIENT", 2)
+    compiler = SlowCompiler()
+    clients = Clients(compiler)
+    clients.ask("many", "m0")
+    assert compiler.begun.acquire(timeout=WAIT_S)
+    for number in range(1, 4):
+        clients.ask("many", f"m{number}")
+    assert set(clients.told) == {"m3"}
+    clients.ask("many", "m4", attempt=1)
+    for _ in range(4):
+        compiler.may.release()
+    clients.wait(5)
+    assert clients.told["m4"] == ["m4"]
+    clients.desk.close()
 
 
 def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
