@@ -89,7 +89,14 @@ class AdapterLibrary:
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
         """Any thread. Raises FileError."""
-        return served(self._weights, read_adapter(path, scale))
+        try:
+            return served(self._weights, read_adapter(path, scale))
+        except (FileError, MemoryError):
+            raise
+        except Exception as error:  # what nobody has thought of in a client's file is no fault of the service's
+            logger.warning("the adapter file %s cannot be used", path, exc_info=error)
+            reason = f"{type(error).__name__}: {error}"
+            raise FileError(f"adapter file {path} is no adapter of a kind known here ({reason})") from error
 
     def _enter(self, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool = False) -> AdapterInfo:
         """Put it beside the weights, then where rows find it. Raises PoolError, FileError for want of memory."""

@@ -263,6 +263,14 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "NaN": ({f"{KEY}.bone": normal(16, R, R) * float("nan")}, "NaN or infinity"),
     "integers": ({f"{KEY}.bone": torch.ones(16, R, R, dtype=torch.int32)}, "torch.int32"),
     "nothing": ({}, "has no tensors"),
+    "a pair of no rank": ({f"{KEY}.lora_A": normal(0, WIDTH), f"{KEY}.lora_B": normal(WIDTH, 0)}, "does not fit"),
+    "a shard of no rows": ({f"{KEY}.disha": normal(0, WIDTH)}, r"\(0, 128\), which does not fit"),
+    "blocks of no width": ({f"{KEY}.bone": normal(4, 0, 0)}, r"\(4, 0, 0\), which does not fit"),
+    "a number for a shard": ({f"{KEY}.disha": torch.ones(())}, r"\(\), which does not fit"),
+    "experts that are no numbers": (
+        {"moe_info": torch.tensor([True, True]), f"{KEY}.disha": normal(R, WIDTH)},
+        "torch.bool",
+    ),
     "a whole tensor that does not fit": ({f"{KEY}.weight": normal(64, 64)}, r"\(64, 64\), which does not fit"),
 }
 

@@ -216,6 +216,9 @@ WRONG = {
         "has experts",
     ),
     "a layer that is not": ({"blocks.9.ffn.router.linear.weight": torch.ones(3, WIDTH)}, "no weight 'blocks.9.ffn'"),
+    "NaN active": ({"moe_info": torch.tensor([4, torch.nan])}, "NaN or infinity"),
+    "as many active as never end": ({"moe_info": torch.tensor([4, torch.inf])}, "NaN or infinity"),
+    "half an expert": ({"moe_info": torch.tensor([4, 1.5])}, "1.5 experts"),
     "more active than there are": ({"moe_info": torch.tensor([4, 9])}, "has 4 experts"),
 }
 

@@ -30,7 +30,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     shutil.copy(TUNED / "spanish.safetensors", folder / "models")
     (folder / "models" / "broken.pth").write_bytes(b"nothing")
     width = load_file(TUNED / "spanish.safetensors")["blocks.0.att.key.lora_A"].shape[1]
-    write_adapter(folder / "models" / "router.pth", {"blocks.0.ffn.router.linear.weight": torch.ones(3, width)})
+    router = {"blocks.0.ffn.router.linear.weight": torch.ones(3, width)}
+    write_adapter(folder / "models" / "router.pth", router)
+    write_adapter(folder / "models" / "endless.pth", {**router, "moe_info": torch.tensor([4, torch.inf])})
+    write_adapter(folder / "models" / "empty.pth", {"blocks.0.att.key.disha": torch.ones(0, width)})
+    torch.save({1: torch.ones(3)}, folder / "models" / "numbered.pth")
     arguments = ("--adapter-serve", f"french={TUNED / 'french.safetensors'}:1", "--state", f"json={TUNED / 'json.pth'}")
     arguments += ("--models-dir", str(folder / "models"), "--admin-password", "the boss", "--http-workers", "1")
     running = Service(folder, *arguments)
@@ -129,6 +133,9 @@ def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: i
         ({"name": "new", "file": "../models/../../etc/passwd", "scale": 1}, 422),
         ({"name": "new", "file": "spanish.safetensors"}, 422),
         ({"name": "new", "file": "router.pth", "scale": 1}, 422),
+        ({"name": "new", "file": "endless.pth", "scale": 1}, 422),
+        ({"name": "new", "file": "empty.pth", "scale": 1}, 422),
+        ({"name": "new", "file": "numbered.pth", "scale": 1}, 422),
         ({"name": "new"}, 422),
     ],
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from rwkv_batch.model.hugging_face import native_module
@@ -37,6 +38,7 @@ _EXPERT = re.compile(
 )
 _ROUTER = re.compile(r"(?:^|\.)blocks\.(\d+)\.ffn\.router\.linear\.weight$")
 _MOE_INFO = "moe_info"
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _SHOWN = 3
 
 
@@ -114,8 +116,20 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
         parts.setdefault(target, {})[found_name["part"] or ""] = tensor
     if not parts and not experts:
         raise FileError(f"adapter file {path} has no tensors")
-    active = int(tensors[_MOE_INFO].flatten()[1]) if _MOE_INFO in tensors and tensors[_MOE_INFO].numel() > 1 else 0
-    return Adapter(path, parts, scale, config, _digest(tensors, scale, config), experts, active)
+    digest = _digest(tensors, scale, config)
+    return Adapter(path, parts, scale, config, digest, experts, _active(path, tensors.get(_MOE_INFO)))
+
+
+def _active(path: Path, info: Tensor | None) -> int:
+    """Experts mixed for a token, as `moe_info` [experts, active] says; 0: it does not. Raises FileError."""
+    if info is None or info.numel() < 2:
+        return 0
+    active = info.flatten()[1].item()
+    if active != int(active):
+        raise FileError(
+            f"adapter file {path}: {_MOE_INFO} says that {active} experts are active; a whole number is wanted"
+        )
+    return int(active)
 
 
 def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -> bool:
@@ -136,9 +150,7 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
     """Raises FileError for what no adapter of ours has."""
     if name.endswith("att.time_state"):
         raise FileError(f"adapter file {path} has a tuned state ({name!r}); give that by --state")
-    if name == _MOE_INFO:
-        return
-    if tensor.dtype not in FLOATS:
+    if tensor.dtype not in (FLOATS if name != _MOE_INFO else (*FLOATS, *_INTEGERS)):
         raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 is wanted")
     if not tensor.isfinite().all():
         raise FileError(f"adapter file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")

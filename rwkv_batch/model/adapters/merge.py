@@ -133,7 +133,7 @@ def _low_rank_change(
     for a_name, b_name in (("lora_A", "lora_B"), ("init_lora_A", "init_lora_B")):
         if a_name in parts:
             a, b = parts[a_name], parts[b_name]
-            _fit(adapter, f"{target}.{a_name}", a.dim() == 2 and a.shape[1] == inputs, a, shape)
+            _fit(adapter, f"{target}.{a_name}", a.dim() == 2 and a.shape[1] == inputs and len(a) > 0, a, shape)
             _fit(adapter, f"{target}.{b_name}", tuple(b.shape) == (out, a.shape[0]), b, shape)
     if kind == "PiSSA":
         scale = 1.0 if adapter.scale is None else adapter.scale
@@ -152,7 +152,8 @@ def _low_rank_change(
 
 def _block_change(adapter: Adapter, target: str, tensor: Tensor, shape: tuple[int, ...]) -> Change:
     out, inputs = shape
-    rank = tensor.shape[-1] if tensor.dim() == 3 else tensor.shape[0]
+    rank = 0 if not tensor.dim() else tensor.shape[-1] if tensor.dim() == 3 else tensor.shape[0]
+    _fit(adapter, target, rank > 0, tensor, shape)
     scale = 1.0 if adapter.scale is None else adapter.scale
     if tensor.dim() == 3:
         fits = out % rank == 0 and tuple(tensor.shape) == (inputs // rank, rank, rank) and inputs % rank == 0
