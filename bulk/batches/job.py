@@ -119,7 +119,8 @@ class BatchJob:
     async def fail(self, message: str, code: str = "internal") -> None:
         """End it for a fault that no later try mends. What was answered is kept as its results. Raises OSError."""
         reasons = [{"code": code, "message": message, "param": None, "line": None}]
-        await self._end(Status.FAILED, errors=reasons)
+        await self._becomes(Status.FINALIZING, ends_as=Status.FAILED, errors=reasons)
+        await self._finalise()
 
     async def _becomes(self, status: Status, **changes: Any) -> None:
         def changed(batch: Batch) -> Batch:
@@ -227,13 +228,10 @@ class BatchJob:
         self.is_cancelled = self.is_cancelled or self.batch.status is Status.CANCELLING
 
     async def _finalise(self) -> None:
-        await self._end(self.batch.ends_as)
-
-    async def _end(self, status: Status, **changes: Any) -> None:
-        """Results become files; done again from its beginning if it was cut short."""
+        """Results become files; done again from its beginning if it was cut short, as its status says by then."""
         output = await asyncio.to_thread(self._filed, ".jsonl", "output")
         errors = await asyncio.to_thread(self._filed, ".errors.jsonl", "error")
-        await self._becomes(status, output_file_id=output, error_file_id=errors, **changes)
+        await self._becomes(self.batch.ends_as, output_file_id=output, error_file_id=errors)
         for suffix in (".jsonl", ".errors.jsonl", ".progress"):
             await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
 

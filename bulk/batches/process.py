@@ -130,14 +130,22 @@ class Runner:
     async def _run(self, job: BatchJob) -> None:
         batch_id = job.batch.id
         try:
-            await job.run()
+            await _run_or_fail(job)
             self._not_before.pop(batch_id, None)
             logger.info("batch %s is %s: %s", batch_id, job.batch.status, job.batch.counts)
         except (RunError, OSError) as error:
             logger.error("batch %s cannot go on now: %s", batch_id, error)
             self._not_before[batch_id] = time.monotonic() + _AGAIN_S
-        except Exception as error:  # a fault of ours: its owner is told, others go on
-            logger.exception("batch %s failed", batch_id)
-            await job.fail(f"the batch failed: {type(error).__name__}: {error}")
         finally:
             del self._jobs[batch_id], self._tasks[batch_id]
+
+
+async def _run_or_fail(job: BatchJob) -> None:
+    """Bring a batch to its end. Raises RunError or OSError if that has to be tried again later."""
+    try:
+        await job.run()
+    except (RunError, OSError):
+        raise
+    except Exception as error:  # a fault of ours: its owner is told, others go on
+        logger.exception("batch %s failed", job.batch.id)
+        await job.fail(f"the batch failed: {type(error).__name__}: {error}")

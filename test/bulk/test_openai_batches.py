@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gzip
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ import msgspec
 import openai
 import pytest
 
+from batch_store.records import Batch, Purpose, Status, StoredFile
 from batch_store.store import Store
 from bulk.backends.backend import AWAY, Reply
+from bulk.batches.job import BatchJob
 from bulk.batches.lines import BatchTask
+from bulk.batches.process import Runner
 from bulk.lines import LineWorker, Outcome
 from bulk.records import Record
+from bulk.sidecar import Progress, Sidecar
 from test.bulk.runs import fake_service
 from test.serving import Service, wait_for
 
@@ -268,6 +273,81 @@ def test_a_batch_whose_file_is_deleted_keeps_what_was_answered(fake: Service) ->
     assert failed.status == "failed" and batch.input_file_id in failed.errors.data[0].message
     assert set(lines_of(client, failed.output_file_id)) == {"c0"}
     assert not list(Path(f"{fake.state_db}.files/runs").glob(f"{batch.id}*"))
+
+
+class FullDisk(Store):
+    """Takes no record of a batch that has failed, so often."""
+
+    refusals = 1
+
+    def change(self, batch_id: str, change: Callable[[Batch], Batch]) -> Batch:
+        def checked(batch: Batch) -> Batch:
+            batch = change(batch)
+            if batch.status is Status.FAILED and self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return batch
+
+        return super().change(batch_id, checked)
+
+
+def faulty_batch(store: Store) -> Batch:
+    """One under way, with a line answered."""
+    file = StoredFile(id="file-1", owner="", bytes=3, created_at=1, filename="f.jsonl", purpose=Purpose.BATCH)
+    batch = Batch(
+        id="batch_1",
+        owner="",
+        client="",
+        endpoint=CHAT,
+        input_file_id=file.id,
+        completion_window="24h",
+        status=Status.IN_PROGRESS,
+        created_at=1,
+        expires_at=int(time.time()) + 3600,
+    )
+    store.add_batch(batch)
+    store.add_file(file, b"{}\n")
+    (store.runs / f"{batch.id}.jsonl").write_bytes(ANSWERED)
+    progress = Sidecar(store.runs / f"{batch.id}.progress")
+    progress.begin({}, "")
+    progress.commit(Progress(output_bytes=len(ANSWERED), answered=1), {})
+    progress.close()
+    return batch
+
+
+ANSWERED = b'{"custom_id": "c0"}\n'
+
+
+def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store: Store = FullDisk(tmp_path, 1 << 30, 100)
+    batch = faulty_batch(store)
+    context: Any = None
+
+    async def faulty(self: BatchJob) -> Status:
+        raise TypeError("a fault of ours")
+
+    async def tried() -> None:
+        runner = Runner(store, context, lambda: None)
+        told = asyncio.Event()
+        running = asyncio.create_task(runner.run(told))
+        while batch.id not in runner._not_before:  # nobody is told of it but by the wait
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        told.set()
+        await running
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchJob, "_answer", faulty)
+        asyncio.run(asyncio.wait_for(tried(), 20))
+    found = store.batch("", batch.id)
+    assert found is not None and found.is_under_way
+    asyncio.run(asyncio.wait_for(BatchJob(store, context, found).run(), 20))
+    failed = store.batch("", batch.id)
+    assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]
+    assert failed.output_file_id and store.content(failed.output_file_id).read_bytes() == ANSWERED
+    assert not list(store.runs.iterdir())
 
 
 def test_the_process_of_batches_is_in_the_status(fake: Service) -> None:
