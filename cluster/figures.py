@@ -87,7 +87,7 @@ def _families(text: str) -> Iterator[tuple[list[str], list[tuple[str, float]]]]:
     samples: list[tuple[str, float]] = []
     for line in text.splitlines():
         if line.startswith("#"):
-            if samples:
+            if line.startswith("# HELP") and headers:  # the family before it may have no samples yet
                 yield headers, samples
                 headers, samples = [], []
             headers.append(line)
