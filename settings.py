@@ -266,8 +266,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "admin_password",
             str,
-            "wanted from who changes what is served (models, states, adapters); without it the password does; API keys "
-            "never do",
+            "wanted from who changes what is served (models, engines, states, adapters); without it the password does; "
+            "API keys never do; with neither every client may",
         ),
         Flag("keys_file", _keys_file, "API keys with a name and limits each, in TOML; read again at SIGHUP"),
         Flag("cors_origin", str, "Access-Control-Allow-Origin of every answer"),

@@ -25,6 +25,7 @@ from cluster.journey import AWAY, CANCELLED, Journey
 from cluster.member import LOOK_S, Member
 from rwkv_batch.calls import Answer, EngineCall, EnterClient, Reply
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.ipc.client import LOADING
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.wire import Observe, Spent
 from rwkv_batch.protocol import Admitted, Sink
@@ -36,11 +37,6 @@ PREFIX_TOKENS = 64
 """A prompt's beginning, by which the engine is remembered that has read it."""
 REMEMBERED = 16_384
 """Sessions and prompts' beginnings, each."""
-_NONE_YET = ErrorInfo(
-    kind=ErrorKind.ENGINE_LOST,
-    message="the engine is not running yet (it is loading the model); try again in a moment",
-    retry_after_s=2.0,
-)
 
 
 class FleetLimits(NamedTuple):
@@ -52,6 +48,17 @@ class FleetLimits(NamedTuple):
     """It waits so long for an engine each time."""
     shares_sessions: bool = False
     """Whether any engine can go on with any session; else each session has its engine for good."""
+
+
+class Attempt(NamedTuple):
+    """A job with one engine."""
+
+    number: int
+    job_id: str
+    """Under which the engine knows it."""
+    member: Member
+    connection: int
+    """The engine's, when the job was handed to it."""
 
 
 class Remembered(OrderedDict[str, str]):
@@ -69,7 +76,7 @@ class Fleet:
     """`EngineProtocol` over the engines that `update` names; see above."""
 
     def __init__(self, limits: FleetLimits, on_change: Callable[[bool], None] = lambda is_there: None) -> None:
-        """`on_change` is told when some engine takes work, and when none does any more."""
+        """`on_change` is told when some engine takes work, and when none does any more; it must not ask the fleet."""
         self._limits = limits
         self._on_change = on_change
         self._name = ""
@@ -82,6 +89,8 @@ class Fleet:
         """those among them that no engine has"""
         self._sessions, self._prompts = Remembered(), Remembered()
         self._was_there = False
+        self._telling = threading.Lock()
+        """held to tell `on_change`, which waits for nothing"""
         self._rng = random.Random()
         self._stopped = threading.Event()
 
@@ -163,7 +172,7 @@ class Fleet:
             self._journeys[job.job_id] = journey
         usage = job.usage
         if usage is None or len(self.members) < 2:
-            self._go_to_one(journey, _NONE_YET)
+            self._go_to_one(journey, LOADING)
         else:
             self._enter(journey, usage)
 
@@ -177,11 +186,11 @@ class Fleet:
                 journey.answer(answer)
                 return
             journey.keeper = keeper
-            self._go_to_one(journey, _NONE_YET)
+            self._go_to_one(journey, LOADING)
 
         journey.job = msgspec.structs.replace(journey.job, limits=None)
         if keeper is None:
-            self._go_to_one(journey, _NONE_YET)
+            self._go_to_one(journey, LOADING)
         else:
             keeper.client.call(EnterClient(usage), entered)
 
@@ -204,7 +213,7 @@ class Fleet:
         if not members:
             reply(ServiceError.from_info(self._why_none()))
             return
-        gather(call, reply, members, self.members, self._home)
+        gather(call, reply, members, self.members, self._home, self._limits.shares_sessions)
 
     def observe(self, observation: Observe) -> None:
         """Report an ended HTTP request to one engine; forgotten when there is none."""
@@ -229,36 +238,37 @@ class Fleet:
             self._forget(journey)
             journey.tell(JobEvents(job_id=journey.job.job_id, deltas=[], done=True))
             return
-        attempt, journey.place = journey.attempt, member
+        attempt = Attempt(journey.attempt, journey.attempt_id, member, member.connection)
+        journey.place = member
         member.sent(job)
         member.client.submit(
             job,
-            lambda events: self._heard(journey, attempt, member, events),
-            lambda refusal: self._answered(journey, attempt, member, refusal),
+            lambda events: self._heard(journey, attempt, events),
+            lambda refusal: self._answered(journey, attempt, refusal),
         )
         if journey.is_cancelled:
-            member.client.cancel(journey.attempt_id)
+            member.client.cancel(attempt.job_id)
 
-    def _answered(self, journey: Journey, attempt: int, member: Member, refusal: ServiceError | None) -> None:
+    def _answered(self, journey: Journey, attempt: Attempt, refusal: ServiceError | None) -> None:
         """An engine has admitted a job, or not."""
-        member.answered(journey.attempt_id, refusal is None)
-        if attempt != journey.attempt:
+        attempt.member.answered(attempt.job_id, refusal is None)
+        if attempt.number != journey.attempt:
             return
         if refusal is None:
             journey.answer(None)
         elif refusal.info.kind in AWAY:
-            self._lost(journey, member, refusal.info)
+            self._lost(journey, attempt, refusal.info)
         else:
             self._forget(journey)
             journey.answer(refusal)
 
-    def _heard(self, journey: Journey, attempt: int, member: Member, events: JobEvents) -> None:
+    def _heard(self, journey: Journey, attempt: Attempt, events: JobEvents) -> None:
         """An engine says something of a job. What is said of an earlier attempt comes too late."""
-        if attempt != journey.attempt:
+        if attempt.number != journey.attempt:
             return
         if events.done and events.error is not None and events.error.kind in AWAY:
             journey.leave(events)
-            self._lost(journey, member, events.error)
+            self._lost(journey, attempt, events.error)
             return
         if journey.keeper is not None:
             tokens = sum(delta.num_tokens for delta in events.deltas)
@@ -267,9 +277,9 @@ class Fleet:
             self._forget(journey)
         journey.tell(events)
 
-    def _lost(self, journey: Journey, member: Member, error: ErrorInfo) -> None:
+    def _lost(self, journey: Journey, attempt: Attempt, error: ErrorInfo) -> None:
         """Its engine does not go on with a job: another one does, unless that has happened too often."""
-        member.is_failing = True
+        attempt.member.fails(attempt.connection)
         if journey.is_cancelled:
             self._fail(journey, CANCELLED)
             return
@@ -278,7 +288,7 @@ class Fleet:
         if self._is_ending or journey.losses > self._limits.resubmit or (has_begun and not journey.may_go_on):
             self._fail(journey, error)
             return
-        logger.info("job %s leaves engine %s after attempt %d", journey.job.job_id, member.name, journey.attempt)
+        logger.info("job %s leaves engine %s", attempt.job_id, attempt.member.name)
         self._go_to_one(journey, error)
 
     def _fail(self, journey: Journey, error: ErrorInfo) -> None:
@@ -337,11 +347,11 @@ class Fleet:
             self._send_waiting()
 
     def _tell_change(self) -> None:
-        is_there = self.is_connected
-        with self._lock:
+        with self._telling:  # until it is told: a thread that has looked before must not tell after
+            is_there = self.is_connected
             was_there, self._was_there = self._was_there, is_there
-        if is_there != was_there:
-            self._on_change(is_there)
+            if is_there != was_there:
+                self._on_change(is_there)
 
     def _look_after(self) -> None:
         while not self._stopped.wait(LOOK_S):
@@ -362,14 +372,14 @@ class Fleet:
             with self._lock:
                 if self._waiting.pop(journey.job.job_id, None) is None:
                     continue  # cancelled, or taken by another thread
-            error = journey.error or _NONE_YET
+            error = journey.error or LOADING
             if has_waited:
                 self._fail(journey, error)
             else:
                 self._go_to_one(journey, error)
 
     def _why_none(self) -> ErrorInfo:
-        return next((member.client.reason for member in self.members), _NONE_YET)
+        return next((member.client.reason for member in self.members), LOADING)
 
 
 def _weight(session: str, engine: str) -> bytes:

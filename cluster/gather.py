@@ -14,6 +14,8 @@ from rwkv_batch import calls
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_page import SessionEntry, SessionPage
 
+MOST_LISTED = 100_000
+"""Sessions that each of several engines lists for one page, where each has its own."""
 Combine = Callable[[list[tuple[Member, Any]]], Any]
 
 
@@ -23,20 +25,24 @@ def gather(
     members: list[Member],
     every: list[Member],
     home: Callable[[str], Member | None],
+    shares_sessions: bool,
 ) -> None:
     """Answer a call from `members`, which are there, at least one; `every`: those too that are not.
 
-    `home`: the engine that has a session.
+    `home`: the engine that has a session; `shares_sessions`: every engine lists all of them.
     """
     match call:
         case calls.GetStatus():
             _ask(call, reply, members, lambda answers: merged_status(answers, every))
         case calls.GetMetrics():
             _ask(call, reply, members, merged_metrics)
-        case calls.ListSessions(limit, offset):
-            whole = calls.ListSessions(limit + offset, 0) if len(members) > 1 else call
-            combine = _page(limit, offset) if len(members) > 1 else _first
-            _ask(whole, reply, members, combine)
+        case calls.ListSessions(limit, offset) if shares_sessions and len(members) > 1:
+            _ask(call, reply, members, _page(limit, 0, shared=True))
+        case calls.ListSessions(limit, offset) if len(members) > 1:
+            if limit + offset > MOST_LISTED:
+                reply(_too_far(limit, offset))
+            else:
+                _ask(calls.ListSessions(limit + offset, 0), reply, members, _page(limit, offset, shared=False))
         case calls.DeleteSessions() | calls.CancelJobs() | calls.CountJobs():
             _ask(call, reply, members, lambda answers: sum(value for _, value in answers))
         case calls.AddState() | calls.RemoveState() | calls.AddAdapter() | calls.RemoveAdapter():
@@ -84,8 +90,16 @@ def _first(answers: list[tuple[Member, Any]]) -> Any:
     return answers[0][1]
 
 
-def _page(limit: int, offset: int) -> Combine:
-    """A page of all engines' lists; a session that several of them list is one."""
+def _too_far(limit: int, offset: int) -> ServiceError:
+    message = (
+        f"offset: limit and offset are {limit + offset} together, the limit is {MOST_LISTED} where several engines "
+        "have sessions of their own; list fewer, or have the engines share a database"
+    )
+    return ServiceError(ErrorKind.INVALID_FIELD, message, field="offset", given=offset)
+
+
+def _page(limit: int, offset: int, shared: bool) -> Combine:
+    """A page of all engines' lists; a session that several of them list is one. `shared`: they are the same list."""
 
     def combine(answers: list[tuple[Member, Any]]) -> SessionPage:
         pages: list[SessionPage] = [value for _, value in answers]
@@ -96,11 +110,14 @@ def _page(limit: int, offset: int) -> Combine:
                 if known is None or entry.updated > known.updated:
                     found[entry.session_id] = entry
         newest = sorted(found.values(), key=lambda entry: entry.updated, reverse=True)
-        listed = sum(len(page.sessions) for page in pages)
+        if shared:
+            total = max(page.total for page in pages)
+        else:
+            is_whole = all(page.total <= limit + offset for page in pages)
+            total = len(found) if is_whole else sum(page.total for page in pages)
         return msgspec.structs.replace(
             pages[0],
-            # Of a database that they share every engine tells the same total; of lists that are whole, the union is it.
-            total=len(found) if all(page.total <= limit + offset for page in pages) else _total(pages, listed, found),
+            total=total,
             in_slots=sum(page.in_slots for page in pages),
             in_host_memory=sum(page.in_host_memory for page in pages),
             on_disk=max(page.on_disk for page in pages),
@@ -108,8 +125,3 @@ def _page(limit: int, offset: int) -> Combine:
         )
 
     return combine
-
-
-def _total(pages: list[SessionPage], listed: int, found: dict[str, Any]) -> int:
-    """Of lists that were cut: the same sessions if what was listed was, else all of them."""
-    return max(page.total for page in pages) if len(found) < listed else sum(page.total for page in pages)

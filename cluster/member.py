@@ -25,6 +25,8 @@ class Member:
         self.client = EngineClient(told.address, self._changed, self._reported)
         self.is_failing = False
         """It has refused work because it dies or drains; over when it is connected anew."""
+        self.connection = 0
+        """Which one it is: every time that it comes or is lost begins another."""
         self._on_change = on_change
         self._lock = threading.Lock()
         self._load = NO_LOAD
@@ -68,6 +70,11 @@ class Member:
             if not is_taken:
                 self._sent.pop(job_id, None)
 
+    def fails(self, connection: int) -> None:
+        """It has refused work on that connection: it gets none before the next one."""
+        with self._lock:
+            self.is_failing = self.is_failing or connection == self.connection
+
     def look(self) -> None:
         """Called every `LOOK_S`: an engine that says nothing is given up."""
         heard, self._heard = self._heard, self.client.num_heard
@@ -83,5 +90,6 @@ class Member:
     def _changed(self, is_there: bool) -> None:
         with self._lock:
             self._sent.clear()
-        self.is_failing = False
+            self.connection += 1
+            self.is_failing = False
         self._on_change(self, is_there)

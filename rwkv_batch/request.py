@@ -85,7 +85,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the whole text matches. A text that can go no further ends, with reason STOP, without an end token."""
     mixture: list[tuple[str, float]] = []
     """Names of tuned states ("": the zero state) with weights of any sign and a sum above 0: the prompt is read from
-    each, and every token drawn from their logits, mixed. Beside it `state` is "", and there is no session."""
+    each, and every token drawn from their logits, mixed. Beside it `state` is ""; a session of it is kept
+    by its tokens."""
     state: str = ""
     """Name of the tuned state that the prompt is read from; "": the zero state. A session's turn may repeat the one
     that the session began from."""

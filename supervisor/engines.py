@@ -275,6 +275,8 @@ class Engines:
         wanted = list(self._replicas) if name == ALL else [name]
         if name != ALL and name not in self._replicas:
             return self._unknown(name)
+        if name != ALL and self._replicas[name].status is not ModelStatus.READY:
+            return f"engine: {name!r} is {self._replicas[name].status}; only one that is ready can be restarted"
         self._to_restart.extend(one for one in wanted if one not in self._to_restart)
         self._restart_next()
         return None

@@ -42,7 +42,7 @@ from rwkv_batch.request import Job, JobEvents, Load
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-_LOADING = ErrorInfo(
+LOADING = ErrorInfo(
     kind=ErrorKind.ENGINE_LOST,
     message="the engine is not running yet (it is loading the model); try again in a moment",
     retry_after_s=2.0,
@@ -109,8 +109,6 @@ class EngineClient:
         self._name = ""
         self._on_change = on_change
         self._on_load = on_load
-        self.num_heard = 0
-        """Messages of this connection."""
         self.is_ending = False
         """The service is being shut down: an engine that is lost now is not started again."""
         self._lock = threading.Lock()
@@ -118,7 +116,7 @@ class EngineClient:
         self._newest: WorkerLink | None = None
         """the connection that may have brought nothing yet"""
         self._waiting = _Waiting()
-        self._reason = _LOADING
+        self._reason = LOADING
         self._call_ids = itertools.count()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -150,6 +148,11 @@ class EngineClient:
     def is_connected(self) -> bool:
         """Whether an engine that has loaded its model is at the other end."""
         return self._link is not None
+
+    @property
+    def num_heard(self) -> int:
+        """What has come on this connection, in pieces of which a long message has many."""
+        return self._newest.num_pieces if self._newest is not None else 0
 
     @property
     def num_jobs(self) -> int:
@@ -222,18 +225,18 @@ class EngineClient:
             self._newest = link
         if self._stopped.is_set():
             link.close()
-        self.num_heard = 0
+        is_there = False  # a process that stands still may be at the other end
         try:
             for message in link.receive():
-                if not self.num_heard:  # before, a process that stands still may be at the other end
+                if not is_there:
+                    is_there = True
                     self._there(link)
-                self.num_heard += 1
                 self._handle(message)
         except Exception:  # a foreign frame, a sink's fault: who waits is told below, and it connects anew
             logger.exception("the connection to the engine failed; reconnecting")
         finally:
             link.close()
-            if self.num_heard:
+            if is_there:
                 self._report_engine_lost()
 
     def _there(self, link: WorkerLink) -> None:

@@ -13,7 +13,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from io import BufferedReader
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -176,6 +177,8 @@ class Link(Generic[Incoming, Outgoing]):
         self._waiting_bytes = 0
         self._closed = False
         self._name = name
+        self.num_pieces = 0
+        """What `receive` has read: a frame's pieces of `_READ_BYTES` are counted as they come."""
 
     def send(self, *messages: Outgoing) -> None:
         """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone.
@@ -199,14 +202,27 @@ class Link(Generic[Incoming, Outgoing]):
 
         Raises msgspec.DecodeError for a foreign frame, and FrameTooLong before a byte of one that says so is read.
         """
-        with contextlib.suppress(OSError), self._connection.makefile("rb", _READ_BYTES) as stream:
+        raw = self._connection.makefile("rb", 0)
+        with contextlib.suppress(OSError), BufferedReader(raw, _READ_BYTES) as stream:
             while len(head := stream.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
                 if (length := int.from_bytes(head, "big")) > MAX_FRAME_BYTES:
                     raise FrameTooLong(length)
-                body = stream.read(length)
-                if len(body) < length:
+                body = self._read(stream, length)
+                if body is None:
                     return
                 yield from self._decoder.decode(body)
+
+    def _read(self, stream: BufferedReader[Any], length: int) -> bytearray | None:
+        """A frame's body; None: the stream has ended within."""
+        body = bytearray(length)
+        view = memoryview(body)
+        while view:
+            count = stream.readinto(view[:_READ_BYTES])
+            if not count:
+                return None
+            view = view[count:]
+            self.num_pieces += 1
+        return body
 
     def close(self) -> None:
         """Shut the connection down. The descriptor goes with the last thread's reference, never under a reader."""

@@ -27,8 +27,9 @@ class SessionRow:
     created: float
     updated: float
     origin: Origin | None = None
-    adapter: Origin | None = None
     """The tuned state that the session began from."""
+    adapter: Origin | None = None
+    """The adapter that all its turns run under."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+import threading
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,11 +18,14 @@ from cluster import member
 from cluster.figures import merged_metrics
 from cluster.fleet import Fleet, FleetLimits
 from cluster.member import SILENT_LOOKS
+from rwkv_batch.calls import ListSessions
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
-from rwkv_batch.ipc.wire import Spent
+from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, Link, Spent, to_worker_decoder
 from rwkv_batch.request import ClientLimits, Delta, Finish, FinishReason, Job, JobEvents, Load
+from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.harness import Running, ask, turn
+from test.serving import wait_for
 
 LOST = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="lost")
 LEAVES = ErrorInfo(kind=ErrorKind.DRAINING, message="leaves")
@@ -96,8 +104,8 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Made:
     return made(FleetLimits(resubmit=2, wait_s=0.0))
 
 
-def made(limits: FleetLimits, count: int = 2) -> Made:
-    fleet = Fleet(limits)
+def made(limits: FleetLimits, count: int = 2, on_change: Callable[[bool], None] = lambda is_there: None) -> Made:
+    fleet = Fleet(limits, on_change)
     fleet.update([told(f"engine-{number}") for number in range(count)])
     engines: list[Any] = [one.client for one in fleet.members]
     for engine in engines:
@@ -234,6 +242,99 @@ def test_an_engine_that_says_nothing_is_dropped(two: Made) -> None:
         for one in fleet.members:
             one.look()
     assert engines[1].was_dropped and not engines[0].was_dropped and fleet.lost == ["engine-1"]
+
+
+def test_what_is_told_last_of_the_fleet_is_true(two: Made) -> None:
+    """An engine comes back while another thread is telling that there is none."""
+    heard: list[bool] = []
+    threads: list[threading.Thread] = []
+
+    def on_change(is_there: bool) -> None:
+        if not is_there and not threads:
+            threads.append(threading.Thread(target=only.connect))
+            threads[0].start()
+            threads[0].join(0.3)  # told within, or as soon as this has been told
+        heard.append(is_there)
+
+    _, (only,) = made(FleetLimits(), 1, on_change)
+    only.connect(False)
+    threads[0].join()
+    assert only.is_connected and heard == [True, False, True]
+
+
+def test_a_refusal_of_the_connection_before_says_nothing_of_the_next(two: Made) -> None:
+    fleet, (only,) = made(FleetLimits(resubmit=0), 1)
+
+    def submit_while_it_comes_back(job: Job, sink: Any, admitted: Any) -> None:
+        only.connect(False)
+        only.connect()
+        admitted(ServiceError.from_info(LOST))
+
+    only.submit = submit_while_it_comes_back  # type: ignore[method-assign]
+    refusal = submit(fleet).refusal
+    assert refusal is not None and refusal.info == LOST
+    assert fleet.lost == [] and fleet.is_connected
+
+
+def test_an_engine_that_sends_a_long_frame_is_not_silent(tmp_path: Path) -> None:
+    address = str(tmp_path / "engine")
+    listener = socket.create_server(address, family=socket.AF_UNIX)
+    changes: queue.Queue[bool] = queue.Queue()
+    one = member.Member(told(address), lambda _, is_there: changes.put(is_there))
+    one.client.start("test")
+    connection, _ = listener.accept()
+    sender: Link[Any, Any] = Link(connection, to_worker_decoder, "engine")
+    sender.send(Heartbeat(NO_LOAD))
+    assert changes.get(timeout=30)
+    answer = msgspec.msgpack.encode([Answer(1, bytes(8 << 20), None)])
+    connection.sendall(len(answer).to_bytes(4, "big"))
+    for at in range(2 * SILENT_LOOKS):
+        before = one.client.num_heard
+        connection.sendall(answer[at << 18 : (at + 1) << 18])
+        wait_for(lambda before=before: one.client.num_heard > before, 10, "a piece is read")
+        one.look()
+    assert changes.empty() and one.client.is_connected
+    one.client.stop()
+    assert changes.get(timeout=30) is False
+    listener.close()
+
+
+def page_of(fleet: Fleet, limit: int, offset: int) -> Any:
+    answers: list[Any] = []
+    fleet.call(ListSessions(limit, offset), answers.append)
+    return answers[0]
+
+
+class Listing(Played):
+    """Lists sessions, numbered down from the newest."""
+
+    names: ClassVar[dict[str, range]] = {}
+
+    def call(self, call: Any, reply: Any) -> None:
+        self.asked.append(call)
+        mine = [SessionEntry(f"s{number}", Tier.DISK, 1000.0 - number) for number in self.names[self.name]]
+        part = mine[call.offset : call.offset + call.limit]
+        reply(SessionPage(total=len(mine), in_slots=1, in_host_memory=0, on_disk=9, sessions=part))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_no_offset_makes_engines_list_everything(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    monkeypatch.setattr(member, "EngineClient", Listing)
+    both = range(40)
+    names = (both, both) if shares else (range(0, 40, 2), range(1, 40, 2))
+    monkeypatch.setattr(Listing, "names", {f"engine-{number}": names[number] for number in range(2)})
+    fleet, engines = made(FleetLimits(shares_sessions=shares))
+    for offset in (0, 10, 38, 50):
+        page = page_of(fleet, 5, offset)
+        assert [one.session_id for one in page.sessions] == [f"s{n}" for n in range(offset, min(offset + 5, 40))]
+        assert (page.total, page.in_slots, page.on_disk) == (40, 2, 9)
+    far = page_of(fleet, 5, 2**52)
+    if shares:
+        assert far.sessions == [] and far.total == 40
+        assert all(call.limit == 5 for one in engines for call in one.asked)
+    else:
+        assert far.info.kind is ErrorKind.INVALID_FIELD and far.info.field == "offset" and "100000" in far.info.message
+        assert all(call.limit < 100 for one in engines for call in one.asked)
 
 
 def test_a_turn_is_taken_again_only_if_its_session_is_as_it_was(two: Made) -> None:

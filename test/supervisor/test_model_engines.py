@@ -309,6 +309,23 @@ def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path:
     assert "the limit is 2" in str(ask("d"))
 
 
+def test_only_an_engine_that_is_ready_is_restarted(tmp_path: Path) -> None:
+    limits = ModelLimits(count=0, idle_s=0, last_words_s=1)
+    context: Any = Processes()
+    config = EngineConfig(model_path="", model_name="ours")
+    engines = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits, [(), ()])
+    engines.look_after()
+    ready, other = engines._engines.values()
+    ready.tell(ModelStatus.READY, has_served=True)
+    for status in (ModelStatus.LOADING, ModelStatus.FAILED, ModelStatus.UNLOADING):
+        other.tell(status)
+        refusal = engines.obey(ModelCommand(1, restart_engine="engine-1"))
+        assert refusal is not None and "'engine-1'" in refusal and status in refusal
+    other.tell(ModelStatus.LOADING)
+    assert engines.obey(ModelCommand(1, restart_engine="all")) is None
+    assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.LOADING
+
+
 @pytest.mark.parametrize("name", ["ours", "rwkv7"])
 def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name: str) -> None:
     models = table_of(tmp_path, NoProcesses())
