@@ -20,7 +20,7 @@ from state_pool.errors import (
     SessionNotFound,
     SessionUnusable,
 )
-from state_pool.sessions import ROOT, Lease, LeaseState, Session, SessionIndex
+from state_pool.sessions import ROOT, Fence, Lease, LeaseState, Session, SessionIndex, SessionKey
 from state_pool.turns.lease_queue import LeaseQueue
 
 ASK_AGAIN_S = 0.03
@@ -80,7 +80,26 @@ class Acquisition:
         session.acquired = False
         current = self._index.get(session.key)
         if current is None or current is session or not current.busy:
-            self._store.submit(Release(session.fence), lambda _: None)
+            self._give_back(session.fence)
+
+    def _give_back(self, fence: Fence) -> None:
+        """Tell the database that a turn is over; engines that ask wait until it knows."""
+
+        def answered(error: Exception | None) -> None:
+            if error is not None:
+                self._give_back_later(fence)
+
+        self._store.submit(Release(fence), answered)
+
+    def _give_back_later(self, fence: Fence) -> None:
+        def again() -> None:
+            current = self._index.get(SessionKey(fence.session_id, fence.dialogue))
+            if current is not None and current.busy:  # a turn runs here, under the same fence
+                self._give_back_later(fence)
+            else:
+                self._give_back(fence)
+
+        self._again.append((time.monotonic() + _TRY_AGAIN_S, again))
 
     def _ask(self, lease: Lease, branch_from: int | None, deadline: float) -> None:
         if lease.state is not LeaseState.WAITING:

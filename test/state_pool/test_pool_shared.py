@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from state_pool.config import PoolConfig
-from state_pool.disk import database
+from state_pool.disk import database, directory
 from state_pool.disk import store as store_module
 from state_pool.disk.membership import Membership
+from state_pool.disk.operations import Release
 from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, StaleEpoch
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_page import Tier
@@ -127,6 +128,39 @@ def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
     one.settle()
     two.turn("s", [2])
     assert np.array_equal(one.state("s"), state_of([2]))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_release_that_fails_is_tried_again(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
+) -> None:
+    """If a turn runs there by then, not before that is over."""
+    one, two = engines("one"), engines("two")
+    failing, release = [True, True], directory.release
+
+    def fails_twice(connection: sqlite3.Connection, job: Release) -> None:
+        if failing:
+            failing.pop()
+            raise sqlite3.OperationalError("disk I/O error")
+        release(connection, job)
+
+    monkeypatch.setattr(directory, "release", fails_twice)
+    lease, slot = begin(one, "s", [1])
+    one.pool.release(lease)
+    one.pool.free(slot)
+    if goes_on:
+        lease, slot = begin(one, "s", [1])
+        waits = two.pool.checkout("s")
+        deadline = time.monotonic() + 0.8
+        one.until(lambda: time.monotonic() > deadline)
+        two.until(lambda: time.monotonic() > deadline)
+        assert waits.poll() is LeaseState.WAITING
+        two.pool.release(waits)
+        assert end(one, lease, slot, [1]) is None
+        failing.clear()
+    one.settle()
+    two.turn("s", [2])
+    assert np.array_equal(one.state("s"), state_of([1, 2] if goes_on else [2]))
 
 
 def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines) -> None:
