@@ -47,6 +47,10 @@ class TurnNotStored(PoolError):  # noqa: N818 - names what happened, as the mess
     """The turn could not be made durable; its session stays as it was before the turn."""
 
 
+class TurnInDoubt(PoolError):  # noqa: N818 - names what happened, as the message does
+    """The database was lost while it committed the turn: nobody knows whether it was kept."""
+
+
 class StaleEpoch(PoolError):  # noqa: N818 - names what happened, as the message does
     """Another engine has taken the session over, or deleted it: what this one computed is not kept."""
 

@@ -534,8 +534,8 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_effects.py::test_pieces_of_a_replaced_state_are_collected",
             ),
             (
-                "            self._staging = None\n            self._garbage.append(staging.state)\n        self._report(staging.done, self._failure",
-                "            self._staging = None\n        self._report(staging.done, self._failure",
+                "            self._staging = None\n            self._garbage.append(staging.state)\n        in_doubt",
+                "            self._staging = None\n        in_doubt",
                 "pieces of failed states are never collected",
                 "test/state_pool/test_pool_effects.py::test_pieces_of_a_state_that_failed_are_collected",
             ),

@@ -38,6 +38,7 @@ from state_pool.errors import (
     SessionUnusable,
     StaleEpoch,
     StateNotFound,
+    TurnInDoubt,
 )
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
@@ -57,6 +58,7 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     OtherAdapter: ErrorKind.INVALID_FIELD,
     StaleEpoch: ErrorKind.SESSION_BUSY,
     DirectoryUnreachable: ErrorKind.ENGINE_LOST,
+    TurnInDoubt: ErrorKind.ENGINE_LOST,
 }
 _RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0}
 _FIELDS: dict[type[PoolError], str] = {
@@ -74,7 +76,8 @@ def as_service_error(error: Exception, field: str | None = "session_id") -> Serv
     if isinstance(error, PoolError):
         field = _FIELDS.get(type(error), field)
         kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
-        return ServiceError(kind, str(error), field=field, retry_after_s=retry_after_s)
+        message = f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error)
+        return ServiceError(kind, message, field=field, retry_after_s=retry_after_s)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
     return ServiceError(ErrorKind.INTERNAL, message, field=field)
 

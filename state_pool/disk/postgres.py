@@ -43,6 +43,10 @@ class ServerAway(sqlite3.OperationalError):
     """The server cannot be reached, or has ended the connection; whether a commit under way was kept is not known."""
 
 
+class CommitInDoubt(ServerAway):
+    """The server was lost after a COMMIT was sent."""
+
+
 def is_postgres(address: str) -> bool:
     """Whether the address is a server's and no file's."""
     return address.startswith(("postgresql://", "postgres://"))

@@ -191,11 +191,15 @@ def _removed(connection: sqlite3.Connection, row: int, garbage: list[int]) -> bo
 
 
 def delete_chunks(connection: sqlite3.Connection, state: int, limit: int) -> bool:
-    """Remove up to `limit` chunks of a state nothing points to; True when none is left."""
+    """Remove up to `limit` chunks of a state nothing points to; True when none is left.
+
+    Those of a state that something does point to stay: whoever gave it up did not hear that its commit was kept.
+    """
     low = state * CHUNKS_PER_STATE
     gone = connection.execute(
-        "DELETE FROM state_chunks WHERE id IN (SELECT id FROM state_chunks WHERE id >= ? AND id < ? LIMIT ?)",
-        (low, low + CHUNKS_PER_STATE, limit),
+        "DELETE FROM state_chunks WHERE id IN (SELECT id FROM state_chunks WHERE id >= ? AND id < ? LIMIT ?) "
+        "AND NOT EXISTS (SELECT 1 FROM states WHERE id = ?)",
+        (low, low + CHUNKS_PER_STATE, limit, state),
     ).rowcount
     return gone < limit
 

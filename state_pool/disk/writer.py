@@ -17,10 +17,10 @@ from state_pool.disk.applier import Applier, Small
 from state_pool.disk.faults import in_words, is_outside
 from state_pool.disk.membership import BEAT_S, DeclaredLost, Membership, first_state_of
 from state_pool.disk.operations import Append, Checkpoint, Delete, Done
-from state_pool.disk.postgres import ServerAway
+from state_pool.disk.postgres import CommitInDoubt, ServerAway
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.wal import WalMover, move
-from state_pool.errors import DirectoryUnreachable, PoolError, SessionNotFound, TurnNotStored
+from state_pool.errors import DirectoryUnreachable, PoolError, SessionNotFound, TurnInDoubt, TurnNotStored
 
 logger = logging.getLogger(__name__)
 
@@ -213,15 +213,18 @@ class Writer:
 
     def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
         error = self._transaction([job for job, _ in group])
+        in_doubt = isinstance(error, CommitInDoubt)
         while isinstance(error, ServerAway) and self._may_wait():
             error = self._transaction([job for job, _ in group])
+            in_doubt = in_doubt or isinstance(error, CommitInDoubt)
         if error is not None and len(group) > 1 and not is_outside(error):
             # One job of the group is at fault: each for itself, so that the others are kept.
             for job, done in group:
-                self._report(done, self._failure(self._transaction([job]), job))
+                error = self._transaction([job])
+                self._report(done, self._failure(error, job, in_doubt or isinstance(error, CommitInDoubt)))
             return
         for job, done in group:
-            self._report(done, self._failure(error, job))
+            self._report(done, self._failure(error, job, in_doubt))
 
     def _may_wait(self) -> bool:
         """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again."""
@@ -239,7 +242,7 @@ class Writer:
             for job in jobs:
                 garbage += self._applier.apply(job)
             reach("before_commit")
-            self._connection.execute("COMMIT")
+            self._commit()
             reach("after_commit")
         except Exception as error:  # noqa: BLE001 - a number that SQLite cannot hold, say: the jobs' failure
             self._roll_back(error)
@@ -248,6 +251,13 @@ class Writer:
         self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
         return None
+
+    def _commit(self) -> None:
+        """Of what changes sessions. Raises CommitInDoubt when nothing says whether it was kept."""
+        try:
+            self._connection.execute("COMMIT")
+        except ServerAway as error:
+            raise CommitInDoubt(str(error)) from error
 
     def _begin(self) -> None:
         """An engine that was struck off comes back under a new number: fences say what is still its own."""
@@ -307,7 +317,7 @@ class Writer:
                 reach("within_checkpoint")
             done = not staging.chunks
             old = self._applier.point_to(staging.job, staging.state, staging.num_bytes) if done else None
-            self._connection.execute("COMMIT")
+            self._commit()
         except Exception as error:  # noqa: BLE001 - of copies and of SQLite; the state's failure, not the thread's
             self._roll_back(error)
             self._state_failed(staging, error)
@@ -334,7 +344,8 @@ class Writer:
                 return
             self._staging = None
             self._garbage.append(staging.state)
-        self._report(staging.done, self._failure(error, staging.job))
+        in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # else nothing pointed to the pieces
+        self._report(staging.done, self._failure(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
         """Remove chunks nothing points to, a few at a time, so that turns are not kept waiting."""
@@ -408,7 +419,10 @@ class Writer:
             except sqlite3.Error as second:
                 self.stats.degraded = in_words(second)
 
-    def _failure(self, error: Exception | None, job: Small | Checkpoint) -> Exception | None:
+    def _failure(self, error: Exception | None, job: Small | Checkpoint, in_doubt: bool) -> Exception | None:
+        """What to tell. `in_doubt`: a commit of the job was sent and its outcome not heard."""
+        if error is not None and in_doubt and _ends_turn(job):
+            return TurnInDoubt("the server of the session database was lost while it committed the turn")
         if error is None or isinstance(error, PoolError):
             return error
         if isinstance(error, ServerAway):
@@ -419,3 +433,7 @@ class Writer:
     def _report(self, done: Done, error: Exception | None) -> None:
         reach("before_acknowledgement")
         self._deliver(lambda: done(error))
+
+
+def _ends_turn(job: Small | Checkpoint) -> bool:
+    return isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.errors import ErrorKind
 from state_pool.disk import postgres as adapter
 from state_pool.disk import writer
 from state_pool.disk.database import open_writer
-from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNotFound, StaleEpoch
+from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNotFound, StaleEpoch, TurnInDoubt
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 from test.postgres import Server, missing
 
@@ -116,6 +118,57 @@ def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeyp
     assert np.array_equal(one.state("s"), state_of([1, 2]))
     one.settle()
     one.pool.close()
+
+
+class GoesAway(adapter.Connection):
+    """The answer to a turn's commit is lost on its way, and the server may not be there when it is looked for."""
+
+    lose = is_away = comes_back = commits_turn = False
+
+    def _connect(self) -> None:
+        if self.is_away:
+            raise adapter.ServerAway("there is nobody")
+        super()._connect()
+
+    def execute(self, statement: str, parameters: object = ()) -> object:
+        self.commits_turn = not statement.startswith("BEGIN") and self.commits_turn
+        self.commits_turn = self.commits_turn or statement.startswith(("INSERT INTO turns", "INSERT INTO states"))
+        found = super().execute(statement, parameters)  # type: ignore[arg-type]
+        if statement == "COMMIT" and self.lose and self.commits_turn:
+            GoesAway.lose, GoesAway.is_away = False, not self.comes_back
+            self.close()
+            raise adapter.ServerAway("the connection was lost")
+        return found
+
+
+@pytest.mark.parametrize(("durability", "comes_back"), [("log", False), ("turn", False), ("turn", True)])
+def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
+    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, comes_back: bool
+) -> None:
+    monkeypatch.setattr(adapter, "Connection", GoesAway)
+    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(GoesAway, "is_away", False)
+    monkeypatch.setattr(GoesAway, "comes_back", comes_back)
+    address = postgres.database()
+    one = Driver(FakeArena(), config_in(tmp_path, state_db=address, durability=durability, engine="one"))
+    one.turn("s", [1])
+    GoesAway.lose = True
+    with pytest.raises(TurnInDoubt) as told:
+        one.turn("s", [2])
+    info = as_service_error(told.value).info
+    assert info.kind is ErrorKind.ENGINE_LOST and info.retry_after_s is None and "may have been kept" in info.message
+    if not comes_back:
+        with pytest.raises(DirectoryUnreachable, match="try again in a moment"):
+            one.turn("other", [2])
+    GoesAway.is_away = False
+    one.settle()
+    one.until(lambda: one.pool._store is not None and not one.pool._store.writer.collecting)
+    two = opened(tmp_path, address, "two")
+    assert np.array_equal(two.state("s"), state_of([1, 2])), "it was kept"
+    for driver in (one, two):
+        assert np.array_equal(driver.state("s"), state_of([1, 2]))
+        driver.settle()
+        driver.pool.close()
 
 
 def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
