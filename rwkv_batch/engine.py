@@ -225,6 +225,8 @@ class Engine:
 
         try:
             self.machine.pool.delete_counted(session_id, delete_prefix, done)
+        except PoolError as error:
+            reply(as_service_error(error))
         except Exception as error:  # likewise
             logger.exception("deleting a session failed")
             reply(as_service_error(error))

@@ -16,7 +16,7 @@ from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import PoolLost
+from state_pool.errors import PoolLost, SessionNotFound
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
@@ -117,6 +117,7 @@ class StatePool:
         SessionUnusable, PoolFull, StateNotFound, AdapterNotFound, OtherOrigin or OtherAdapter (an existing one began
         otherwise).
         """
+        self._check_name(session_id)
         if branch_from is not None:
             return self._turns.checkout_branch(session_id, branch_from, state, adapter, mixture)
         return self._turns.checkout(session_id, wait, state, adapter, mixture)
@@ -149,14 +150,18 @@ class StatePool:
         A dialogue alone goes by the name it is shown under, unless a session has that id. Running turns
         lose: their leases turn FAILED. `on_durable` is called once from `poll`: with None when the delete
         survives a crash, else with why it is not on disk yet (it is then tried again).
+        Raises SessionNotFound for a name that the database cannot hold.
         """
+        self._check_name(session_id)
         return self._turns.delete(session_id, delete_prefix, on_durable).count
 
     def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: OnDeleted) -> None:
         """`delete`, with how many there were, those that only other engines knew among them.
 
         `on_deleted` is called once from `poll`, with the number or with why the delete is not on disk yet.
+        Raises SessionNotFound for a name that the database cannot hold.
         """
+        self._check_name(session_id)
         job = self._turns.delete(session_id, delete_prefix, lambda error: on_deleted(error or job.count))
 
     def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:
@@ -165,14 +170,22 @@ class StatePool:
         `on_exported` is called once from `poll` with a `SessionFile`, whose `encode` belongs on another
         thread, or with why it could not be read. Raises SessionNotFound, SessionUnusable, PoolFull.
         """
+        self._check_name(session_id)
         self._import_export.export(session_id, dialogue, on_exported)
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
         """Make an exported session a new one here; `on_durable` is called once from `poll`.
 
-        Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull.
+        Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull, SessionNotFound
+        (the database cannot hold the id).
         """
+        self._check_name(session_id)
         self._import_export.import_session(session_id, file, on_durable)
+
+    def _check_name(self, session_id: str) -> None:
+        """Raises SessionNotFound for a name that the database cannot hold."""
+        if "\x00" in session_id and self._store is not None and self._store.is_server:
+            raise SessionNotFound("session ids with a NUL character cannot be stored in PostgreSQL")
 
     # -- prefixes --------------------------------------------------------------------------------------
 

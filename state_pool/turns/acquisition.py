@@ -68,9 +68,6 @@ class Acquisition:
 
     def begin(self, lease: Lease, branch_from: int | None = None) -> None:
         """Acquire the lease's session, or read the dialogue that a new one begins from; then its state is fetched."""
-        if "\x00" in lease.session.key.session_id and self._store.is_server:
-            self._fail(lease, SessionNotFound("session ids with a NUL character cannot be stored in PostgreSQL"))
-            return
         self._ask(lease, branch_from, time.monotonic() + PATIENCE_S)
 
     def release(self, session: Session) -> None:

@@ -18,6 +18,7 @@ from state_pool.disk import postgres as adapter
 from state_pool.disk import writer
 from state_pool.disk.database import open_writer
 from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNotFound, StaleEpoch, TurnInDoubt
+from state_pool.session_file import SessionFile, decode
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 from test.postgres import Server, missing
 
@@ -251,8 +252,23 @@ def test_a_password_is_never_told(
 def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) -> None:
     one = opened(tmp_path, postgres.database())
     with pytest.raises(SessionNotFound, match="NUL"):
-        one.ready(one.pool.checkout("a\x00b"))
+        one.pool.checkout("a\x00b")
     one.turn("é🙂'; --%s?", [1])
     assert np.array_equal(one.state("é🙂'; --%s?"), state_of([1]))
+    files: list[SessionFile | Exception] = []
+    one.pool.export("é🙂'; --%s?", files.append)
+    one.until(lambda: bool(files))
+    assert isinstance(files[0], SessionFile)
+    file, answers = decode(files[0].encode()), []
+    for ask in (
+        lambda: one.pool.delete_counted("a\x00b", False, answers.append),
+        lambda: one.pool.delete_counted("a\x00", True, answers.append),
+        lambda: one.pool.export("a\x00b", answers.append),
+        lambda: one.pool.import_session("a\x00b", file, answers.append),
+    ):
+        with pytest.raises(SessionNotFound, match="NUL"):
+            ask()
+    one.settle()
+    assert answers == []
     one.settle()
     one.pool.close()
