@@ -138,7 +138,8 @@ class Scheduler:
     def _count_steps_aside(self) -> None:
         """Whether batch rows stand aside in this step: a first token is waited for, and it is not their turn."""
         is_waited_for = self.places.interactive.num_running and any(
-            not sequence.job.is_batch and not sequence.has_answered and sequence.num_uncomputed_tokens > 0
+            not (sequence.job.is_batch or sequence.has_answered or sequence.has_drawn)
+            and sequence.num_uncomputed_tokens > 0
             for sequence in self._reading
         )
         self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_waited_for else 0
@@ -158,7 +159,7 @@ class Scheduler:
             if decoding:
                 self._turn = (turn + 1) % len(self._groups)
                 decoding.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
-                rows = [ScheduledRow(s, 1, s.draws, s.draws and len(s.token_ids) > s.drawn_start) for s in decoding]
+                rows = [ScheduledRow(s, 1, s.draws, s.draws and s.seat_holds_last_token) for s in decoding]
                 return rows, turn % len(self._groups)
         return [], 0
 

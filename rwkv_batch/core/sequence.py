@@ -263,6 +263,16 @@ class Sequence:
         return self.num_uncomputed_tokens == 1 and self.token_ids[-1] == PENDING
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether it has a token that this engine drew, or took without a draw."""
+        return len(self.token_ids) > self.drawn_start
+
+    @property
+    def seat_holds_last_token(self) -> bool:
+        """Whether the device knows its last token as the one drawn last for its seat: not one taken without a draw."""
+        return len(self.token_ids) > self.drawn_start and (not self.untold or self.token_ids[-1] == PENDING)
+
+    @property
     def reads_drawn_token(self) -> bool:
         """Whether a step under way reads the token that the host has come to know last."""
         return self.token_ids[-1] == PENDING or self.settled_step == self.in_step

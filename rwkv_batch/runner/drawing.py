@@ -141,7 +141,7 @@ class Drawing:
     def admit(self, sequences: Iterable[Sequence]) -> None:
         """Tell their samplers of rows that draw for the first time."""
         for sequence in sequences:
-            if len(sequence.token_ids) == sequence.drawn_start:
+            if not sequence.has_drawn:
                 sampler, request = self.sampler(sequence.sampler), sequence.request
                 sampler.admit(sequence.seat, request.sampling)
                 if request.resumed is not None and request.resumed.token_ids:

@@ -218,26 +218,29 @@ class ModelRunner:
         return self._drawing.is_making or (self._graphs is not None and self._graphs.is_recording)
 
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
-        """A step's rows as they are launched: all together; with graphs, rows that decode after the others."""
-        mixtures = [row for row in rows if row.sequence.members]
+        """A step's rows as they are launched: all together; with graphs, rows that decode after the others.
+
+        Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
+        that has them is the last one.
+        """
+        mixtures = self._mixtures_apart(rows)
         if mixtures:
-            mixtures = self._mixtures_apart(rows, mixtures)
             apart = {id(row) for row in mixtures}
             rows = [row for row in rows if id(row) not in apart]
-        parts = [rows]
+        parts = [mixtures, rows]
         if self._graphs is not None:
-            reading, decoding = [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
+            reading, decoding = _parted_by_kind(rows)
             scored = [row for row in reading if row.scored]  # graphs leave their logits and nothing else
             reading = [row for row in reading if not row.scored]
-            parts = [reading, decoding]
             if reading and decoding and self._mixed_size(decoding, reading) is not None:
-                parts = [decoding + reading]
-            parts.append(scored)
-        return [part for part in (*parts, mixtures) if part]
+                reading, decoding = [], decoding + reading
+            parts = [reading, scored, *_parted_by_kind(mixtures), decoding]
+        return [part for part in parts if part]
 
-    def _mixtures_apart(self, rows: list[ScheduledRow], mixtures: list[ScheduledRow]) -> list[ScheduledRow]:
+    def _mixtures_apart(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
         """Mixtures that cannot be in a launch with the other rows: of those that decode, a graph holds so many."""
-        if self._graphs is None:
+        mixtures = [row for row in rows if row.sequence.members]
+        if not mixtures or self._graphs is None:
             return mixtures if any(row.scored for row in rows) else []
         if num_states(row for row in rows if row.feeds_back) > self._graphs.max_rows:
             return mixtures
@@ -329,7 +332,7 @@ class ModelRunner:
 
     def _launch_mixed(self, step: Launched) -> None:
         """Rows that decode, first, and prompts behind them: one graph draws for both."""
-        decoding, reading = [r for r in step.rows if r.feeds_back], [r for r in step.rows if not r.feeds_back]
+        reading, decoding = _parted_by_kind(step.rows)
         size = self._mixed_size(decoding, reading)
         assert self._mixed_graphs is not None and size is not None, "`parts` has found a size for them"
         self._drawing.admit(row.sequence for row in reading if row.draws)
@@ -471,6 +474,11 @@ class ModelRunner:
 def cpu_part(replicas: int) -> int:
     """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
     return max(1, machine.cores() // replicas) if replicas > 1 else 0
+
+
+def _parted_by_kind(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
+    """Rows that read tokens the host knows, and those that decode, whose tokens a graph finds on the device."""
+    return [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

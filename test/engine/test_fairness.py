@@ -255,6 +255,23 @@ def test_batch_rows_stand_aside_until_an_interactive_row_has_its_first_token() -
     assert with_batch == [False, False, False, True] * 2, "a long prompt does not keep them out for ever"
 
 
+def test_batch_rows_do_not_stand_aside_for_a_row_that_takes_certain_text() -> None:
+    """It has had its first token, and reads what a grammar leaves no choice in."""
+    plan, _ = scheduler(seats=64, budget=64, chunk=16)
+    plan.add(*job(20, client="bulk"))
+    chat, chat_rows = job(1, prompt_tokens=5, client="chat")
+    plan.add(chat, chat_rows)
+    for _ in range(3):
+        read(plan.schedule())
+    chat_rows[0].token_ids += range(40)
+    chat_rows[0].untold = [*range(40)]
+    for _ in range(3):
+        rows = plan.schedule()
+        assert chat_rows[0] in [row.sequence for row in rows if row.num_tokens > 1 or row.draws]
+        assert sum(row.sequence.job.is_batch for row in rows) == 20
+        read(rows)
+
+
 def test_clients_share_the_prompt_budget() -> None:
     plan, _ = scheduler(seats=64, budget=64, chunk=64)
     for _ in range(10):

@@ -7,7 +7,7 @@ from collections import Counter
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.params import SamplingParams
@@ -29,7 +29,7 @@ class Slots:
         return self.free.pop() if self.free else None
 
     def prepare(self, sequence: Sequence) -> None:
-        sequence.prompt_end = len(sequence.token_ids)
+        sequence.prompt_end = sequence.drawn_start = len(sequence.token_ids)
 
     def add_spare(self, sequence: Sequence) -> None:
         if (slot := self.allocate()) is not None:
@@ -264,3 +264,28 @@ def test_only_a_row_that_closed_its_turn_has_answered() -> None:
     assert closing.has_answered and closing.is_in_steps
     plan.remove(closing)
     assert (closing.phase, closing.has_answered, closing.is_in_steps) == (Phase.ANSWERED, True, False)
+
+
+def test_only_a_token_that_was_drawn_is_fed_back() -> None:
+    """The last token of a run that was taken without a draw is not the one that the row's seat holds."""
+    plan, _ = scheduler(chunk=4)
+    plan.add(*job(1, prompt_tokens=3))
+    (first,) = plan.schedule()
+    assert not first.feeds_back
+    read([first])
+    row = first.sequence
+    (drawn,) = plan.schedule()
+    assert drawn.feeds_back
+    read([drawn])
+    row.token_ids += [5, 6, 7, 8]
+    row.untold = [5, 6, 7, 8]
+    sizes = []
+    for _ in range(2):
+        (step,) = plan.schedule()
+        sizes.append((step.num_tokens, step.draws, step.feeds_back))
+        read([step])
+    assert sizes == [(4, False, False), (1, True, False)]
+    row.token_ids[-1] = PENDING  # it draws behind the run before its sampler is told of that
+    assert plan.schedule()[0].feeds_back
+    row.token_ids[-1], row.untold = 7, []
+    assert plan.schedule()[0].feeds_back
