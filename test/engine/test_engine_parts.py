@@ -16,7 +16,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.request import GenerateRequest
+from rwkv_batch.request import GenerateRequest, PromptLogprobs
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.model_runner import ModelRunner
@@ -24,26 +24,42 @@ from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.state_files import random_state, write_state
+
+BOTH = [("poet", 1.0), ("", 1.0)]
+"""A mixture of two states."""
 
 
 class StandIn:
-    """What `DecodeGraphs` does, without a GPU: one step over rows that read the token they drew last."""
+    """What `DecodeGraphs` does, without a GPU: one step over rows that read the token they drew last.
+
+    Its logits are overwritten by every launch, as those are.
+    """
 
     def __init__(self, machine: ModelRunner) -> None:
         self._machine = machine
         self.places: list[Any] = []
+        self.max_rows = machine.limits.rows_in_step
+        self.logits = machine._logits = torch.empty(2 * self.max_rows, machine.vocab)
         self.steps: list[int] = []
         """rows of each step"""
         self.fails = False
 
-    def run_logits(self, seats: Sequence[int], read_slots: Sequence[int], write_slots: Sequence[int]) -> Tensor:
+    def run_logits(
+        self,
+        seats: Sequence[int],
+        read_slots: Sequence[int],
+        write_slots: Sequence[int],
+        adapters: Sequence[int] | None = None,
+    ) -> Tensor:
         if self.fails:
             raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
+        assert 0 < len(seats) <= self.max_rows and adapters is None
         self.steps.append(len(seats))
         tokens = self._machine._tokens.to_feed[list(seats)].tolist()
         rows = list(range(len(seats)))
         inputs = step_inputs([[token] for token in tokens], list(read_slots), list(write_slots), rows)
-        return self._machine.pipeline.forward(inputs)
+        return self._machine.pipeline.forward(inputs, self.logits)
 
     def run(
         self,
@@ -51,24 +67,33 @@ class StandIn:
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         undrawn: Sequence[int] = (),
+        adapters: Sequence[int] | None = None,
     ) -> Tensor:
-        self.logits = self.run_logits(seats, read_slots, write_slots)
+        logits = self.run_logits(seats, read_slots, write_slots, adapters)
         rows = [row for row in range(len(seats)) if row not in undrawn]
         tokens = torch.zeros(len(seats), dtype=torch.int64)
-        tokens[rows] = self._machine.sampler("").sample(self.logits[rows], [seats[row] for row in rows]).token_ids
-        self._machine._tokens.drawn[list(seats)] = tokens
+        tokens[rows] = self._machine.sampler("").sample(logits[rows], [seats[row] for row in rows]).token_ids
+        drawn = [seats[row] for row in rows]
+        self._machine._tokens.drawn[drawn] = tokens[rows]
         return tokens
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+    folder = tmp_path_factory.mktemp("model")
+    write_state(folder / "poet.pth", random_state(1))
+    return tiny_model(folder)
+
+
+def poet(model: Path) -> tuple[str, ...]:
+    return (f"poet={model.parent / 'poet.pth'}",)
 
 
 @pytest.fixture(params=["plain", "overlapped"])
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
-    with started_engine(model, pool, overlap_on_cpu=request.param == "overlapped") as engine:
+    overlaps = request.param == "overlapped"
+    with started_engine(model, pool, overlap_on_cpu=overlaps, states=poet(model)) as engine:
         engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
         yield engine
 
@@ -86,6 +111,13 @@ def mixture() -> list[GenerateRequest]:
     ]
     rows += [ask("told", sampling=SamplingParams(temperature=0.0, top_logprobs=2)), ask("many", n=5)]
     return rows
+
+
+def crowd(engine: Engine, max_tokens: int) -> list[Running]:
+    """20 rows that decode, none of them a batch's, which would stand aside while a prompt is read."""
+    jobs = [submit(engine, *[ask("bulk", max_tokens=max_tokens, ignore_eos=True)] * 5) for _ in range(4)]
+    assert all(job.answered.wait(30) for job in jobs)
+    return jobs
 
 
 def test_two_parts_draw_what_one_draws(model: Path, engine: Engine) -> None:
@@ -109,14 +141,14 @@ def test_constrained_rows_draw_apart_from_the_graph(model: Path, engine: Engine)
 
 
 def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
-    bulk = submit(engine, *[ask("bulk", max_tokens=200, ignore_eos=True)] * 20)
-    assert bulk.answered.wait(30)
+    bulk = crowd(engine, max_tokens=200)
     while not graphs(engine).steps:
         time.sleep(0.001)
     graphs(engine).steps.clear()
     run(engine, ask("a long prompt " * 60, max_tokens=3))
     assert graphs(engine).steps[:4] == [20] * 4, "the prompt's chunks leave the decoding rows alone"
-    bulk.wait()
+    for job in bulk:
+        job.wait()
 
 
 def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +160,54 @@ def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pyt
         return launch(rows, *after)
 
     monkeypatch.setattr(engine.machine, "launch", launching)
-    bulk = submit(engine, *[ask("bulk", max_tokens=100, ignore_eos=True)] * 20)
+    bulk = crowd(engine, max_tokens=100)
     run(engine, ask("a long prompt " * 60, max_tokens=3))
-    bulk.wait()
+    for job in bulk:
+        job.wait()
     first = parts.index("decode")
     assert "read" in parts[first:]
     assert all(parts[i + 1] == "decode" for i in range(first, len(parts) - 1) if parts[i] == "read")
+
+
+def test_mixtures_that_a_graph_has_no_room_for_decode_while_another_is_read(model: Path, engine: Engine) -> None:
+    graphs(engine).max_rows = 8
+    plain = [ask(f"plain {i}", max_tokens=60, ignore_eos=True) for i in range(4)]
+    mixed = [ask(f"mixed {i}", mixture=BOTH, max_tokens=60, ignore_eos=True) for i in range(3)]
+    late = ask("it comes later", mixture=BOTH, max_tokens=4, ignore_eos=True)
+    with started_engine(model, states=poet(model)) as whole:
+        wanted = [run(whole, *rows).all_texts for rows in (plain, mixed, [late])]
+    jobs = [submit(engine, *plain), submit(engine, *mixed)]
+    assert all(job.answered.wait(30) for job in jobs)
+    jobs.append(submit(engine, late))
+    assert [job.wait().all_texts for job in jobs] == wanted
+
+
+def test_logits_that_wait_for_a_mask_are_those_of_their_rows(model: Path, engine: Engine) -> None:
+    """Prompts of mixtures, long ones and scored ones are read beside rows whose constraint waits for the last token."""
+    form = Constraint(form=Form.REGEX, source="[a-z0-9]{80}")
+    held = [ask(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50)) for i in range(3)]
+    late = [ask(f"one more {i}", mixture=BOTH, max_tokens=3, ignore_eos=True) for i in range(6)]
+    late += [ask("how likely is this text " * 4, max_tokens=2, prompt_logprobs=PromptLogprobs()) for _ in range(2)]
+    with started_engine(model, states=poet(model)) as whole:
+        wanted = run(whole, *held).all_texts
+    job = submit(engine, *held)
+    assert job.answered.wait(30)
+    for row in late:
+        assert run(engine, row).finishes[0].error is None
+    assert job.wait().all_texts == wanted
+
+
+def test_text_that_is_certain_is_read_whatever_its_length(model: Path) -> None:
+    """In chunks of four, so that of some runs one token is left, which no draw has put into the row's seat."""
+    forms = [Constraint(form=Form.REGEX, source="[a-z]" + "-certain" * n + "[0-9]{6}") for n in range(1, 9)]
+    rows = [ask("x", constraint=form, max_tokens=60, sampling=SamplingParams(seed=3, top_k=50)) for form in forms]
+    with started_engine(model) as whole:
+        wanted = [run(whole, row).all_texts for row in rows]
+    for overlaps in (False, True):
+        with started_engine(model, prefill_chunk=4, overlap_on_cpu=overlaps) as engine:
+            engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
+            assert [run(engine, row).all_texts for row in rows] == wanted
+            assert engine.jobs.certain_tokens > 0
 
 
 def test_sessions_go_on(model: Path, engine: Engine) -> None:
