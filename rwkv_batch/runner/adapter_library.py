@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,10 +83,15 @@ class AdapterLibrary:
 
     def _keep(self) -> None:
         """Write down what requests have loaded. Raises OSError."""
-        if self._list is not None:
-            half = self._list.with_suffix(".new")
+        if self._list is None:
+            return
+        half = self._list.with_suffix(f".{uuid.uuid4().hex}.new")  # engines that share the list may write it at once
+        try:
             half.write_bytes(msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
             half.replace(self._list)
+        except OSError:
+            half.unlink(missing_ok=True)
+            raise
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
         """Any thread. Raises FileError."""

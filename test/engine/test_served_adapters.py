@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import GenerateRequest
+from rwkv_batch.runner.adapter_library import AdapterLibrary
 from state_pool.config import PoolConfig
 from test.adapter_files import random_lora, write_adapter
 from test.harness import ask, call, run, started_engine, submit, tiny_model, turn
@@ -191,6 +194,19 @@ def test_what_requests_load_is_there_after_a_restart(model: Path, tmp_path: Path
             run(engine, ask("a", adapter="mine"))
         call(engine, "adapter_remove", name="mine")
         assert call(engine, "adapter_list") == []
+
+
+def test_engines_that_share_a_list_write_it_at_once(tmp_path: Path) -> None:
+    config = EngineConfig(model_path="", pool=PoolConfig(state_db=str(tmp_path / "s.db")))
+
+    def many_times(_: int) -> None:
+        library = AdapterLibrary(config, lambda command: True, lambda: ServiceError(ErrorKind.INTERNAL, "closed"))
+        for _ in range(200):
+            library._keep()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(many_times, range(3)))
+    assert [path.name for path in tmp_path.iterdir()] == ["s.db.adapters.json"]
 
 
 def key_pair(a: tuple[int, int], b: tuple[int, int], at: str = "blocks.0.att.key") -> dict[str, torch.Tensor]:
