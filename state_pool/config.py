@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import msgspec
 
 
@@ -54,5 +56,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def files_stem(self) -> str:
-        """What files beside the database are named after; "": there is none. A server's are where the engine runs."""
-        return "rwkv_sessions" if self.state_db.startswith(("postgresql://", "postgres://")) else self.state_db
+        """What files beside the database are named after; "": there is none. A server's are where the engine runs,
+        those of each of its schemas apart."""
+        if not self.state_db.startswith(("postgresql://", "postgres://")):
+            return self.state_db
+        schema = self.state_db.partition("#")[2]
+        return f"rwkv_sessions-{quote(schema, safe='')}" if schema else "rwkv_sessions"

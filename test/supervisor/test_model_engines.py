@@ -17,6 +17,7 @@ import pytest
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
+from state_pool.config import PoolConfig
 from supervisor.engines import SPARE_S, Engines, ModelLimits
 from test.serving import Service, wait_for
 
@@ -324,6 +325,19 @@ def test_only_an_engine_that_is_ready_is_restarted(tmp_path: Path) -> None:
     other.tell(ModelStatus.LOADING)
     assert engines.obey(ModelCommand(1, restart_engine="all")) is None
     assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.LOADING
+
+
+@pytest.mark.parametrize("database", ["postgresql://db/sessions", "s.db"])
+def test_no_two_models_keep_their_files_under_one_name(tmp_path: Path, database: str) -> None:
+    config = EngineConfig(model_path="", model_name="ours", pool=PoolConfig(state_db=database))
+    limits = ModelLimits(count=4, idle_s=0, last_words_s=1)
+    context: Any = Processes()
+    models = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits)
+    for name in ("a", "b"):
+        assert models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth"))) is None
+    found = [models._model(name) for name in ("a", "b")]
+    stems = {engine.child.arguments[0].pool.files_stem for engine in found if engine is not None}
+    assert len({*stems, config.pool.files_stem}) == 3
 
 
 @pytest.mark.parametrize("name", ["ours", "rwkv7"])
