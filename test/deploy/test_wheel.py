@@ -85,6 +85,8 @@ def test_it_has_every_source_and_the_page(installed: Installed) -> None:
     for path in [*wanted, *ROOT.glob("demo/tuned/*"), ROOT / "app.py", ROOT / "settings.py"]:
         copy = installed.target / path.relative_to(ROOT)
         assert copy.exists() and copy.read_bytes() == path.read_bytes(), f"the wheel lacks {path}"
+    for path in (path for path in (ROOT / "deploy").rglob("*") if path.is_file()):
+        assert (installed.target / "share/rwkv-batch" / path.relative_to(ROOT)).is_file(), f"the wheel lacks {path}"
     assert not (installed.target / "test").exists()  # it would be in the way of other packages' tests
 
 
