@@ -48,7 +48,7 @@ $(VENV)/.installed: requirements.txt | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
 	touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt requirements-nvcc.txt requirements.txt | $(BIN)/python
+$(VENV)/.installed-dev: requirements-dev.txt requirements-nvcc.txt requirements-cluster.txt requirements.txt | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-dev.txt
 	touch $@ $(VENV)/.installed
 
