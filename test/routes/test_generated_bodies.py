@@ -24,10 +24,13 @@ from routes.table import ROUTES
 from test.serving import NO_TLS, Service
 
 BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
-WANT_FILES = ("/v1/states", "/openai/v1/files", "/openai/v1/batches", "/v1/models/load", "/v1/adapters")
+WANT_FILES = (
+    "/v1/states", "/openai/v1/files", "/openai/v1/batches", "/v1/models/load", "/v1/adapters",
+    "/v1/engines/add", "/v1/engines/remove", "/v1/engines/restart",
+)  # fmt: skip
 WANT_FILES += ("/loadmodel", "/loadstatemodel", "/mrss_loadstatemodel")
 TAKES_BODY = [route for route in ROUTES if route.body is not None and route.path not in WANT_FILES]
-"""All but those whose examples name a file that is not there."""
+"""All but those whose examples name a file, or an engine, that is not there, and the one that ends the engine."""
 NEIGHBOUR = {"contents": ["The cat", "猫"], "max_tokens": 12, "seed": 3, "ignore_eos": True, "stop_tokens": []}
 CHAT = "/v1/chat/completions"
 REFUSALS = {400, 404, 409, 413, 422, 429}
@@ -45,6 +48,8 @@ RELATED = {
     "candidates": {"contents"},
     "file": {"name", "states", "content", "orientation", "stream", "max_tokens", "password"},
     "states": {"state", "session_id"},
+    "engine": {"stream", "max_tokens", "password"},
+    "devices": {"stream", "max_tokens", "password"},
 }
 """Field that a refusal may name -> fields whose change may have been the reason."""
 

@@ -197,7 +197,6 @@ def test_mixtures(tuned: Service) -> None:
         ({"states": [{"name": "poet", "weight": 1}, {"weight": -1}]}, "more than 0"),
         ({"states": [{"name": "poet"}] * 17}, "16"),
         ({"states": [{"name": "poet"}], "state": "poet"}, "together"),
-        ({"states": [{"name": "poet"}, {}], "session_id": "s"}, "leave the session out"),
         ({"states": [{"name": "poet", "weight": "x"}]}, "number"),
     ],
 )
