@@ -20,7 +20,7 @@ serve: $(VENV)/.installed
 	exec $(BIN)/python app.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadfile $(TEST_ARGS)  # much of the time is waiting
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)

@@ -509,7 +509,7 @@ MUTANTS: list[Mutant] = [
                 f"{WORLDS}::test_worlds_that_found_something[741]",
             ),
         ],
-        ci=(2, 8),
+        ci=(8,),
     ),
     *of(
         "rwkv_batch/core/state_manager.py",
