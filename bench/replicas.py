@@ -40,7 +40,7 @@ from app import with_model
 from bench.http_load import Load, fetch, over_http
 from bench.serve import machine, percentile, service
 from cluster.fleet import Fleet, FleetLimits
-from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 from rwkv_batch.protocol import EngineProtocol
@@ -120,7 +120,7 @@ def cost(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         told = ServedModel(
             wish=ModelWish(name="bench", file=""), status=ModelStatus.READY, address=address, since=0, engine="engine-0"
         )
-        client, fleet = EngineClient(address), Fleet(FleetLimits())
+        client, fleet = EngineClient(at_socket(address)), Fleet(FleetLimits())
         fleet.update([told])
         for link in (client, fleet):
             link.start("bench")

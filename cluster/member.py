@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from cluster.choose import load_of
+from cluster.dial import dial
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD
@@ -22,7 +23,7 @@ class Member:
 
     def __init__(self, told: ServedModel, on_change: Callable[[Member, bool], None]) -> None:
         self.told = told
-        self.client = EngineClient(told.address, self._changed, self._reported)
+        self.client = EngineClient(dial(told.address), self._changed, self._reported)
         self.is_failing = False
         """It has refused work because it dies or drains; over when it is connected anew."""
         self.connection = 0

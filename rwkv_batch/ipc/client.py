@@ -1,4 +1,4 @@
-"""The engine as an HTTP worker sees it: forwards over the local socket, and tells everyone when the engine dies.
+"""The engine as an HTTP worker sees it: forwards over a link, and tells everyone when the engine dies.
 
 Threads: any may call; one of its own connects, receives and runs the callbacks.
 """
@@ -29,6 +29,7 @@ from rwkv_batch.ipc.wire import (
     Hello,
     Link,
     Observe,
+    SocketLink,
     Spent,
     Submit,
     ToEngine,
@@ -66,6 +67,23 @@ _CUT_OFF_TURN = ErrorInfo(
 )
 
 WorkerLink = Link[ToWorker, ToEngine]
+Connect = Callable[[], WorkerLink | None]
+"""Gives a new link to the engine, or None while there is none; may wait a moment."""
+
+
+def at_socket(address: str) -> Connect:
+    """Links to an engine of this machine, which listens on a Unix socket."""
+
+    def connect() -> WorkerLink | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(address)
+        except OSError:
+            connection.close()
+            return None
+        return SocketLink(connection, to_worker_decoder, "engine-client")
+
+    return connect
 
 
 class _Listener(NamedTuple):
@@ -93,7 +111,7 @@ class _Waiting:
 
 
 class EngineClient:
-    """EngineProtocol over the socket at `address`. Reconnects for as long as the process lives.
+    """EngineProtocol over the links that `connect` gives. Reconnects for as long as the process lives.
 
     `on_change` is called with True when the engine is there and with False when it is lost, `on_load` with what it has
     to do, both on the client's thread.
@@ -101,11 +119,11 @@ class EngineClient:
 
     def __init__(
         self,
-        address: str,
+        connect: Connect,
         on_change: Callable[[bool], None] = lambda is_there: None,
         on_load: Callable[[Load], None] = lambda load: None,
     ) -> None:
-        self._address = address
+        self._connect = connect
         self._name = ""
         self._on_change = on_change
         self._on_load = on_load
@@ -209,17 +227,13 @@ class EngineClient:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                connection.connect(self._address)
-            except OSError:
-                connection.close()
+            link = self._connect()
+            if link is None:
                 self._stopped.wait(_RETRY_S)
-                continue
-            self._serve(connection)
+            else:
+                self._serve(link)
 
-    def _serve(self, connection: socket.socket) -> None:
-        link: WorkerLink = Link(connection, to_worker_decoder, "engine-client")
+    def _serve(self, link: WorkerLink) -> None:
         link.send(Hello(self._name, os.getpid()))
         with self._lock:
             self._newest = link

@@ -1,4 +1,4 @@
-"""The engine process: one engine, a Unix socket for the HTTP workers, a pipe to the supervisor.
+"""The engine process: one engine, a link to each HTTP worker, a pipe to the supervisor.
 
 Threads: the engine's own, which also sends what each step brings; one that accepts; one per HTTP worker, which
 receives; the main thread, which waits for the supervisor.
@@ -41,6 +41,7 @@ from rwkv_batch.ipc.wire import (
     Hello,
     Link,
     Observe,
+    SocketLink,
     Spent,
     Submit,
     ToEngine,
@@ -94,7 +95,7 @@ class ManagedEngine(EngineProtocol, Protocol):
 class Peer:
     """One HTTP worker's connection: its jobs are cancelled when it goes away."""
 
-    def __init__(self, connection: socket.socket, engine: EngineProtocol, metrics: Metrics, quotas: Quotas) -> None:
+    def __init__(self, link: PeerLink, engine: EngineProtocol, metrics: Metrics, quotas: Quotas) -> None:
         self.name = "?"
         self.pid = 0
         self.since = time.time()
@@ -105,7 +106,7 @@ class Peer:
         self._metrics = metrics
         self._quotas = quotas
         self._events: list[JobEvents] = []
-        self._link: PeerLink = Link(connection, to_engine_decoder, "worker")
+        self._link = link
 
     def serve(self, ask: Ask) -> None:
         """Handle the worker's messages until it is gone; `ask` answers calls."""
@@ -205,20 +206,33 @@ class Peer:
 
 
 class EngineServer:
-    """Accepts HTTP workers on the Unix socket at `address` and connects them to `engine`."""
+    """Connects HTTP workers to `engine`: over the links that `serve` is given, or those that `listen` accepts."""
 
-    def __init__(self, engine: ManagedEngine, address: str) -> None:
+    def __init__(self, engine: ManagedEngine) -> None:
         self._engine = engine
         self._metrics = Metrics()
         self._quotas = Quotas(self._metrics)
         self._peers: set[Peer] = set()
         self._started = time.time()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
-        self._listener.listen(MAX_WORKERS)
         engine.when_delivered(self._tell_all)
-        threading.Thread(target=self._accept_loop, name="accept", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def listen(self, address: str) -> None:
+        """Accept HTTP workers of this machine on a Unix socket at `address`; returns at once."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(address)
+        listener.listen(MAX_WORKERS)
+        threading.Thread(target=self._accept_loop, args=(listener,), name="accept", daemon=True).start()
+
+    def serve(self, link: PeerLink) -> None:
+        """Serve the HTTP worker at the other end until it is gone."""
+        peer = Peer(link, self._engine, self._metrics, self._quotas)
+        peer.beat(self._engine.load)
+        self._peers.add(peer)
+        try:
+            peer.serve(self._ask)
+        finally:
+            self._peers.discard(peer)
 
     def _beat(self) -> None:
         while True:
@@ -227,23 +241,15 @@ class EngineServer:
             for peer in self._peers.copy():
                 peer.beat(load)
 
-    def _accept_loop(self) -> None:
+    def _accept_loop(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 logger.exception("the engine's socket failed; HTTP workers cannot connect any more")
                 return
-            peer = Peer(connection, self._engine, self._metrics, self._quotas)
-            threading.Thread(target=self._serve, args=(peer,), name="worker-receive", daemon=True).start()
-
-    def _serve(self, peer: Peer) -> None:
-        peer.beat(self._engine.load)
-        self._peers.add(peer)
-        try:
-            peer.serve(self._ask)
-        finally:
-            self._peers.discard(peer)
+            link: PeerLink = SocketLink(connection, to_engine_decoder, "worker")
+            threading.Thread(target=self.serve, args=(link,), name="worker-receive", daemon=True).start()
 
     def _tell_all(self) -> None:
         load = self._engine.load
@@ -303,7 +309,7 @@ def run_engine(
         supervisor.send(("failed", f"the engine did not start: {type(error).__name__}: {error}"))
         sys.exit(1)
     settle_garbage_collector()
-    EngineServer(engine, address)
+    EngineServer(engine).listen(address)
     try:
         supervisor.send(("ready", None))
         _follow_supervisor(engine, config, supervisor)

@@ -1,8 +1,8 @@
-"""What crosses the local socket between HTTP workers and the engine process, and how.
+"""What crosses the link between HTTP workers and an engine, and the link within a machine: a Unix stream socket.
 
-A frame is its length in four bytes and a msgpack array of messages. Whoever sends writes it, so that events need no
-other thread to be woken and given Python's lock. A Unix stream socket tells both ends at once when the other has
-died; that it stands still is told by heartbeats that do not come.
+A frame is a msgpack array of messages; on the socket its length in four bytes stands before it. Whoever sends writes
+it, so that events need no other thread to be woken and given Python's lock. The socket tells both ends at once when
+the other has died; that it stands still is told by heartbeats that do not come.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -161,8 +161,35 @@ to_engine_decoder = msgspec.msgpack.Decoder(list[ToEngine])
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker])
 
 
-class Link(Generic[Incoming, Outgoing]):
-    """One end of a connection: `send` from any thread without waiting, `receive` on one thread.
+Received_co = TypeVar("Received_co", covariant=True)
+Sent_contra = TypeVar("Sent_contra", contravariant=True)
+
+
+class Link(Protocol[Received_co, Sent_contra]):
+    """One end of a connection, whatever carries it: `send` from any thread without waiting, `receive` on one thread."""
+
+    @property
+    def num_pieces(self) -> int:
+        """What `receive` has read: of a long frame each piece is counted as it comes."""
+
+    def send(self, *messages: Sent_contra) -> None:
+        """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone.
+
+        Raises FrameTooLong; nothing is sent then, and the link goes on.
+        """
+
+    def receive(self) -> Iterator[Received_co]:
+        """Messages until the peer is gone or the link is closed.
+
+        Raises msgspec.DecodeError for a foreign frame, FrameTooLong for one that may not be read.
+        """
+
+    def close(self) -> None:
+        """Give the connection up, from any thread; `receive` then ends at both ends."""
+
+
+class SocketLink(Generic[Incoming, Outgoing]):
+    """A `Link` over a stream socket.
 
     What the socket does not take at once waits for a thread of its own, which ends with it. `close` may come from any
     thread; the receiving thread then sees the end of the stream.
@@ -181,10 +208,7 @@ class Link(Generic[Incoming, Outgoing]):
         """What `receive` has read: a frame's pieces of `_READ_BYTES` are counted as they come."""
 
     def send(self, *messages: Outgoing) -> None:
-        """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone.
-
-        Raises FrameTooLong; nothing is sent then, and the link goes on.
-        """
+        """See Link."""
         body = self._encoder.encode(messages)
         if len(body) > MAX_FRAME_BYTES:
             raise FrameTooLong(len(body))

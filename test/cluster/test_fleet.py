@@ -21,7 +21,7 @@ from cluster.member import SILENT_LOOKS
 from rwkv_batch.calls import ListSessions
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
-from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, Link, Spent, to_worker_decoder
+from rwkv_batch.ipc.wire import NO_LOAD, Answer, Heartbeat, SocketLink, Spent, to_worker_decoder
 from rwkv_batch.request import ClientLimits, Delta, Finish, FinishReason, Job, JobEvents, Load
 from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.harness import Running, ask, turn
@@ -97,10 +97,16 @@ class Played:
 Made = tuple[Fleet, list[Played]]
 
 
+def play(monkeypatch: pytest.MonkeyPatch, role: type[Played]) -> None:
+    """Have engines played, each under its address."""
+    monkeypatch.setattr(member, "dial", lambda address: address)
+    monkeypatch.setattr(member, "EngineClient", role)
+
+
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Made:
     """A fleet of two engines that are there."""
-    monkeypatch.setattr(member, "EngineClient", Played)
+    play(monkeypatch, Played)
     return made(FleetLimits(resubmit=2, wait_s=0.0))
 
 
@@ -283,7 +289,7 @@ def test_an_engine_that_sends_a_long_frame_is_not_silent(tmp_path: Path) -> None
     one = member.Member(told(address), lambda _, is_there: changes.put(is_there))
     one.client.start("test")
     connection, _ = listener.accept()
-    sender: Link[Any, Any] = Link(connection, to_worker_decoder, "engine")
+    sender: SocketLink[Any, Any] = SocketLink(connection, to_worker_decoder, "engine")
     sender.send(Heartbeat(NO_LOAD))
     assert changes.get(timeout=30)
     answer = msgspec.msgpack.encode([Answer(1, bytes(8 << 20), None)])
@@ -319,7 +325,7 @@ class Listing(Played):
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_no_offset_makes_engines_list_everything(monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
-    monkeypatch.setattr(member, "EngineClient", Listing)
+    play(monkeypatch, Listing)
     both = range(40)
     names = (both, both) if shares else (range(0, 40, 2), range(1, 40, 2))
     monkeypatch.setattr(Listing, "names", {f"engine-{number}": names[number] for number in range(2)})

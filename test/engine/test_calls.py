@@ -15,7 +15,7 @@ from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.ipc.wire import Spent
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Usage
@@ -60,8 +60,8 @@ class Answering(FakeEngine):
 def client(tmp_path: Path) -> Iterator[EngineClient]:
     """Connected to an engine that answers."""
     address = str(tmp_path / "engine.sock")
-    EngineServer(Answering(EngineConfig(model_path="")), address)
-    client = EngineClient(address)
+    EngineServer(Answering(EngineConfig(model_path=""))).listen(address)
+    client = EngineClient(at_socket(address))
     client.start("test")
     deadline = time.monotonic() + WAIT_S
     while not client.is_connected:

@@ -12,21 +12,22 @@ import pytest
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.wire import EventBatch, Link, in_frames
+from rwkv_batch.ipc.wire import EventBatch, SocketLink, in_frames
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogprob
 
 DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 LARGE = b"x" * 300_000
 WAIT_S = 20.0
+Ends = tuple[SocketLink, SocketLink]
 
 
 @pytest.fixture
-def links() -> Iterator[tuple[Link, Link]]:
+def links() -> Iterator[Ends]:
     """A sender and a receiver with little room between them."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    sender, receiver = (Link(end, DECODER, name) for end, name in zip(ends, ("sender", "receiver"), strict=True))
+    sender, receiver = (SocketLink(end, DECODER, name) for end, name in zip(ends, ("sender", "receiver"), strict=True))
     yield sender, receiver
     sender.close()
     receiver.close()
@@ -35,7 +36,7 @@ def links() -> Iterator[tuple[Link, Link]]:
 class SendsWhenReleased:
     """A lock whose release lets another sender in, once, at the moment when nothing waits any more."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SocketLink) -> None:
         self._link = link
         self._lock = threading.Lock()
         self._done = False
@@ -50,7 +51,7 @@ class SendsWhenReleased:
             self._link.send((1, LARGE))
 
 
-def test_a_frame_that_comes_as_the_last_one_goes_is_sent_once(links: tuple[Link, Link]) -> None:
+def test_a_frame_that_comes_as_the_last_one_goes_is_sent_once(links: Ends) -> None:
     sender, receiver = links
     sender._lock = SendsWhenReleased(sender)  # type: ignore[assignment]
     got: list[tuple[int, int]] = []
@@ -75,9 +76,7 @@ def test_a_frame_that_comes_as_the_last_one_goes_is_sent_once(links: tuple[Link,
     assert ended.wait(WAIT_S)
 
 
-def test_without_a_thread_the_peer_is_lost_and_not_the_sender(
-    links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_the_peer_is_lost_and_not_the_sender(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = links
 
     def refuse(thread: threading.Thread) -> None:
@@ -97,7 +96,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     return threads
 
 
-def unread(link: Link) -> bytes:
+def unread(link: SocketLink) -> bytes:
     """All that comes until the other side has closed; fails if it stays open."""
     link._connection.settimeout(WAIT_S)
     got = b""
@@ -107,7 +106,7 @@ def unread(link: Link) -> bytes:
 
 
 def test_what_is_sent_to_a_peer_that_lags_overtakes_nothing(
-    links: tuple[Link, Link], held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+    links: Ends, held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = links
     sender.send((0, LARGE))
@@ -128,7 +127,11 @@ def test_what_is_sent_to_a_peer_that_lags_overtakes_nothing(
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING_FRAMES", 3), ("MAX_WAITING_BYTES", 400_000)])
 def test_a_peer_that_reads_nothing_is_cut_off(
-    links: tuple[Link, Link], held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+    links: Ends,
+    held: list[threading.Thread],
+    monkeypatch: pytest.MonkeyPatch,
+    bound: str,
+    most: int,
 ) -> None:
     monkeypatch.setattr(wire, bound, most)
     sender, receiver = links
@@ -138,7 +141,7 @@ def test_a_peer_that_reads_nothing_is_cut_off(
     assert len(unread(receiver)) < 300_000
 
 
-def test_who_has_caught_up_may_lag_again(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_caught_up_may_lag_again(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_WAITING_BYTES", 3 * len(LARGE))
     sender, receiver = links
     messages = receiver.receive()
@@ -184,7 +187,7 @@ def test_few_news_go_in_one_frame() -> None:
     assert list(in_frames([])) == []
 
 
-def test_a_frame_that_is_too_long_is_not_sent(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_is_too_long_is_not_sent(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
     sender, receiver = links
     with pytest.raises(wire.FrameTooLong, match="at most 1000"):
@@ -197,7 +200,7 @@ def test_a_length_from_outside_is_bounded() -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall((0xFFFFFFFF).to_bytes(4, "big") + b"x")
     theirs.close()
-    link: Link = Link(ours, DECODER, "receiver")
+    link: SocketLink = SocketLink(ours, DECODER, "receiver")
     with pytest.raises(wire.FrameTooLong, match="4294967295 bytes"):
         list(link.receive())
     link.close()

@@ -1,0 +1,101 @@
+"""Links whose bytes are carried by something else: frames come whole and in order, and nothing grows without bound."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from rwkv_batch.ipc import carried_link, wire
+from rwkv_batch.ipc.carried_link import CarriedLink
+
+DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
+Ends = tuple[CarriedLink[Any, Any], CarriedLink[Any, Any]]
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return CarriedLink(DECODER), CarriedLink(DECODER)
+
+
+def carry(sender: CarriedLink[Any, Any], receiver: CarriedLink[Any, Any]) -> int:
+    """Carry what may leave; returns the number of pieces."""
+    count = 0
+    while pieces := sender.take(0.0):
+        receiver.put(pieces)
+        count += len(pieces)
+    return count
+
+
+def test_frames_of_any_length_come_whole_and_in_order(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried_link, "PIECE_BYTES", 100)
+    sender, receiver = ends
+    sent = [(number, bytes([number]) * (number * 37)) for number in range(12)]
+    for number, message in enumerate(sent):
+        if number % 2:
+            sender.send(sent[number - 1], message)
+    assert carry(sender, receiver) > len(sent), "long ones travel in pieces"
+    incoming = receiver.receive()
+    assert [next(incoming) for _ in sent] == sent
+    assert receiver.num_pieces > len(sent)
+
+
+def test_what_waits_leaves_together(ends: Ends) -> None:
+    sender, _ = ends
+    for number in range(5):
+        sender.send((number, b"short"))
+    assert len(sender.take(0.0) or ()) == 5 and sender.take(0.0) == []
+
+
+def test_no_more_leaves_than_was_read(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried_link, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(carried_link, "WINDOW_BYTES", 3000)
+    sender, receiver = ends
+    sender.send((0, bytes(10_000)))
+    carry(sender, receiver)
+    assert sender.take(0.0) == [], "the window is full"
+    incoming = receiver.receive()
+    reads = threading.Thread(target=lambda: next(incoming))
+    reads.start()
+    while reads.is_alive():
+        sender.acknowledge(receiver.read_bytes)
+        carry(sender, receiver)
+    reads.join()
+    assert receiver.read_bytes > 10_000
+
+
+def test_who_is_not_carried_to_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_WAITING_FRAMES", 3)
+    sender, _ = ends
+    for number in range(4):
+        sender.send((number, b"short"))
+    assert sender.is_closed and sender.take(0.0) is None
+    sender.send((9, b"nobody hears it"))
+
+
+def test_a_frame_is_bounded_at_both_ends(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = ends
+    sender.send((0, bytes(2000)))
+    carry(sender, receiver)
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+    with pytest.raises(wire.FrameTooLong, match="at most 1000"):
+        sender.send((1, bytes(2000)))
+    with pytest.raises(wire.FrameTooLong, match="at most 1000"):
+        list(receiver.receive())
+
+
+def test_close_ends_who_waits(ends: Ends) -> None:
+    link, _ = ends
+    ended: list[object] = []
+    waiting = [
+        threading.Thread(target=lambda: ended.append(list(link.receive()))),
+        threading.Thread(target=lambda: ended.append(link.take(60.0))),
+    ]
+    for thread in waiting:
+        thread.start()
+    link.close()
+    for thread in waiting:
+        thread.join(30)
+    assert sorted(ended, key=str) == [None, []]
