@@ -122,16 +122,16 @@ class UnloadBody(Body):
 
 async def load(context: Context, body: LoadBody) -> Reply:
     """Begin to load a model beside what is served, which goes on. GET /v1/models/{name} says how it stands."""
-    return json_answer(about(await load_model(context, body)))
+    return json_answer(about(await beside(context).load(wish_of(context, body), body.wait_s or None)))
 
 
-async def load_model(context: Context, body: LoadBody) -> ServedModel:
-    """The model, being loaded or, where the body waits for it, as it then stands. Raises ServiceError."""
+def wish_of(context: Context, body: LoadBody) -> ModelWish:
+    """What is to be loaded. Raises ServiceError for a name or a file that there cannot be."""
     path = within_models(context, body.file, "file")
     name = body.name or re.sub(r"[^A-Za-z0-9._-]", "-", path.stem).lstrip("._-")[:64]
     if not MODEL_NAME.fullmatch(name):
         raise invalid("name", "must be 1..64 letters, digits, '.', '_' and '-', beginning with one of the first", name)
-    wish = ModelWish(
+    return ModelWish(
         name=name,
         file=str(path),
         adapters=tuple(_adapter(context, entry) for entry in body.adapters),
@@ -141,7 +141,6 @@ async def load_model(context: Context, body: LoadBody) -> ServedModel:
         max_running=body.max_running,
         defaults=as_defaults(body.defaults, context.config),
     )
-    return await beside(context).load(wish, body.wait_s or None)
 
 
 async def unload(context: Context, body: UnloadBody) -> Reply:

@@ -1,11 +1,13 @@
 """RWKV-Infer's verbs, as its users script against them: other words for what /v1/models and /v1/states do.
 
 States go to the model that was loaded last, the service's own where none was. Names may have any characters there; the
-name here has '-' for those that it cannot have, and requests may write either.
+name here has '-' for those that it cannot have, and requests may write either. A model takes the place of the one that
+was loaded under its name, once its files are known to be good.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,19 +17,20 @@ import msgspec
 from pydantic import ConfigDict, Field
 
 from routes.context import Context
-from routes.models import LoadBody, beside, load_model
+from routes.models import LoadBody, beside, wish_of
+from routes.openai import chat
 from routes.request.bodies import Body, Weights, validate
 from routes.request.fields import Number
 from routes.request.generate_requests import invalid
 from routes.request.model_names import base_name, plain_name, state_names
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
-from routes.response.response_models import RwkvInferDone
+from routes.response.response_models import RwkvInferDone, RwkvInferHealth
 from routes.route import Handler, Route
-from rwkv_batch.calls import AddState, ListStates, RemoveState, StateInfo
+from rwkv_batch.calls import AddState, CheckModel, ListStates, RemoveState, StateInfo
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.served_model import ModelStatus
+from rwkv_batch.ipc.served_model import ModelStatus, ModelWish
 
 STRATEGIES = {
     "": "", "None": "", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8",
@@ -45,7 +48,8 @@ _ERRORS = (
     ErrorKind.OVERLOADED,
     *_AWAY,
 )
-_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
+_ESCAPE = re.compile(r"\\(?:([nrt0\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "\\": "\\"}
 
 
 class DefaultFields(Body):
@@ -139,27 +143,41 @@ async def models(context: Context, query: dict[str, str]) -> Reply:
     return json_answer([{"object": "models", "id": one} for one in (name, *(state_names(name, s)[1] for s in states))])
 
 
+async def healthcheck(context: Context, query: dict[str, str]) -> Reply:
+    """This HTTP worker is alive."""
+    return json_answer({"message": "ok", "status_code": 200})
+
+
 async def load(context: Context, body: LoadModelBody) -> Reply:
     """Load a model beside what is served, and answer once it is ready."""
-    wish = validate(
+    given = validate(
         LoadBody,
         {
             "file": body.model_filename,
             "name": plain_name(body.model_viewname),
             "dtype": _dtype(body),
             "adapters": _adapters(body),
-            "defaults": _defaults(body, _end(body)).given,
-            "wait_s": _LOAD_S,
+            "defaults": _defaults(body, end_text(body)).given,
         },
     )
     with _their_names(file="model_filename", name="model_viewname", adapters="adapter_filename"):
-        model = await load_model(context, wish)
+        wish = wish_of(context, given)
+        await _make_way(context, wish)
+        model = await beside(context).load(wish, _LOAD_S)
     if model.status is ModelStatus.FAILED:
         raise invalid("model_filename", f"could not be loaded: {model.error}", body.model_filename)
     if model.status is not ModelStatus.READY:
         message = f"model_filename: {model.wish.name!r} is {model.status.value}; GET /v1/models/{model.wish.name} tells"
         raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model_filename")
     return _done()
+
+
+async def _make_way(context: Context, wish: ModelWish) -> None:
+    """Check the files, then unload the model that was loaded under the name, if there is one. Raises ServiceError."""
+    others = beside(context)
+    await ask(context, CheckModel(wish.file, wish.adapters))
+    if any(one.wish.name == wish.name and one.status is not ModelStatus.FAILED for one in others.table):
+        await others.unload(wish.name, _LOAD_S)
 
 
 def _dtype(body: LoadModelBody) -> str:
@@ -183,11 +201,14 @@ def _adapters(body: LoadModelBody) -> list[str]:
     return [f"{body.adapter_filename}:{body.adapter_scaling}" if is_scaled else body.adapter_filename]
 
 
-def _end(body: LoadModelBody) -> str | None:
-    """The text that ends an answer; scripts write its line breaks escaped."""
-    if body.endtoken is None:
-        return None
-    return re.sub(r"\\[nrt]", lambda found: _ESCAPES[found.group()], body.endtoken)
+def end_text(body: LoadModelBody) -> str | None:
+    """The text that ends an answer; scripts write its line breaks, and characters by their numbers, escaped."""
+    return None if body.endtoken is None else _ESCAPE.sub(_unescaped, body.endtoken)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    letter, *numbers = found.groups()
+    return _ESCAPED[letter] if letter else chr(int(next(filter(None, numbers)), 16))
 
 
 async def remove(context: Context, query: dict[str, str]) -> Reply:
@@ -271,7 +292,7 @@ def _verb(
     summary: str,
     example: dict[str, Any] | None = None,
     *,
-    is_about_states: bool = True,
+    asks_engine: bool = True,
 ) -> Route:
     """A verb of administrators."""
     return Route(
@@ -285,11 +306,17 @@ def _verb(
         example=example,
         is_admin=True,
         is_about_models=True,
-        waits_for_engine=is_about_states,
+        waits_for_engine=asks_engine,
     )
 
 
 ROUTES = (
+    Route(
+        "GET", "/healthcheck", healthcheck, None, "RWKV-Infer's sign of life.", answer=RwkvInferHealth, is_public=True
+    ),
+    dataclasses.replace(
+        chat.ROUTES[0], path="/chat/completions", summary="`/openai/v1/chat/completions`, where RWKV-Infer has it."
+    ),
     Route("GET", "/models", models, None, "RWKV-Infer's list of models.", errors=_AWAY, waits_for_engine=True),
     _verb(
         "/loadmodel",
@@ -297,9 +324,8 @@ ROUTES = (
         LoadModelBody,
         "load a model",
         {"model_filename": "models/small.pth", "model_viewname": "RWKV x070 0.4B", "model_strategy": ""},
-        is_about_states=False,
     ),
-    _verb("/removemodel", remove, None, "unload it", is_about_states=False),
+    _verb("/removemodel", remove, None, "unload it", asks_engine=False),
     _verb(
         "/loadstatemodel",
         load_state,

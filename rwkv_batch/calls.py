@@ -164,6 +164,18 @@ class RemoveAdapter(EngineCall[AdapterInfo], tag="adapter_remove", frozen=True, 
     name: str
 
 
+class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=True):
+    """Whether a model could be loaded from a file: opened and compared with its adapters, computed nothing.
+
+    Answers what it is, in words; of what is wrong the field is "file" or "adapters".
+    """
+
+    file: str
+    """Absolute path of the weights."""
+    adapters: tuple[str, ...] = ()
+    """As --adapter."""
+
+
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
     """Cancel every job that has this label; answers how many there were."""
 
@@ -198,6 +210,7 @@ AnyCall = (
     | ListAdapters
     | AddAdapter
     | RemoveAdapter
+    | CheckModel
     | CancelJobs
     | CountJobs
     | EnterClient

@@ -25,6 +25,7 @@ from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, Load
 from rwkv_batch.runner.adapter_library import AdapterLibrary
 from rwkv_batch.runner.drawing import Launched
+from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
 from state_pool.errors import PoolError
@@ -70,6 +71,7 @@ class Engine:
         self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
         self._states = StateLibrary(config, self._put, self._refusal)
         self._adapters = AdapterLibrary(config, self._put, self._refusal)
+        self._models = ModelChecks(self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -203,6 +205,8 @@ class Engine:
                 self._adapters.add(call, reply)
             case calls.RemoveAdapter(name):
                 self._answer(reply, lambda: self._adapters.remove(name))
+            case calls.CheckModel():
+                self._models.check(call, reply)
             case _:
                 reply(ServiceError(ErrorKind.NOT_FOUND, f"the engine does not answer {type(call).__name__}"))
 
@@ -288,6 +292,7 @@ class Engine:
             self._desk.close()
             self._states.close()
             self._adapters.close()
+            self._models.close()
             self.machine.pool.close()
             self.jobs.deliver()
             self.jobs.abandon_all(_CUT_OFF)

@@ -16,7 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rwkv_batch.calls import CountJobs, EngineCall, ExportSession, ListAdapters, ListSessions, ListStates, Reply
+from rwkv_batch.calls import (
+    CheckModel,
+    CountJobs,
+    EngineCall,
+    ExportSession,
+    ListAdapters,
+    ListSessions,
+    ListStates,
+    Reply,
+)
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.protocol import Admitted, Sink
@@ -30,6 +39,13 @@ FLOOD = b"0123456789abcdef" * 4096
 LARGE_FILE = 32 << 20
 """Bytes of every session's file: more than sockets between two programs hold."""
 BROKEN = ErrorInfo(kind=ErrorKind.INTERNAL, message="broken on demand")
+
+
+def _check(call: CheckModel) -> str | ServiceError:
+    """What `start` would come to."""
+    if Path(call.file).stem != "broken":
+        return "a model"
+    return ServiceError(ErrorKind.INVALID_FIELD, f"file: {call.file} is not a model", field="file")
 
 
 def _said(prompt: bytes) -> bytes:
@@ -115,6 +131,8 @@ class FakeEngine:
             reply(SessionPage(total=0, in_slots=0, in_host_memory=0, on_disk=0, sessions=[]))
         elif isinstance(call, ListStates | ListAdapters):
             reply([])
+        elif isinstance(call, CheckModel):
+            reply(_check(call))
         elif isinstance(call, ExportSession):
             reply(bytes(LARGE_FILE))
         elif isinstance(call, CountJobs):

@@ -493,6 +493,13 @@ class RwkvInferDone(BaseModel):
     status: Literal["success"]
 
 
+class RwkvInferHealth(BaseModel):
+    """It is alive."""
+
+    message: Literal["ok"]
+    status_code: Literal[200]
+
+
 class Health(BaseModel):
     """In one word."""
 

@@ -18,8 +18,6 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapter_table import NO_ADAPTER
-from rwkv_batch.model.adapters.files import read_adapter, split_scale
-from rwkv_batch.model.adapters.merge import merged
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
@@ -29,6 +27,7 @@ from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slots
+from rwkv_batch.runner.model_files import under_adapters
 from rwkv_batch.runner.pipeline import Pipeline, own_devices
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
@@ -108,9 +107,7 @@ class ModelRunner:
         """The weights, and the layers on their devices. Raises StartupError."""
         config = self._config
         try:
-            weights = open_weights(config.model_path)
-            if config.adapters:
-                weights = merged(weights, [read_adapter(*split_scale(one)) for one in config.adapters])
+            weights = under_adapters(open_weights(config.model_path), config.adapters)
             pipeline = Pipeline(
                 weights,
                 own_devices(config.devices, config.replica),

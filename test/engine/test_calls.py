@@ -37,6 +37,7 @@ ANSWERS: dict[Any, Any] = {
     calls.ListStates(): [calls.StateInfo(name="s", digest="d", created=7, in_slot=True)],
     calls.AddState("s", content=b"\xff\x00bytes"): calls.StateInfo(name="s", orientation="key_value"),
     calls.RemoveState("s"): calls.StateInfo(name="s", error="of another model"),
+    calls.CheckModel("/models/a.pth", ("/models/b.pth:2",)): "RWKV-7, 2 layers of 64",
     calls.CancelJobs("big_batch"): 1,
     calls.CountJobs("big_batch"): 4,
     calls.EnterClient(Usage("elsewhere", "key", ClientLimits(rows=9), 1, 3)): True,

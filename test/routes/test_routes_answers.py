@@ -78,6 +78,8 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/engines/add", {"devices": ["cpu"]}),
     ("/v1/engines/remove", {"engine": "engine-0"}),
     ("/v1/engines/restart", {"engine": "none"}),
+    ("/healthcheck", None),
+    ("/chat/completions", TALK),
     ("/models", None),
     ("/loadmodel", {"model_filename": "none.pth", "model_viewname": "none"}),
     ("/loadstatemodel", {"state_filename": "none.pth", "state_viewname": "none"}),

@@ -1,21 +1,52 @@
-"""RWKV-Infer's verbs: the commands of its README as printed, but for the files' names and the password."""
+"""RWKV-Infer's verbs: the commands of its README as printed, but for the port and the password."""
 
 from __future__ import annotations
 
-import shutil
+import json
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from demo.random_older_weights import random_older_weights
+from routes.rwkv_infer import LoadModelBody, end_text
 from test.serving import Service
 from test.state_files import random_state, write_state
 
 ADMIN = {"Authorization": "Bearer the boss"}
-MODEL = "RWKV x070 1B6 Base"
-MIX = ["states/one.pth", "states/two.pth", "states/three.pth"]
+MODEL = "RWKV x060 1B6 Base"
+FILE = "models/RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth"
+BONE = "adapters/rwkv-9-bone.pth"
+MIX = ["states/jp7b-bancho.pth", "states/ojousama2.pth", "states/secret.pth"]
+PRINTED = "http://127.0.0.1:9000"
+POST = f"curl {PRINTED}/%s -X POST -H \"Content-Type: application/json\" -d '%s'"
+LOAD = POST % (
+    "loadmodel", f'{{"model_filename":"{FILE}","model_viewname":"{MODEL}","model_strategy":"",'
+    r'"default_temperature":"1.0", "default_top_p":"0.3", "endtoken":"\\n\\n"}',
+)  # fmt: skip
+LOAD_WITH_ADAPTER = POST % (
+    "loadmodel", f'{{"model_filename":"{FILE}","model_viewname":"{MODEL}","model_strategy":"",'
+    f'"adapter_filename":"{BONE}","adapter_mode":"bone",'
+    r'"default_temperature":"1.0", "default_top_p":"0.3", "endtoken":"\\n\\n"}',
+)  # fmt: skip
+ADD_STATE = POST % (
+    "loadstatemodel", '{"state_filename":"state.pth","state_viewname":"State Test","default_temperature":"1.0", '
+    '"default_top_p":"0.3"}',
+)  # fmt: skip
+ADD_MIXTURE = POST % (
+    "mrss_loadstatemodel", '{"state_viewname":"MRSS Test", '
+    '"state_filenames":["states/jp7b-bancho.pth","states/ojousama2.pth","states/secret.pth"], '
+    '"contain_originalstate":"True", "state_gatingweight":["0.01","0.3","0.4","0.03"],'
+    '"default_temperature":"1.0", "default_top_p":"0.8"}',
+)  # fmt: skip
+HERE = MODEL.replace(" ", "-")
+REMOVE_STATES = POST % ("removestatemodel", '{"dummy":"dummy"}')
+NAMES = f"curl {PRINTED}/models -X GET"
 CHAT = "/v1/chat/completions"
 BODY = {
     "contents": ["User: hi\n\nAssistant:"],
@@ -29,11 +60,12 @@ BODY = {
 @pytest.fixture(scope="module")
 def infer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("infer")
-    for seed, name in enumerate(("one", "two", "three")):
-        (folder / "states").mkdir(exist_ok=True)
-        write_state(folder / "states" / f"{name}.pth", random_state(seed, layers=2, width=64, scale=2.0))
-    (folder / "models").mkdir()
-    shutil.copy(tiny_model, folder / "models")
+    for name in ("states", "models", "adapters"):
+        (folder / name).mkdir()
+    for seed, name in enumerate((*MIX, "state.pth")):
+        write_state(folder / name, random_state(seed, layers=2, width=64, scale=2.0))
+    torch.save(random_older_weights("6", layers=2, width=64, vocab=65536), folder / FILE)
+    torch.save({"blocks.1.ffn.key.bone": torch.randn(8, 8, 8)}, folder / BONE)
     arguments = ("--models-dir", str(folder), "--admin-password", "the boss", "--http-workers", "1")
     running = Service(folder, "--model-path", str(tiny_model), *arguments)
     try:
@@ -57,6 +89,13 @@ def said(service: Service, model: str, **fields: Any) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
+def run(service: Service, command: str) -> Any:
+    """What a command answers, run as it is printed but for the address; the administrators' password comes with it."""
+    words = shlex.split(command.replace(PRINTED, service.url))
+    told = [*words, "-sS", "-H", "Authorization: " + ADMIN["Authorization"]]
+    return json.loads(subprocess.run(told, capture_output=True, check=True, timeout=300).stdout)
+
+
 def names(service: Service) -> list[str]:
     return [one["id"] for one in service.get("/models").json()]
 
@@ -66,35 +105,34 @@ def states(service: Service) -> dict[str, Any]:
     return {one["name"]: one for one in service.get("/v1/states").json()["data"]}
 
 
-def test_the_readmes_commands(infer: Service, tiny_model: Path) -> None:
-    file = f"models/{tiny_model.name}"
-    done(
-        infer, "loadmodel", model_filename=file, model_viewname=MODEL, model_strategy="", default_temperature="1.0",
-        default_top_p="0.3", endtoken="\\n\\n",
-    )  # fmt: skip
-    done(
-        infer, "loadstatemodel", state_filename=MIX[0], state_viewname="State Test", default_temperature="1.0",
-        default_top_p="0.3",
-    )  # fmt: skip
-    done(
-        infer, "mrss_loadstatemodel", state_viewname="MRSS Test", state_filenames=MIX, contain_originalstate="True",
-        state_gatingweight=["0.01", "0.3", "0.4", "0.03"], default_temperature="1.0", default_top_p="0.8",
-    )  # fmt: skip
-    here = MODEL.replace(" ", "-")
-    listed = names(infer)
-    assert listed[:2] == [here, f"{here} State-Test"] and listed[-1] == f"{here} MRSS-Test"
-    assert {one["object"] for one in infer.get("/models").json()} == {"models"}
-    told = infer.get(f"/v1/models/{here}").json()
+def test_the_readmes_commands(infer: Service) -> None:
+    """One after the other, as a reader tries them: the model is loaded twice under one name, then under an adapter."""
+    success = {"status": "success"}
+    assert run(infer, f"curl {PRINTED}/healthcheck") == {"message": "ok", "status_code": 200}
+    assert run(infer, LOAD) == success
+    plain = said(infer, MODEL)
+    told = infer.get(f"/v1/models/{HERE}").json()
     assert told["defaults"] == {"temperature": 1.0, "top_p": 0.3, "stop_tokens": [0, "\n\n"]}
+    answer = verb(infer, "loadmodel", model_filename=MIX[0], model_viewname=MODEL)
+    assert answer.status_code == 422 and answer.json()["field"] == "model_filename", answer.text
+    assert said(infer, MODEL) == plain, "files are checked before anything is replaced"
+    assert run(infer, LOAD_WITH_ADAPTER) == run(infer, ADD_STATE) == run(infer, ADD_MIXTURE) == success
+    listed = [one["id"] for one in run(infer, NAMES)]
+    assert {one["object"] for one in run(infer, NAMES)} == {"models"}
+    assert listed[:2] == [HERE, f"{HERE} State-Test"] and listed[-1] == f"{HERE} MRSS-Test"
     # A request may write the names as they were given, or as they are listed.
     texts = {said(infer, f"{MODEL}{of}") for of in ("", " State Test", " MRSS Test")}
     assert len(texts) == 3 and texts == {said(infer, name) for name in (listed[0], listed[1], listed[-1])}
-    assert said(infer, "rwkv7") == said(infer, MODEL) and not states(infer)  # the service's own has none of it
-    done(infer, "removestatemodel", dummy="dummy")
-    assert names(infer) == [here]
+    assert said(infer, MODEL) != plain, "it is under the adapter now"
+    assert said(infer, "rwkv7") != said(infer, MODEL) and not states(infer)  # the service's own has none of it
+    chat = {"model": f"{MODEL} MRSS Test", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    chat |= {"mrss_gatingweight": ["0.01", "0.01", "0.9", "0.1"], "names": {"user": "user"}}
+    assert infer.post("/chat/completions", chat).json()["object"] == "chat.completion"
+    assert run(infer, REMOVE_STATES) == success
+    assert names(infer) == [HERE]
     answer = infer.post(CHAT, {**BODY, "model": f"{MODEL} State Test"})
     assert answer.status_code == 404 and answer.json()["field"] == "state"
-    assert httpx.post(f"{infer.url}/removemodel", headers=ADMIN, timeout=300).json() == {"status": "success"}
+    assert httpx.post(f"{infer.url}/removemodel", headers=ADMIN, timeout=300).json() == success
     assert infer.post(CHAT, {**BODY, "model": MODEL}).status_code == 404 and names(infer) == ["rwkv7"]
     assert verb(infer, "removemodel").status_code == 404  # the service's own stays
 
@@ -122,7 +160,12 @@ def test_a_mixtures_weights(infer: Service) -> None:
     ("name", "body", "field"),
     [
         ("loadmodel", {"model_filename": "../x.pth"}, "model_filename"),
-        ("loadmodel", {"model_filename": "states/one.pth", "model_viewname": "broken"}, "model_filename"),
+        ("loadmodel", {"model_filename": MIX[0], "model_viewname": "broken"}, "model_filename"),
+        (
+            "loadmodel",
+            {"model_filename": FILE, "adapter_filename": MIX[0], "adapter_mode": "bone"},
+            "adapter_filename",
+        ),
         ("loadmodel", {"model_filename": "x.pth", "model_strategy": "fp6"}, "model_strategy"),
         ("loadmodel", {"model_filename": "x.pth", "template": "qwen"}, "template"),
         ("loadmodel", {"model_filename": "x.pth", "adapter_filename": "a", "adapter_mode": "mole"}, "adapter_mode"),
@@ -146,3 +189,12 @@ def test_what_cannot_be_done_is_refused_by_name(infer: Service, name: str, body:
 @pytest.mark.parametrize("name", ["loadmodel", "loadstatemodel", "mrss_set_gatingweight", "removemodel"])
 def test_the_verbs_want_the_administrator(infer: Service, name: str) -> None:
     assert infer.post(f"/{name}", {}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [(r"\n\n\x17", "\n\n\x17"), (r"\u3002\t", "。\t"), (r"a\\n", r"a\n"), ("終わり", "終わり"), (r"\q\x1", r"\q\x1")],
+)
+def test_the_escapes_of_an_endtoken(written: str, text: str) -> None:
+    body = LoadModelBody.model_validate({"model_filename": "x.pth", "endtoken": written})
+    assert end_text(body) == text
