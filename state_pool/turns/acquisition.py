@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Acquire, Release, StoredSession
@@ -27,7 +28,21 @@ ASK_AGAIN_S = 0.03
 """Between two questions for a session that another engine runs a turn of."""
 PATIENCE_S = 10.0
 """How long a turn waits for a database that does not answer."""
+OTHERS_S = 600.0
+"""How long a turn waits for those of other engines: longer than most answers take."""
 _TRY_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Who has the session of a lease, or which dialogue it branches from."""
+
+    lease: Lease
+    branch_from: int | None
+    deadline: float
+    """Monotonic time until which the database may fail to answer."""
+    others_end: float
+    """Monotonic time until which turns of other engines are waited for."""
 
 
 class Acquisition:
@@ -68,7 +83,8 @@ class Acquisition:
 
     def begin(self, lease: Lease, branch_from: int | None = None) -> None:
         """Acquire the lease's session, or read the dialogue that a new one begins from; then its state is fetched."""
-        self._ask(lease, branch_from, time.monotonic() + PATIENCE_S)
+        now = time.monotonic()
+        self._ask(_Question(lease, branch_from, now + PATIENCE_S, now + OTHERS_S))
 
     def release(self, session: Session) -> None:
         """No turn of the session runs here any more: another engine's may."""
@@ -98,45 +114,45 @@ class Acquisition:
 
         self._again.append((time.monotonic() + _TRY_AGAIN_S, again))
 
-    def _ask(self, lease: Lease, branch_from: int | None, deadline: float) -> None:
+    def _ask(self, question: _Question) -> None:
+        lease = question.lease
         if lease.state is not LeaseState.WAITING:
             return
-        job = Acquire(lease.session.key.session_id, branch_from)
+        job = Acquire(lease.session.key.session_id, question.branch_from)
 
         def answered(error: Exception | None) -> None:
-            if isinstance(error, DirectoryUnreachable):
-                self._fail(lease, error)
-            elif error is not None:
-                self._ask_later(lease, branch_from, deadline, error)
+            if error is not None:
+                if job.fence is not None and not lease.branch:
+                    self._give_back_later(job.fence)  # its commit may have been kept though nobody heard
+                self._failed(question, error)
             elif job.fence is None:
-                self._wait_for_others(lease)
+                self._wait_for_others(question)
             else:
                 self._acquired(lease, job)
 
         self._store.submit(job, answered)
 
-    def _ask_later(self, lease: Lease, branch_from: int | None, deadline: float, error: Exception) -> None:
+    def _failed(self, question: _Question, error: Exception) -> None:
         now = time.monotonic()
-        if now < deadline:
-            self._again.append((now + _TRY_AGAIN_S, lambda: self._ask(lease, branch_from, deadline)))
-            return
-        self._fail(
-            lease,
-            DirectoryUnreachable(
-                f"the session database has not answered within {PATIENCE_S:g} s ({error}); try again in a moment"
-            ),
-        )
+        if isinstance(error, DirectoryUnreachable):
+            self._fail(question.lease, error)
+        elif now < question.deadline:
+            self._again.append((now + _TRY_AGAIN_S, lambda: self._ask(question)))
+        else:
+            told = f"the session database has not answered within {PATIENCE_S:g} s ({error}); try again in a moment"
+            self._fail(question.lease, DirectoryUnreachable(told))
 
-    def _wait_for_others(self, lease: Lease) -> None:
-        name = lease.session.key.shown
+    def _wait_for_others(self, question: _Question) -> None:
+        lease, now = question.lease, time.monotonic()
+        busy = f"session {lease.session.key.shown!r} is busy with a turn of another engine"
         if not lease.wait:
-            self._fail(
-                lease,
-                SessionBusy(f"session {name!r} is busy with a turn of another engine; wait for it, or send wait: true"),
-            )
-            return
-        at = time.monotonic()
-        self._again.append((at + ASK_AGAIN_S, lambda: self._ask(lease, None, at + PATIENCE_S)))
+            self._fail(lease, SessionBusy(f"{busy}; wait for it, or send wait: true"))
+        elif now >= question.others_end:
+            waited = f"and has been for {OTHERS_S:g} s, as long as a turn waits"
+            self._fail(lease, SessionBusy(f"{busy}, {waited}; send it again when that is over"))
+        else:
+            again = replace(question, deadline=now + PATIENCE_S)
+            self._again.append((now + ASK_AGAIN_S, lambda: self._ask(again)))
 
     def _acquired(self, lease: Lease, job: Acquire) -> None:
         session = lease.session

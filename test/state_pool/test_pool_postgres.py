@@ -19,6 +19,7 @@ from state_pool.disk import writer
 from state_pool.disk.database import open_writer
 from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNotFound, StaleEpoch, TurnInDoubt
 from state_pool.session_file import SessionFile, decode
+from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 from test.postgres import Server, missing
 
@@ -168,6 +169,43 @@ def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
     assert np.array_equal(two.state("s"), state_of([1, 2])), "it was kept"
     for driver in (one, two):
         assert np.array_equal(driver.state("s"), state_of([1, 2]))
+        driver.settle()
+        driver.pool.close()
+
+
+class LosesItsAcquire(GoesAway):
+    """The same, of the commit by which a turn begins."""
+
+    def execute(self, statement: str, parameters: object = ()) -> object:
+        self.commits_turn = self.commits_turn or statement.startswith("UPDATE directory SET holder")
+        return super().execute(statement, parameters)
+
+
+def test_a_session_whose_acquiring_stayed_in_doubt_is_given_back(
+    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "Connection", LosesItsAcquire)
+    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.1)
+    monkeypatch.setattr(GoesAway, "is_away", False)
+    monkeypatch.setattr(GoesAway, "comes_back", False)
+    address = postgres.database()
+    one = opened(tmp_path, address, "one")
+    one.turn("s", [1])
+    GoesAway.lose = True
+    with pytest.raises(DirectoryUnreachable):
+        one.ready(one.pool.checkout("s"))
+    assert not GoesAway.lose
+    GoesAway.is_away = False
+    two = opened(tmp_path, address, "two")
+    waits = two.pool.checkout("s")
+
+    def begins() -> bool:
+        one.pool.poll()
+        return waits.poll() is not LeaseState.WAITING
+
+    two.until(begins)
+    two.pool.release(two.ready(waits))
+    for driver in (one, two):
         driver.settle()
         driver.pool.close()
 

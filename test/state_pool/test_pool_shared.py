@@ -25,6 +25,7 @@ from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, St
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_page import Tier
 from state_pool.sessions import Lease, LeaseState
+from state_pool.turns import acquisition
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
 
 Engines = Callable[..., Driver]
@@ -118,6 +119,16 @@ def test_a_turn_elsewhere_is_waited_for(engines: Engines) -> None:
     assert waits.num_tokens == 1
     assert np.array_equal(fold(two.arena.memory[waits.read_slot], waits.replay), state_of([1]))
     two.pool.release(waits)
+
+
+def test_a_turn_elsewhere_is_not_waited_for_without_end(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquisition, "OTHERS_S", 0.1)
+    one, two = engines("one"), engines("two")
+    lease, slot = begin(one, "s", [1])
+    with pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
+        two.ready(two.pool.checkout("s"))
+    assert end(one, lease, slot, [1]) is None
+    assert np.array_equal(two.state("s"), state_of([1]))
 
 
 def test_a_turn_that_was_dropped_lets_others_begin(engines: Engines) -> None:
