@@ -3,13 +3,10 @@
 `cost`: tokens a second of one engine process through `cluster.fleet`, which follows every job so that another engine
 could go on, against the bare `EngineClient`, in turns on one machine; `--streams` jobs of one row. Bounded by the
 engine: on a CPU the client shares its cores, so the ratio holds what following costs in CPU time.
-`kills`: `--streams` streams over HTTP on two engines, one of which is killed at a random moment, `--rounds` times; each
-text is compared with that of an undisturbed run. The pause is the longest gap between two pieces of a stream.
 `pair`: tokens a second of a service with two engines against one with one, `--streams` streams for each engine. On a
 machine with two GPUs each engine has one; on a CPU they share the cores, and it says nothing.
 
     python -m bench.replicas cost --streams 64
-    python -m bench.replicas kills --streams 600 --rounds 50 --model-path tiny.pth
     python -m bench.replicas pair --streams 320 --model-path /dev/shm/random.pth
 
 Further flags are the service's. The last line is JSON.
@@ -21,24 +18,19 @@ import argparse
 import json
 import multiprocessing
 import os
-import random
-import signal
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from app import with_model
-from bench.http_load import Load, fetch, over_http
-from bench.serve import machine, percentile, service
+from bench.http_load import Load, over_http
+from bench.serve import machine, service
 from cluster.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.process import LogStyle
@@ -56,13 +48,12 @@ ROUTE = "/v1/chat/completions"
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "kills", "pair"))
+    parser.add_argument("what", choices=("cost", "pair"))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--chunk-size", type=int, default=4)
     parser.add_argument("--client-processes", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1)
     return parser.parse_known_args()
 
 
@@ -136,69 +127,6 @@ def cost(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     return {"tokens_per_s": speeds, "ratio": round(ratio, 4)}
 
 
-# Kills --------------------------------------------------------------------------------------------------------
-
-
-def read_stream(url: str, number: int, options: argparse.Namespace) -> tuple[str, float, str]:
-    """A greedy stream's text, its longest pause in seconds, and what went wrong."""
-    body = {
-        "contents": [f"User: {number}, tell me a story.\n\nAssistant:"],
-        "max_tokens": options.max_tokens,
-        "temperature": 0,
-        "stop_tokens": [],
-        "ignore_eos": True,
-        "stream": True,
-        "chunk_size": options.chunk_size,
-    }
-    text, pause, failed = "", 0.0, "the stream ended without [DONE]"
-    last = time.perf_counter()
-    with httpx.stream("POST", url + ROUTE, json=body, timeout=300, verify=False) as answer:
-        for line in answer.iter_lines():
-            if line == "data: [DONE]":
-                failed = failed if '"error"' in failed else ""
-            elif line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    failed = f'"error": {event["error"]}'
-                for choice in event.get("choices", ()):
-                    text += choice["delta"].get("content", "")
-                now = time.perf_counter()
-                pause, last = max(pause, now - last), now
-    return text, pause, failed
-
-
-def kills(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Streams on two engines of which one is killed, in rounds."""
-    rng = random.Random(options.seed)
-    engines = [] if "--replicas" in flags else ["--replicas", "2"]
-    numbers = range(options.streams)
-    with service([*engines, *flags]) as url, ThreadPoolExecutor(options.streams) as threads:
-        begun = time.perf_counter()
-        expected = [text for text, _, _ in threads.map(lambda number: read_stream(url, number, options), numbers)]
-        length = time.perf_counter() - begun
-        pauses: list[float] = []
-        wrong: list[str] = []
-        for _ in range(options.rounds):
-            running = [threads.submit(read_stream, url, number, options) for number in numbers]
-            time.sleep(rng.random() * length)
-            there = [one["pid"] for one in json.loads(fetch(url, "/status", ""))["engines"] if one["pid"]]
-            os.kill(rng.choice(there), signal.SIGKILL)
-            for number, (text, pause, failed) in enumerate(one.result() for one in running):
-                pauses.append(pause)
-                if failed or text != expected[number]:
-                    wrong.append(failed or f"stream {number} has another text")
-            while json.loads(fetch(url, "/readyz", ""))["status"] != "ready":
-                time.sleep(0.1)
-    return {
-        "streams": options.streams,
-        "kills": options.rounds,
-        "wrong": len(wrong),
-        "first_wrong": wrong[:3],
-        "pause_ms_p50": percentile(pauses, 0.5),
-        "pause_ms_p99": percentile(pauses, 0.99),
-    }
-
-
 # Two engines --------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +147,7 @@ def pair(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run what is asked for and print it."""
     options, flags = parse()
-    figures = {"cost": cost, "kills": kills, "pair": pair}[options.what](options, flags)
+    figures = {"cost": cost, "pair": pair}[options.what](options, flags)
     sys.stdout.write(json.dumps({"what": options.what, **figures, "machine": machine()}) + "\n")
 
 

@@ -285,8 +285,9 @@ class Fleet:
             return
         journey.losses += error.kind is ErrorKind.ENGINE_LOST
         has_begun = journey.is_admitted or error.kind is ErrorKind.ENGINE_LOST
-        if self._is_ending or journey.losses > self._limits.resubmit or (has_begun and not journey.may_go_on):
-            self._fail(journey, error)
+        is_too_often = journey.losses > self._limits.resubmit
+        if self._is_ending or is_too_often or (has_begun and not journey.may_go_on):
+            self._fail(journey, journey.lost_too_often if is_too_often and journey.may_go_on else error)
             return
         logger.info("job %s leaves engine %s", attempt.job_id, attempt.member.name)
         self._go_to_one(journey, error)

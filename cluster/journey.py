@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cluster.progress import Progress
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, JobEvents
 
@@ -43,6 +43,16 @@ class Journey:
         self.is_admitted = False
         self._progress = Progress(job)
         self._begun = time.monotonic()
+
+    @property
+    def lost_too_often(self) -> ErrorInfo:
+        """What it is told when it may lose no more engines."""
+        is_turn = any(row.session is not None for row in self.job.rows)
+        message = (
+            f"the request ran on {self.losses} engines that were lost, the limit is --resubmit and one more; it may be "
+            f"what ends them and is not tried again{f'; {MAY_BE_KEPT}' if is_turn else ''}"
+        )
+        return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 
     @property
     def attempt_id(self) -> str:

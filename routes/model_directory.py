@@ -142,7 +142,10 @@ class ModelDirectory:
     async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
         """Add, remove or restart engines of the own model, and wait so long until all stand still; None: do not."""
         before = self.engines
-        await self._send(change, ErrorKind.INVALID_FIELD, "devices" if change.add_engine is not None else "engine")
+        if change.add_engine is not None:
+            await self._send(change, ErrorKind.INVALID_FIELD, "devices", list(change.add_engine))
+        else:
+            await self._send(change, ErrorKind.INVALID_FIELD, "engine", change.remove_engine or change.restart_engine)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
         while loop.time() < deadline and (self.engines == before or not _stand_still(self.engines, change)):
@@ -165,7 +168,7 @@ class ModelDirectory:
         kind = ErrorKind.NAME_TAKEN if wish is not None else ErrorKind.MODEL_NOT_FOUND
         await self._send(ModelCommand(0, wish, unload), kind, "name", wish.name if wish is not None else unload)
 
-    async def _send(self, command: ModelCommand, kind: ErrorKind, field: str, given: str | None = None) -> None:
+    async def _send(self, command: ModelCommand, kind: ErrorKind, field: str, given: object) -> None:
         """Have the supervisor obey. Raises ServiceError of that kind with its reason if it does not."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str | None] = loop.create_future()

@@ -85,7 +85,7 @@ class Adapters:
         found = self._by_name.get(name)
         if found is None:
             names = ", ".join(map(repr, self._by_name)) or "none"
-            raise AdapterNotFound(f"no adapter {name!r} is loaded (loaded: {names}); see GET /v1/adapters")
+            raise AdapterNotFound(f"no adapter {name!r} is loaded (loaded: {names}); see GET /v1/adapters", name)
         return found
 
     def hold(self, name: str) -> HeldAdapter:

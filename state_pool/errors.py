@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class PoolError(Exception):
-    """Root of everything the pool raises or hands to a callback."""
+    """Root of everything the pool raises or hands to a callback; `given`: the name that was asked for, if it is at fault."""
+
+    def __init__(self, message: str, given: str | None = None) -> None:
+        super().__init__(message)
+        self.given = given
 
 
 class SessionBusy(PoolError):  # noqa: N818 - names what happened, as the message does

@@ -71,6 +71,16 @@ class EngineProcess:
         assert self.child.process is not None
         self.told = msgspec.structs.replace(self.told, pid=self.child.process.pid or 0)
 
+    def start_anew(self, timeout_s: float) -> None:
+        """Drain it if it serves, for so long, then start it once more."""
+        if self.status is ModelStatus.READY:
+            self.drain(timeout_s, comes_back=True)
+            return
+        if self.child.process is not None:
+            self.child.kill()  # it has said that it failed, and may not have ended yet
+            self.child.reap()
+        self.tell(ModelStatus.LOADING)
+
     def drain(self, timeout_s: float, comes_back: bool = False) -> None:
         """Let its running answers end, for so long, then end it."""
         self.comes_back = comes_back

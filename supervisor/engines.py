@@ -34,6 +34,7 @@ SPARE_S = 10.0
 MAX_FAILED = 16
 """Engines that failed to start and are remembered; the oldest go first."""
 MAX_REPLICAS = 64
+_RESTARTABLE = (ModelStatus.READY, ModelStatus.FAILED)
 ALL = "all"
 """In place of an engine's name: each of the service's own, one after the other."""
 
@@ -275,8 +276,10 @@ class Engines:
         wanted = list(self._replicas) if name == ALL else [name]
         if name != ALL and name not in self._replicas:
             return self._unknown(name)
-        if name != ALL and self._replicas[name].status is not ModelStatus.READY:
-            return f"engine: {name!r} is {self._replicas[name].status}; only one that is ready can be restarted"
+        if name != ALL and self._replicas[name].status not in _RESTARTABLE:
+            return (
+                f"engine: {name!r} is {self._replicas[name].status}; only one that is ready or failed can be restarted"
+            )
         self._to_restart.extend(one for one in wanted if one not in self._to_restart)
         self._restart_next()
         return None
@@ -290,9 +293,9 @@ class Engines:
         ):
             return
         engine = self._engines.get(self._to_restart.popleft())
-        if engine is not None and engine.status is ModelStatus.READY:
-            logger.info("%s is drained and started anew", engine.told.engine)
-            engine.drain(self._drain_s, comes_back=True)
+        if engine is not None and engine.status in _RESTARTABLE:
+            logger.info("%s is %s and started anew", engine.told.engine, engine.status)
+            engine.start_anew(self._drain_s)
 
     def _unknown(self, name: str) -> str:
         return f"engine: no engine {name!r} serves the model, only {', '.join(self._replicas)}"

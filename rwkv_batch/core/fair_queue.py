@@ -1,7 +1,7 @@
 """Whose turn it is: the rows of one class, by client. Plain data of the engine's thread.
 
 The next turn is the client's that has the fewest rows running; of equals, the one's that was served longest ago. A
-client's own jobs take turns, a row each.
+client's own jobs take turns, a row each; those that another engine had begun go first, as somebody is reading them.
 """
 
 from __future__ import annotations
@@ -99,9 +99,11 @@ class FairQueue:
         return max(self._clients.values(), key=lambda rows: len(rows.running), default=None)
 
     def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
-        """Rows that wait, behind the job's others."""
+        """Rows that wait, behind the job's others. A job whose engine was lost goes before all that have not begun."""
         if not job.waiting:
-            self.of(job.client).jobs.append(job)
+            jobs = self.of(job.client).jobs
+            others = itertools.takewhile(lambda one: one.spec.attempt > 0, jobs)
+            jobs.insert(sum(1 for _ in others) if job.spec.attempt else len(jobs), job)
         job.waiting.extend(sequences)
         self.num_waiting += len(sequences)
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)

@@ -77,7 +77,7 @@ def as_service_error(error: Exception, field: str | None = "session_id") -> Serv
         field = _FIELDS.get(type(error), field)
         kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
         message = f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error)
-        return ServiceError(kind, message, field=field, retry_after_s=retry_after_s)
+        return ServiceError(kind, message, field=field, given=error.given, retry_after_s=retry_after_s)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
     return ServiceError(ErrorKind.INTERNAL, message, field=field)
 

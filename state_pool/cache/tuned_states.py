@@ -75,7 +75,7 @@ class TunedStates:
         found = self._by_name.get(name)
         if found is None:
             names = ", ".join(map(repr, self._by_name)) or "none"
-            raise StateNotFound(f"no tuned state {name!r} is loaded (loaded: {names}); see GET /v1/states")
+            raise StateNotFound(f"no tuned state {name!r} is loaded (loaded: {names}); see GET /v1/states", name)
         return found
 
     def hold(self, name: str) -> TunedState:

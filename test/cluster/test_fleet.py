@@ -159,7 +159,9 @@ def test_a_job_that_loses_its_engine_too_often_ends_with_the_error(two: Made) ->
         victim = having(engines)
         victim.lose()
         victim.connect()
-    assert running.events[-1].error == LOST and running.events[-1].done and not any(one.jobs for one in engines)
+    error = running.events[-1].error
+    assert error is not None and "on 3 engines that were lost" in error.message and error.retry_after_s is None
+    assert running.events[-1].done and not any(one.jobs for one in engines)
 
 
 def test_engines_that_leave_are_not_counted(two: Made) -> None:

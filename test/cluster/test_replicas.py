@@ -181,6 +181,7 @@ def test_engines_are_added_and_removed_while_others_serve(pair: Service) -> None
     assert texts(pair, [body(0, contents=["And then?"], session_id=name)], STATE)
     unknown = pair.post("/v1/engines/remove", {"engine": "engine-0"}, headers=ADMIN)
     assert unknown.status_code == 422 and "engine-1, engine-2" in unknown.json()["error"]
+    assert (unknown.json()["field"], unknown.json()["given"]) == ("engine", "engine-0")
     all_ready(pair)
 
 

@@ -98,6 +98,15 @@ def test_of_clients_with_equally_many_rows_the_one_served_longest_ago_is_next() 
     assert served == ["a", "b", "c"] * 2
 
 
+def test_jobs_that_another_engine_had_begun_go_before_those_that_have_not() -> None:
+    queue = FairQueue()
+    jobs = [job(1, attempt=attempt) for attempt in (0, 0, 1, 2, 0)]
+    for running, rows in jobs:
+        queue.add(running, rows)
+    order = list(queue.turns().take().jobs)
+    assert order == [jobs[number][0] for number in (2, 3, 0, 1, 4)]
+
+
 def test_a_client_of_many_jobs_gets_no_more_than_one_of_few() -> None:
     plan, _ = scheduler(seats=32, slots=1000)
     for _ in range(20):

@@ -46,10 +46,11 @@ def scheduler(
     return Scheduler(Limits(seats, 10_000, budget, chunk, beside or budget), source), source
 
 
-def job(rows: int, prompt_tokens: int = 1, client: str = "") -> tuple[RunningJob, list[Sequence]]:
+def job(rows: int, prompt_tokens: int = 1, client: str = "", attempt: int = 0) -> tuple[RunningJob, list[Sequence]]:
     """A job and its rows: batch work if there are more than eight."""
     request = GenerateRequest(prompt=[1] * prompt_tokens, max_tokens=9, sampling=SamplingParams())
-    running = RunningJob(Job(job_id="j", rows=[request] * rows, client=client), lambda events: None, {}, rows)
+    spec = Job(job_id="j", rows=[request] * rows, client=client, attempt=attempt)
+    running = RunningJob(spec, lambda events: None, {}, rows)
     output = [RowOutput(i, request, StopRules(request, TABLE), TABLE) for i in range(rows)]
     return running, [Sequence(running, i, request, list(request.prompt), output[i]) for i in range(rows)]
 

@@ -123,6 +123,7 @@ WRONG: list[tuple[dict[str, str], int, str, str]] = [
 def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: int, field: str, why: str) -> None:
     answer = served.post("/v1/chat/completions", {**GREEDY, "contents": ["a"], **fields})
     assert (answer.status_code, answer.json()["field"]) == (status, field) and why in answer.json()["error"]
+    assert status != 404 or answer.json()["given"] == "german"
 
 
 @pytest.mark.parametrize(

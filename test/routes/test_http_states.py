@@ -111,7 +111,8 @@ def test_rows_of_a_stream_begin_from_the_state(tuned: Service) -> None:
 )
 def test_an_unknown_state_is_404(tuned: Service, path: str, fields: dict[str, str]) -> None:
     answer = tuned.post(path, {**PLAIN, "contents": [PROMPT], "stream": False, **fields})
-    assert answer.status_code == 404 and answer.json()["field"] == "state"
+    assert answer.status_code == 404
+    assert (answer.json()["field"], answer.json()["given"]) == ("state", "nobody")
     assert "'poet'" in answer.json()["error"]
 
 

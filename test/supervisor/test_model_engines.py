@@ -277,6 +277,10 @@ class Processes:
             """Until told otherwise."""
             return not self.ended
 
+        def kill(self) -> None:
+            """It ends."""
+            self.ended = True
+
     def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it
         return multiprocessing.Pipe()
 
@@ -310,7 +314,7 @@ def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path:
     assert "the limit is 2" in str(ask("d"))
 
 
-def test_only_an_engine_that_is_ready_is_restarted(tmp_path: Path) -> None:
+def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
     limits = ModelLimits(count=0, idle_s=0, last_words_s=1)
     context: Any = Processes()
     config = EngineConfig(model_path="", model_name="ours")
@@ -318,13 +322,26 @@ def test_only_an_engine_that_is_ready_is_restarted(tmp_path: Path) -> None:
     engines.look_after()
     ready, other = engines._engines.values()
     ready.tell(ModelStatus.READY, has_served=True)
-    for status in (ModelStatus.LOADING, ModelStatus.FAILED, ModelStatus.UNLOADING):
+    for status in (ModelStatus.LOADING, ModelStatus.UNLOADING):
         other.tell(status)
         refusal = engines.obey(ModelCommand(1, restart_engine="engine-1"))
         assert refusal is not None and "'engine-1'" in refusal and status in refusal
     other.tell(ModelStatus.LOADING)
     assert engines.obey(ModelCommand(1, restart_engine="all")) is None
     assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.LOADING
+    other.tell(ModelStatus.FAILED, error="no memory")
+    assert engines.obey(ModelCommand(1, restart_engine="all")) is None
+    process: Any = ready.child.process
+    process.ended = True
+    engines.look_after()
+    engines.look_after()
+    assert ready.status is ModelStatus.LOADING and other.status is ModelStatus.FAILED, "one after the other"
+    ready.tell(ModelStatus.READY, has_served=True)
+    failed: Any = other.child.process
+    engines.look_after()
+    assert ready.status is ModelStatus.READY and other.status is ModelStatus.LOADING and other.told.error == ""
+    engines.look_after()
+    assert other.child.process not in (None, failed)
 
 
 @pytest.mark.parametrize("database", ["postgresql://db/sessions", "s.db"])

@@ -1,0 +1,49 @@
+"""What several engines on one machine must withstand: each mode is a test with a bound, `ok` says whether it held.
+
+    python -m bench.acceptance MODE [--streams N] [--rounds N] [--engines N] ... [flags of app.py]
+
+`kills`: streams while engines are killed; each text is compared with that of an undisturbed run, the pause is the
+longest gap between two pieces of a stream and is below 5 s at the 99th of a hundred. Bounded by the cores: what a lost
+engine had begun is read again by the others, and an engine that starts needs seconds of a core.
+
+The last line is JSON; exit status 1 unless `ok`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from bench.acceptance.streams import kills
+from bench.serve import machine
+
+Mode = Callable[[argparse.Namespace, list[str]], Awaitable[dict[str, Any]]]
+MODES: dict[str, Mode] = {"kills": kills}
+
+
+def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest for the service."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=sorted(MODES))
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_known_args(arguments)
+
+
+def main() -> None:
+    """Run the mode and print its figures."""
+    options, flags = parse()
+    figures = asyncio.run(MODES[options.mode](options, flags))
+    print(json.dumps({"bench": "acceptance", "mode": options.mode, **figures, "machine": machine()}))
+    sys.exit(not figures["ok"])
+
+
+if __name__ == "__main__":
+    main()
