@@ -277,9 +277,7 @@ class Engines:
         if name != ALL and name not in self._replicas:
             return self._unknown(name)
         if name != ALL and self._replicas[name].status not in _RESTARTABLE:
-            return (
-                f"engine: {name!r} is {self._replicas[name].status}; only one that is ready or failed can be restarted"
-            )
+            return f"engine: {name!r} is {self._replicas[name].status}; wait until it is ready, or has failed"
         self._to_restart.extend(one for one in wanted if one not in self._to_restart)
         self._restart_next()
         return None
