@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PoolError(Exception):
-    """Root of everything the pool raises or hands to a callback; `given`: the name that was asked for, if it is at fault."""
+    """Root of everything the pool raises or hands to a callback; `given`: the name that is at fault, if one is."""
 
     def __init__(self, message: str, given: str | None = None) -> None:
         super().__init__(message)
