@@ -55,10 +55,15 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Recent prompts remembered (4 bytes a token), to notice a prefix that is met again."""
 
     @property
+    def on_server(self) -> bool:
+        """Whether the database is a server's and no file."""
+        return self.state_db.startswith(("postgresql://", "postgres://"))
+
+    @property
     def files_stem(self) -> str:
         """What files beside the database are named after; "": there is none. A server's are where the engine runs,
         those of each of its schemas apart."""
-        if not self.state_db.startswith(("postgresql://", "postgres://")):
+        if not self.on_server:
             return self.state_db
         schema = self.state_db.partition("#")[2]
         return f"rwkv_sessions-{quote(schema, safe='')}" if schema else "rwkv_sessions"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from state_pool.codec import Layout, layout_text
 from state_pool.crash_points import reach
 from state_pool.disk import directory, statements
@@ -18,6 +16,7 @@ from state_pool.disk.operations import (
     Quarantined,
     Release,
 )
+from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound
 
 Small = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
@@ -28,7 +27,7 @@ class Applier:
 
     def __init__(
         self,
-        connection: sqlite3.Connection,
+        connection: Connection,
         layout: Layout,
         fingerprint: str,
         retain: int,

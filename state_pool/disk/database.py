@@ -1,4 +1,4 @@
-"""Opening the session database: one process at a time, checked before anything is written."""
+"""A session database in a file of SQLite: one process or one service at a time, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sqlite3
 import time
 from pathlib import Path
 
+from state_pool.config import PoolConfig
 from state_pool.disk.migrations import migrate
+from state_pool.disk.state_store import Connection
 from state_pool.errors import DatabaseUnusable
 
 BUSY_TIMEOUT_S = 2.0
@@ -85,6 +87,66 @@ class ProcessLock:
         self._file.close()
 
 
+class SqliteStore:
+    """A file, as `StateStore` has it."""
+
+    is_server = False
+
+    def __init__(self, config: PoolConfig) -> None:
+        """Raises DatabaseUnusable when another process has the file."""
+        self.name = str(Path(config.state_db).absolute())
+        self.engine = config.engine
+        self.shared = bool(config.engine)
+        self._synchronous = config.synchronous
+        self._lock: ProcessLock | None = None
+        if Path(self.name).parent.is_dir():  # else it is told when the file is opened
+            self._lock = ProcessLock(self.name, config.service) if self.shared else ProcessLock(self.name)
+
+    @property
+    def is_first(self) -> bool:
+        """See `StateStore`."""
+        return self._lock is None or self._lock.is_first
+
+    def open_writer(self) -> sqlite3.Connection:
+        """See `StateStore`."""
+        connection = open_writer(self.name, self._synchronous)
+        if self.shared:
+            wait_briefly(connection)
+        return connection
+
+    def open_reader(self) -> sqlite3.Connection:
+        """See `StateStore`."""
+        connection = _connect(self.name)
+        connection.execute("PRAGMA query_only=ON")
+        return connection
+
+    def open_mover(self) -> sqlite3.Connection:
+        """Moves the write-ahead log into the file."""
+        connection = _connect(self.name)
+        connection.execute("PRAGMA wal_autocheckpoint=0")
+        return connection
+
+    def admit_others(self) -> None:
+        """See `StateStore`."""
+        if self._lock is not None and self.shared:
+            self._lock.share()
+
+    def used_bytes(self, connection: Connection) -> int:
+        """Counts pages in use; reads only the file's first page, which is in memory."""
+        execute = connection.execute
+        pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
+        return pages * int(execute("PRAGMA page_size").fetchone()[0])
+
+    def explain(self, error: sqlite3.Error) -> DatabaseUnusable:
+        """See `StateStore`."""
+        return explain(error, self.name)
+
+    def close(self) -> None:
+        """See `StateStore`."""
+        if self._lock is not None:
+            self._lock.release()
+
+
 def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
     """The one connection that writes, with the schema up to date.
 
@@ -115,20 +177,6 @@ def open_writer(path: str, synchronous: str) -> sqlite3.Connection:
 def wait_briefly(connection: sqlite3.Connection) -> None:
     """From now on a lock of others is told at once: who writes among them tries again himself."""
     connection.execute("PRAGMA busy_timeout=0")
-
-
-def open_reader(path: str) -> sqlite3.Connection:
-    """A connection that only reads, for the reader thread."""
-    connection = _connect(path)
-    connection.execute("PRAGMA query_only=ON")
-    return connection
-
-
-def open_maintainer(path: str) -> sqlite3.Connection:
-    """A connection that only moves the write-ahead log into the file."""
-    connection = _connect(path)
-    connection.execute("PRAGMA wal_autocheckpoint=0")
-    return connection
 
 
 def _connect(path: str) -> sqlite3.Connection:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Any
 
 from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Release, SessionRow, StoredSession
+from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.sessions import LINEAR, ROOT, Fence, SessionKey
 from state_pool.tuned_state import origins
@@ -21,9 +21,7 @@ _COLUMNS = (
 )
 
 
-def stored_sessions(
-    connection: sqlite3.Connection, where: str, values: tuple[int | str, ...] = ()
-) -> list[StoredSession]:
+def stored_sessions(connection: Connection, where: str, values: tuple[int | str, ...] = ()) -> list[StoredSession]:
     """Sessions, by number, that the condition on `s` finds."""
     return [_stored(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
 
@@ -34,7 +32,7 @@ def _stored(*columns: Any) -> StoredSession:
     return StoredSession(SessionRow(row, key, parent, turn, num_tokens, created, updated, *begun), *stored)
 
 
-def find_session(connection: sqlite3.Connection, key: SessionKey) -> list[StoredSession]:
+def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]:
     """The session, and behind it those that it is rebuilt from; empty: there is none."""
     found = stored_sessions(connection, "s.session_id = ? AND s.dialogue = ? AND s.hidden = 0", tuple(key))
     while found and found[-1].disk_turn < 0 and found[-1].row.parent is not None:
@@ -45,7 +43,7 @@ def find_session(connection: sqlite3.Connection, key: SessionKey) -> list[Stored
     return found
 
 
-def acquire(connection: sqlite3.Connection, job: Acquire, engine: int, epoch: int) -> None:
+def acquire(connection: Connection, job: Acquire, engine: int, epoch: int) -> None:
     """Fill in the job's outcome. `epoch` becomes that of a new holder and was never given before."""
     job.fence, job.stored = None, []
     if job.branch_from is not None:
@@ -70,7 +68,7 @@ def acquire(connection: sqlite3.Connection, job: Acquire, engine: int, epoch: in
     job.stored = find_session(connection, key)
 
 
-def _lock(connection: sqlite3.Connection, key: SessionKey, epoch: int = 0) -> None:
+def _lock(connection: Connection, key: SessionKey, epoch: int = 0) -> None:
     """The session's place in the directory is there, and nobody else changes it before this transaction ends."""
     connection.execute(
         "INSERT INTO directory(session_id, dialogue, holder, epoch, busy) VALUES (?, ?, ?, ?, 0) "
@@ -79,7 +77,7 @@ def _lock(connection: sqlite3.Connection, key: SessionKey, epoch: int = 0) -> No
     )
 
 
-def _acquire_branch(connection: sqlite3.Connection, job: Acquire, epoch: int) -> None:
+def _acquire_branch(connection: Connection, job: Acquire, epoch: int) -> None:
     """Dialogues never change, so any engine may read one and add another; only a delete of all makes a new epoch."""
     key = SessionKey(job.session_id, ROOT)
     _lock(connection, key, epoch)
@@ -90,7 +88,7 @@ def _acquire_branch(connection: sqlite3.Connection, job: Acquire, epoch: int) ->
         job.dialogue = _next_dialogue(connection, job.session_id)
 
 
-def _next_dialogue(connection: sqlite3.Connection, session_id: str) -> int:
+def _next_dialogue(connection: Connection, session_id: str) -> int:
     connection.execute(
         "INSERT INTO dialogue_numbers(session_id, largest) VALUES (?, 1) "
         "ON CONFLICT(session_id) DO UPDATE SET largest = dialogue_numbers.largest + 1",
@@ -100,7 +98,7 @@ def _next_dialogue(connection: sqlite3.Connection, session_id: str) -> int:
     return int(found[0])
 
 
-def check_fence(connection: sqlite3.Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
+def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
     """Raises StaleEpoch, or SessionNotFound after a delete, unless the writer still has what it acquired.
 
     `ends_turn`: with this transaction the session's turn is over, and another may begin.
@@ -128,7 +126,7 @@ def stale(fence: Fence) -> StaleEpoch:
     )
 
 
-def release(connection: sqlite3.Connection, job: Release) -> None:
+def release(connection: Connection, job: Release) -> None:
     """A turn is over that changed nothing; one of somebody else is not touched."""
     connection.execute(
         "UPDATE directory SET busy = 0 WHERE session_id = ? AND dialogue = ? AND epoch = ?",
@@ -136,7 +134,7 @@ def release(connection: sqlite3.Connection, job: Release) -> None:
     )
 
 
-def named(connection: sqlite3.Connection, job: DeleteNamed) -> list[int]:
+def named(connection: Connection, job: DeleteNamed) -> list[int]:
     """Rows that a delete by name means, and their places in the directory removed: no turn of them is kept any more."""
     # First the directory, where this waits for turns that are being committed; then what they have left.
     if job.prefix:
@@ -150,7 +148,7 @@ def named(connection: sqlite3.Connection, job: DeleteNamed) -> list[int]:
     return found
 
 
-def _rows_of(connection: sqlite3.Connection, session_id: str) -> list[int]:
+def _rows_of(connection: Connection, session_id: str) -> list[int]:
     """Sessions and dialogues called so, or else the dialogue that is shown so."""
     whole = connection.execute("SELECT id FROM sessions WHERE session_id = ? AND hidden = 0", (session_id,)).fetchall()
     if whole:
@@ -165,7 +163,7 @@ def _rows_of(connection: sqlite3.Connection, session_id: str) -> list[int]:
     return [int(row) for (row,) in rows.fetchall()]
 
 
-def _rows_beginning(connection: sqlite3.Connection, prefix: str) -> list[int]:
+def _rows_beginning(connection: Connection, prefix: str) -> list[int]:
     rows = connection.execute(
         "SELECT id FROM sessions WHERE session_id >= ? AND session_id < ? AND hidden = 0", (prefix, prefix + _LAST_TEXT)
     )
@@ -179,7 +177,7 @@ def _rows_beginning(connection: sqlite3.Connection, prefix: str) -> list[int]:
     return found
 
 
-def oldest(connection: sqlite3.Connection, job: DeleteOldest) -> list[int]:
+def oldest(connection: Connection, job: DeleteOldest) -> list[int]:
     """Rows of the sessions longest unused, their places in the directory removed."""
     rows = connection.execute(
         "SELECT s.id, s.session_id, s.dialogue FROM sessions s "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from state_pool.disk.postgres import ServerAway
+from state_pool.disk.state_store import ServerAway
 
 
 def is_outside(error: Exception) -> bool:

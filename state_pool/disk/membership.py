@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from state_pool.codec import CHUNKS_PER_STATE
 from state_pool.disk.database import BUSY_TIMEOUT_S
+from state_pool.disk.state_store import Connection
 
 BEAT_S = 0.5
 """Time between two signs of life."""
@@ -38,7 +39,7 @@ class _Seen:
 class Membership:
     """This engine among the others. Owned by the writer's thread."""
 
-    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+    def __init__(self, connection: Connection, name: str) -> None:
         self.names: list[str] = []
         """Of the engines that live."""
         self.is_first = False
@@ -130,7 +131,7 @@ class Membership:
         return now - seen.at > LOST_S
 
 
-def begin_among_others(connection: sqlite3.Connection) -> None:
+def begin_among_others(connection: Connection) -> None:
     """Begin to write as soon as nobody else does; the connection itself does not wait (`database.wait_briefly`)."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -148,7 +149,7 @@ def first_state_of(engine: int) -> int:
     return engine << STATE_BITS
 
 
-def strike_all(connection: sqlite3.Connection) -> None:
+def strike_all(connection: Connection) -> None:
     """Nobody lives who has the database open: forget who was there and what they held."""
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("DELETE FROM engines")
@@ -156,7 +157,7 @@ def strike_all(connection: sqlite3.Connection) -> None:
     connection.execute("COMMIT")
 
 
-def _fresh_number(connection: sqlite3.Connection) -> int:
+def _fresh_number(connection: Connection) -> int:
     """Larger than any before, and of a range in which no session or state lies."""
     last = connection.execute("SELECT last FROM engine_numbers").fetchone()[0]
     row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]

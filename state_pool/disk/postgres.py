@@ -16,7 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from state_pool.config import PoolConfig
+from state_pool.disk import state_store
 from state_pool.disk.migrations import MIGRATIONS
+from state_pool.disk.state_store import ServerAway
 from state_pool.errors import DatabaseUnusable
 
 try:
@@ -39,19 +42,6 @@ _LIMITS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout =
 _TABLES = ("sessions", "turns", "states", "state_chunks")
 
 
-class ServerAway(sqlite3.OperationalError):
-    """The server cannot be reached, or has ended the connection; whether a commit under way was kept is not known."""
-
-
-class CommitInDoubt(ServerAway):
-    """The server was lost after a COMMIT was sent."""
-
-
-def is_postgres(address: str) -> bool:
-    """Whether the address is a server's and no file's."""
-    return address.startswith(("postgresql://", "postgres://"))
-
-
 def shown(address: str) -> str:
     """The address without what is secret in it."""
     parts = urlsplit(address)
@@ -62,6 +52,53 @@ def shown(address: str) -> str:
 def engine_name(service: str, engine: str) -> str:
     """A name that no engine of another machine or service has, and that its successor has again."""
     return f"{socket.gethostname()}/{service or os.getpid()}/{engine}"
+
+
+class PostgresStore:
+    """A server, as `StateStore` has it. Engines of any machine may come at any time."""
+
+    is_server = shared = True
+    is_first = False
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._address = config.state_db
+        self.name = shown(config.state_db)
+        self.engine = engine_name(config.service, config.engine)
+        self._measured = (0, 0.0)
+
+    def open_writer(self) -> state_store.Connection:
+        """See `StateStore`."""
+        connection = Connection(self._address)
+        migrate(connection, self._address)
+        return connection
+
+    def open_reader(self) -> state_store.Connection:
+        """See `StateStore`."""
+        return Connection(self._address, reads_only=True)
+
+    def open_mover(self) -> None:
+        """The server does that itself."""
+
+    def admit_others(self) -> None:
+        """They are there."""
+
+    def used_bytes(self, connection: state_store.Connection) -> int:
+        """Of the tables and their indexes; looked at every few seconds, since it reads many files' sizes."""
+        used, at = self._measured
+        if time.monotonic() >= at:
+            sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
+            used = int(connection.execute(f"SELECT {sizes}").fetchone()[0])
+            self._measured = (used, time.monotonic() + _MEASURE_S)
+        return used
+
+    def explain(self, error: sqlite3.Error) -> DatabaseUnusable:
+        """See `StateStore`."""
+        return DatabaseUnusable(
+            f"session database {self.name}: {error}; see to the server, or name another database with --state-db"
+        )
+
+    def close(self) -> None:
+        """There is nothing to let go of but connections."""
 
 
 class Connection:
@@ -78,7 +115,6 @@ class Connection:
         self._address = address.partition("#")[0]
         self._reads_only = reads_only
         self._connection: Any = None
-        self._measured = (0, 0.0)
         self._connect()
 
     def _connect(self) -> None:
@@ -106,7 +142,7 @@ class Connection:
                 connection.execute(psycopg.sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 connection.execute(psycopg.sql.SQL("SET search_path TO {}").format(name))
 
-    def execute(self, statement: str, parameters: Sequence[Any] = ()) -> Any:
+    def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Any:
         """As sqlite3's; a connection that was lost is made anew where a transaction begins, or outside of one."""
         if self.in_transaction or statement in ("COMMIT", "ROLLBACK"):
             return self._execute(statement, parameters)
@@ -149,15 +185,6 @@ class Connection:
         if self._connection.closed:
             return False
         return bool(self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE)
-
-    def used_bytes(self) -> int:
-        """Of the tables and their indexes; looked at every few seconds, since it reads many files' sizes."""
-        used, at = self._measured
-        if time.monotonic() >= at:
-            sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
-            used = int(self.execute(f"SELECT {sizes}").fetchone()[0])
-            self._measured = (used, time.monotonic() + _MEASURE_S)
-        return used
 
     def close(self) -> None:
         """Let go of the server."""

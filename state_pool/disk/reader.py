@@ -11,6 +11,7 @@ from state_pool.arena import Arena
 from state_pool.crash_points import reach
 from state_pool.disk.directory import find_session
 from state_pool.disk.operations import ListQuery, Loaded, StoredSession
+from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import count_sessions, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
@@ -33,9 +34,7 @@ OnFound = Callable[[list[StoredSession] | DatabaseUnreadable], None]
 class Reader:
     """Answers one question after another; outcomes come back through `deliver`, on the engine thread."""
 
-    def __init__(
-        self, connection: sqlite3.Connection, arena: Arena, deliver: Deliver, on_death: Callable[[], None]
-    ) -> None:
+    def __init__(self, connection: Connection, arena: Arena, deliver: Deliver, on_death: Callable[[], None]) -> None:
         self._connection = connection
         self._arena = arena
         self._loader = Loader(connection, arena.layout, arena.fingerprint, arena.vocab)

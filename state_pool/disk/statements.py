@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
 from state_pool.disk.directory import check_fence
 from state_pool.disk.operations import Append, ListQuery, SessionRow
+from state_pool.disk.state_store import Connection
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
 from state_pool.tuned_state import stored_origin
 
 
-def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint: str) -> None:
+def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:
     """Insert a session, or move it on to a later turn; an earlier one changes nothing."""
     connection.execute(
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
@@ -45,7 +46,7 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, fingerprint
         )
 
 
-def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -> int:
+def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
     """Log one turn and move its session on; returns the bytes of the log row.
 
     Turns follow each other without a gap: anything else is an IntegrityError, so that no turn is applied
@@ -67,7 +68,7 @@ def append_turn(connection: sqlite3.Connection, job: Append, fingerprint: str) -
     return len(data)
 
 
-def _is_logged(connection: sqlite3.Connection, job: Append, data: bytes) -> bool:
+def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
     """Whether the very same turn is there. Only its own engine can have put it there: nobody else had the epoch."""
     row, turn = job.session.row, job.session.turn
     found = connection.execute(
@@ -76,7 +77,7 @@ def _is_logged(connection: sqlite3.Connection, job: Append, data: bytes) -> bool
     return found is not None and bytes(found[0]) == checksum(data, row, turn)
 
 
-def put_chunk(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
+def put_chunk(connection: Connection, state: int, number: int, data: memoryview) -> None:
     """One piece of a state that nothing points to yet."""
     at = state * CHUNKS_PER_STATE + number
     values = (at, piece_checksum(data, at), data)
@@ -101,7 +102,7 @@ class StateRow:
         return checksum(f"{self.fingerprint}\n{self.layout}".encode(), *numbers)
 
 
-def put_state(connection: sqlite3.Connection, row: StateRow) -> int | None:
+def put_state(connection: Connection, row: StateRow) -> int | None:
     """Make staged chunks the session's state; returns the number of the state they replace."""
     old = connection.execute("SELECT id FROM states WHERE session = ?", (row.session,)).fetchone()
     connection.execute("DELETE FROM states WHERE session = ?", (row.session,))
@@ -125,7 +126,7 @@ def put_state(connection: sqlite3.Connection, row: StateRow) -> int | None:
     return None if old is None else int(old[0])
 
 
-def trim_turns(connection: sqlite3.Connection, session: int, turn: int, num_tokens: int, retain: int) -> None:
+def trim_turns(connection: Connection, session: int, turn: int, num_tokens: int, retain: int) -> None:
     """Drop the log that a state covers, but for the last `retain` tokens of it; -1 keeps everything."""
     if retain < 0:
         return
@@ -134,7 +135,7 @@ def trim_turns(connection: sqlite3.Connection, session: int, turn: int, num_toke
     )
 
 
-def list_sessions(connection: sqlite3.Connection, query: ListQuery) -> list[SessionEntry]:
+def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:
     """A page of the sessions, newest first, those that memory knows better merged in."""
     newer = list(query.newer.values())
     first = max(0, query.offset - len(newer))  # so many rows stand before the page whatever is merged in
@@ -152,14 +153,14 @@ def list_sessions(connection: sqlite3.Connection, query: ListQuery) -> list[Sess
     return merged[query.offset - first :][: query.limit]
 
 
-def delete_sessions(connection: sqlite3.Connection, rows: Sequence[int]) -> list[int]:
+def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[int]:
     """Remove sessions; returns the states whose chunks are garbage now."""
     for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
     return sweep_hidden(connection, rows)
 
 
-def sweep_hidden(connection: sqlite3.Connection, among: Iterable[int] | None = None) -> list[int]:
+def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[int]:
     """Really remove hidden sessions that no child needs; a child with a state of its own needs no parent."""
     garbage: list[int] = []
     if among is None:
@@ -172,7 +173,7 @@ def sweep_hidden(connection: sqlite3.Connection, among: Iterable[int] | None = N
         left = needed
 
 
-def _removed(connection: sqlite3.Connection, row: int, garbage: list[int]) -> bool:
+def _removed(connection: Connection, row: int, garbage: list[int]) -> bool:
     """Remove a hidden session, unless a child needs it; adds the state it had to the garbage."""
     needed = connection.execute(
         "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
@@ -190,13 +191,13 @@ def _removed(connection: sqlite3.Connection, row: int, garbage: list[int]) -> bo
     return True
 
 
-def delete_chunks(connection: sqlite3.Connection, state: int, limit: int) -> bool:
+def delete_chunks(connection: Connection, state: int, limit: int) -> bool:
     """Remove up to `limit` chunks of a state nothing points to; True when none is left.
 
     Those of a state that something does point to stay: whoever gave it up did not hear that its commit was kept.
     """
     low = state * CHUNKS_PER_STATE
-    gone = connection.execute(
+    gone: int = connection.execute(
         "DELETE FROM state_chunks WHERE id IN (SELECT id FROM state_chunks WHERE id >= ? AND id < ? LIMIT ?) "
         "AND NOT EXISTS (SELECT 1 FROM states WHERE id = ?)",
         (low, low + CHUNKS_PER_STATE, limit, state),
@@ -204,7 +205,7 @@ def delete_chunks(connection: sqlite3.Connection, state: int, limit: int) -> boo
     return gone < limit
 
 
-def orphaned_states(connection: sqlite3.Connection, first: int = 0, last: int | None = None) -> list[int]:
+def orphaned_states(connection: Connection, first: int = 0, last: int | None = None) -> list[int]:
     """States numbered `first` to before `last` that a crash left half written or half removed."""
     orphans: list[int] = []
     at = first * CHUNKS_PER_STATE
@@ -218,7 +219,7 @@ def orphaned_states(connection: sqlite3.Connection, first: int = 0, last: int | 
         at = (state + 1) * CHUNKS_PER_STATE
 
 
-def first_numbers(connection: sqlite3.Connection) -> tuple[int, int]:
+def first_numbers(connection: Connection) -> tuple[int, int]:
     """(next session row, next state number): larger than any in use."""
     row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
     states = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
@@ -226,6 +227,6 @@ def first_numbers(connection: sqlite3.Connection) -> tuple[int, int]:
     return int(row) + 1, max(int(states), int(chunks) // CHUNKS_PER_STATE) + 1
 
 
-def count_sessions(connection: sqlite3.Connection) -> int:
+def count_sessions(connection: Connection) -> int:
     """How many are stored; reads an index only."""
     return int(connection.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import sqlite3
 from collections.abc import Callable
-from pathlib import Path
-from typing import cast
 
 from state_pool.arena import Arena
 from state_pool.config import PoolConfig
-from state_pool.disk import postgres
 from state_pool.disk.applier import Small
-from state_pool.disk.database import ProcessLock, explain, open_maintainer, open_reader, open_writer, wait_briefly
+from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import stored_sessions
 from state_pool.disk.membership import Membership, strike_all
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, StoredSession
 from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
+from state_pool.disk.state_store import StateStore
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.sessions import Session, SessionIndex, SessionKey
@@ -58,80 +57,40 @@ class Store:
     """The database with its two threads. Raises DatabaseUnusable when it cannot be opened."""
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
-        server = postgres.is_postgres(config.state_db)
-        self.path = postgres.shown(config.state_db) if server else str(Path(config.state_db).absolute())
-        self.shared = server or bool(config.engine)
-        """Whether other engines may write: then the database says what there is, and memory may be behind it."""
-        self.is_server = server
-        self._limit_bytes = int(config.state_db_max_gb * 1e9)
-        self._lock: ProcessLock | None = None
         self._stored: list[StoredSession] = []
         self._numbers: list[tuple[str, int]] = []
-        connection = None
-        if self.shared and config.durability == "lazy":
-            raise DatabaseUnusable(
-                f"session database {self.path}: several engines share it, and with --durability lazy none knows what "
-                "another has not written yet; use log or turn"
-            )
-        if server:
-            self.writer, reader = self._open_server(config, arena, deliver)
-            self._begin(Reader(reader, arena, deliver, deliver.wake))
-            return
-        try:
-            if Path(self.path).parent.is_dir():
-                self._lock = ProcessLock(self.path, config.service) if self.shared else ProcessLock(self.path)
-            connection = open_writer(self.path, config.synchronous)
-            self.writer = self._open(connection, config, arena, deliver)
-        except sqlite3.Error as error:
-            self._give_up(connection)
-            raise explain(error, self.path) from error
-        except BaseException:
-            self._give_up(connection)
-            raise
-        self._begin(Reader(open_reader(self.path), arena, deliver, deliver.wake))
-
-    def _begin(self, reader: Reader) -> None:
-        self._reader = reader
+        self._limit_bytes = int(config.state_db_max_gb * 1e9)
+        self._database = _database_of(config)
+        self.path, self.shared, self.is_server = self._database.name, self._database.shared, self._database.is_server
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._database.close)
+            try:
+                self._open(opened, config, arena, deliver)
+            except sqlite3.Error as error:
+                raise self._database.explain(error) from None
+            opened.pop_all()
         self._next_row = self.writer.next_row
         self._deleted: set[int] = set()
         """Rows whose delete the disk does not have yet."""
         self.pending = 0
         """Jobs whose outcome has not been delivered."""
 
-    def _open(
-        self, connection: sqlite3.Connection, config: PoolConfig, arena: Arena, deliver: CompletionQueue
-    ) -> Writer:
+    def _open(self, opened: contextlib.ExitStack, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         """Begin to write, alone or as one of several engines; the first of those finds the database in order."""
-        is_first = self._lock is None or self._lock.is_first
-        member = None
-        if is_first:
+        database = self._database
+        connection = database.open_writer()
+        opened.callback(connection.close)
+        if database.is_first:
             strike_all(connection)
-        if self.shared:
-            wait_briefly(connection)
-            member = Membership(connection, config.engine)
-        else:
+        if not database.shared:
             self._stored = stored_sessions(connection, "s.hidden = 0")
             self._numbers = connection.execute("SELECT session_id, largest FROM dialogue_numbers").fetchall()
-        mover = open_maintainer(self.path)
-        writer = self._writer(connection, mover, config, arena, deliver, member, sweep=is_first)
-        if self._lock is not None and self.shared:
-            self._lock.share()
-        return writer
-
-    @staticmethod
-    def _writer(
-        connection: sqlite3.Connection,
-        mover: sqlite3.Connection | None,
-        config: PoolConfig,
-        arena: Arena,
-        deliver: CompletionQueue,
-        member: Membership | None,
-        *,
-        sweep: bool,
-    ) -> Writer:
-        return Writer(
+        member = Membership(connection, database.engine) if database.shared else None
+        reader = database.open_reader()
+        opened.callback(reader.close)
+        self.writer = Writer(
+            database,
             connection,
-            mover,
             layout=arena.layout,
             fingerprint=arena.fingerprint,
             retain=config.retain_tokens,
@@ -139,30 +98,10 @@ class Store:
             deliver=deliver,
             on_death=deliver.wake,
             member=member,
-            sweep=sweep,
+            sweep=database.is_first,
         )
-
-    def _open_server(
-        self, config: PoolConfig, arena: Arena, deliver: CompletionQueue
-    ) -> tuple[Writer, sqlite3.Connection]:
-        """Join the engines that share a PostgreSQL database; its connections pass for SQLite's."""
-        try:
-            server = postgres.Connection(config.state_db)
-            postgres.migrate(server, config.state_db)
-            connection = cast(sqlite3.Connection, server)
-            member = Membership(connection, postgres.engine_name(config.service, config.engine))
-            reader = cast(sqlite3.Connection, postgres.Connection(config.state_db, reads_only=True))
-            return self._writer(connection, None, config, arena, deliver, member, sweep=False), reader
-        except sqlite3.Error as error:
-            raise DatabaseUnusable(
-                f"session database {self.path}: {error}; see to the server, or name another database with --state-db"
-            ) from None
-
-    def _give_up(self, connection: sqlite3.Connection | None) -> None:
-        if connection is not None:
-            connection.close()
-        if self._lock is not None:
-            self._lock.release()
+        database.admit_others()
+        self._reader = Reader(reader, arena, deliver, deliver.wake)
 
     def fill(self, index: SessionIndex) -> None:
         """Enter every stored session, oldest first; where the database is shared, it is asked for each instead."""
@@ -247,8 +186,7 @@ class Store:
         """Write what is queued and let go of the file. Blocks."""
         self._reader.close()
         self.writer.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._database.close()
 
     def _until_deleted(self, job: Delete, done: Done) -> Done:
         def outcome(error: Exception | None) -> None:
@@ -266,6 +204,23 @@ class Store:
             done(error)
 
         return outcome
+
+
+def _database_of(config: PoolConfig) -> StateStore:
+    """Raises DatabaseUnusable."""
+    if config.on_server:
+        from state_pool.disk.postgres import PostgresStore  # its driver takes longer to load than the rest of the pool
+
+        database: StateStore = PostgresStore(config)
+    else:
+        database = SqliteStore(config)
+    if database.shared and config.durability == "lazy":
+        database.close()
+        raise DatabaseUnusable(
+            f"session database {database.name}: several engines share it, and with --durability lazy none knows what "
+            "another has not written yet; use log or turn"
+        )
+    return database
 
 
 def session_of(stored: StoredSession) -> Session:

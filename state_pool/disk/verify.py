@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 
 from state_pool.codec import (
     CHUNKS_PER_STATE,
@@ -17,6 +16,7 @@ from state_pool.codec import (
     piece_checksum,
     unpack_tokens,
 )
+from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
 
@@ -31,7 +31,7 @@ class Loader:
     """Reads sessions for one model, or, without a fingerprint, only to see whether they are whole."""
 
     def __init__(
-        self, connection: sqlite3.Connection, layout: Layout, fingerprint: str | None, vocab: int | None = None
+        self, connection: Connection, layout: Layout, fingerprint: str | None, vocab: int | None = None
     ) -> None:
         self._connection = connection
         self._layout = layout

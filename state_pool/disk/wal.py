@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 
+from state_pool.disk.state_store import Connection
 from state_pool.disk.thread import PoolThread
 
 
@@ -55,7 +56,7 @@ class WalMover:
         self._connection.close()
 
 
-def move(connection: sqlite3.Connection) -> str | None:
+def move(connection: Connection) -> str | None:
     """Move what can be moved without waiting for anybody; returns what went wrong."""
     try:
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()

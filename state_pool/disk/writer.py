@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from state_pool.codec import Layout, chunks_of
 from state_pool.crash_points import reach
-from state_pool.disk import postgres, statements
+from state_pool.disk import statements
 from state_pool.disk.applier import Applier, Small
 from state_pool.disk.faults import in_words, is_outside
 from state_pool.disk.membership import BEAT_S, DeclaredLost, Membership, first_state_of
 from state_pool.disk.operations import Append, Checkpoint, Delete, Done
-from state_pool.disk.postgres import CommitInDoubt, ServerAway
+from state_pool.disk.state_store import CommitInDoubt, Connection, ServerAway, StateStore
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.wal import WalMover, move
 from state_pool.errors import DirectoryUnreachable, PoolError, SessionNotFound, TurnInDoubt, TurnNotStored
@@ -74,8 +74,8 @@ class Writer:
 
     def __init__(
         self,
-        connection: sqlite3.Connection,
-        mover: sqlite3.Connection | None,
+        database: StateStore,
+        connection: Connection,
         *,
         layout: Layout,
         fingerprint: str,
@@ -89,6 +89,7 @@ class Writer:
         """`member`: this engine among those that share the database; `sweep`: no other has it open yet."""
         self.stats = WriterStats()
         self.member = member
+        self._database = database
         self._connection = connection
         self._layout = layout
         self._applier = Applier(connection, layout, fingerprint, retain, member)
@@ -108,6 +109,7 @@ class Writer:
         self._measure()
         self._rest_to_move = False
         self._rounds = 0
+        mover = database.open_mover()
         self._mover = None if mover is None else WalMover(mover, self._moved, on_death)
         self._away_since: float | None = None
         self._thread = PoolThread("state-pool-writer", self._run, on_death)
@@ -399,13 +401,7 @@ class Writer:
             self.stats.degraded = in_words(error)
 
     def _measure(self) -> None:
-        """Counts pages in use; reads only the file's first page, which is in memory."""
-        if isinstance(self._connection, postgres.Connection):
-            self.stats.used_bytes = self._connection.used_bytes()
-            return
-        execute = self._connection.execute
-        pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
-        self.stats.used_bytes = pages * int(execute("PRAGMA page_size").fetchone()[0])
+        self.stats.used_bytes = self._database.used_bytes(self._connection)
 
     def _roll_back(self, error: Exception) -> None:
         self.stats.failures += 1

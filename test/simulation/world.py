@@ -20,7 +20,7 @@ from typing import Any
 
 import state_pool.codec
 import state_pool.crash_points
-import state_pool.disk.store
+import state_pool.disk.database
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.limits import Limits
@@ -344,7 +344,7 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
         id(sys.modules["queue"]): StandIn(sys.modules["queue"], **parts.queue),
         id(SimpleQueue): parts.queue["SimpleQueue"],
         id(state_pool.crash_points.reach): lambda _point: tasks.pause(),
-        id(getattr(state_pool.disk.store, "ProcessLock", None)): _NoLock,
+        id(state_pool.disk.database.ProcessLock): _NoLock,
     }
     stand_ins.pop(id(None), None)
     replaced: list[tuple[ModuleType, str, Any]] = []

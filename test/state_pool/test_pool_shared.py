@@ -18,7 +18,6 @@ import pytest
 
 from state_pool.config import PoolConfig
 from state_pool.disk import database, directory
-from state_pool.disk import store as store_module
 from state_pool.disk.membership import Membership
 from state_pool.disk.operations import Release
 from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, StaleEpoch
@@ -364,7 +363,7 @@ def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkey
 
 def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Driver(FakeArena(), config_in(tmp_path, engine="one", service="here"))
-    briefly = store_module.wait_briefly
+    briefly = database.wait_briefly
     other = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None, check_same_thread=False)
 
     def while_locked(connection: sqlite3.Connection) -> None:
@@ -372,7 +371,7 @@ def test_an_engine_comes_while_others_write(tmp_path: Path, monkeypatch: pytest.
         other.execute("BEGIN IMMEDIATE")
         threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
 
-    monkeypatch.setattr(store_module, "wait_briefly", while_locked)
+    monkeypatch.setattr(database, "wait_briefly", while_locked)
     two = Driver(FakeArena(), config_in(tmp_path, engine="two", service="here"))
     two.turn("s", [1])
     for driver in (one, two):
