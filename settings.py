@@ -372,6 +372,12 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         ),
         Flag("prefill_tokens_per_step", _COUNT, "prompt tokens that are read in a step; 0: by device"),
         Flag("prefill_tokens_beside", _COUNT, "the same while rows decode, whose next tokens wait; 0: by device"),
+        Flag(
+            "batch_rows_beside",
+            _COUNT,
+            "batch rows that decode in a step while interactive requests come, whose first tokens wait for it; "
+            "0: by device",
+        ),
         Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
         Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),
         Flag("warmup", _yes_or_no, "on a GPU, run every kind of step once before serving"),

@@ -55,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that are read in one step; 0: decided by device."""
     prefill_tokens_beside: int = 0
     """The same while rows decode, whose next tokens wait for them; 0: decided by device."""
+    batch_rows_beside: int = 0
+    """Batch rows that decode in one step while interactive requests come, whose first tokens wait; 0: by device."""
     prefill_chunk: int = 512
     """Most prompt tokens of one row in one step."""
     gpu_memory_utilization: float = 0.9

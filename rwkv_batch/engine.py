@@ -314,8 +314,9 @@ class Engine:
         Returns whether there was work.
         """
         self.machine.pool.poll()
-        self.jobs.expire(time.monotonic())
-        rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step)
+        now = time.monotonic()
+        self.jobs.expire(now)
+        rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step, now)
         if rows:
             self._in_flight.append(Step(self._next_step, self._launch(rows)))
             self._next_step += 1

@@ -25,12 +25,33 @@ OUTPUT = ("test/engine/test_output.py", f"{WORLDS}::test_worlds[0]", "test/engin
 
 MUTANTS: list[Mutant] = [
     *of(
+        "rwkv_batch/core/batch_share.py",
+        ("test/engine/test_batch_share.py", "test/engine/test_fairness.py"),
+        [
+            (
+                'key=attrgetter("in_step")',
+                'key=attrgetter("first_slot")',
+                "beside interactive requests the same few batch rows decode for ever",
+            ),
+            (
+                "if self._interactive.num_rows:",
+                "if self._interactive.num_running:",
+                "a request that waits for its session waits for long steps",
+            ),
+            (
+                "        if not self._reading:\n            self._steps_aside = 0\n",
+                "",
+                "every fourth request meets a batch",
+            ),
+        ],
+    ),
+    *of(
         "rwkv_batch/core/scheduler.py",
         (*SCHEDULER[:-1], "test/engine/test_session_slots.py", "test/engine/test_micro_batches.py", WORLDS),
         [
             (
-                "rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)",
-                "rows += self._prefill_rows(limits.prefill_tokens_per_step)",
+                "budget = limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step",
+                "budget = limits.prefill_tokens_per_step",
                 "decoding rows wait for whole prompts",
                 "test/engine/test_scheduler.py::test_fewer_prompt_tokens_are_read_while_rows_decode",
             ),

@@ -85,6 +85,11 @@ class FairQueue:
         return sum(len(job.waiting) for job in self._clients[client].jobs) if client in self._clients else 0
 
     @property
+    def num_rows(self) -> int:
+        """Rows that wait, run or are paused."""
+        return self.num_waiting + self.num_running + self.num_paused
+
+    @property
     def num_reading_for_several(self) -> int:
         """Running rows that read a prompt for others."""
         return sum(not sequence.draws for rows in self._clients.values() for sequence in rows.running)

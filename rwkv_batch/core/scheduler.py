@@ -1,9 +1,8 @@
 """Decides who is in which step: who has a place (`Admission`), which rows decode, which prompts are read. No torch.
 
 Decoding rows are in every step, and while there are some, fewer prompt tokens are read, because the next token of each
-waits until the step ends. Prompt tokens are shared out as places are: between classes, clients and jobs. While a prompt
-of an interactive row is read, batch rows stand aside in all but one of a few steps: its first token is waited for, and
-a step that also has theirs takes much longer.
+waits until the step ends; batch rows take turns in steps while interactive requests come (`BatchShare`). Prompt tokens
+are shared out as places are: between classes, clients and jobs.
 
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
@@ -19,6 +18,7 @@ from itertools import islice
 from operator import attrgetter
 
 from rwkv_batch.core.admission import Admission
+from rwkv_batch.core.batch_share import BatchShare
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
 from rwkv_batch.core.sequence import NOTHING_SCORED, Phase, RunningJob, Sequence
@@ -59,6 +59,7 @@ class Scheduler:
         """rows in the steps, those among them that have answered and still read (an ordered set)"""
         self._reading: dict[Sequence, None] = {}
         """running rows that have more than one token to read"""
+        self._batch_share = BatchShare(limits, self.places.interactive, self._reading)
         self._groups: list[dict[Sequence, None]] = [{} for _ in range(limits.groups)]
         """running rows that decode"""
         self._turn = 0
@@ -66,8 +67,6 @@ class Scheduler:
         self._reads_on = False
         """whether prompts were left over by the last step that read some"""
         self._steps = 0
-        self._steps_aside = 0
-        """in a row that batch rows have left to interactive ones"""
         self._reading_tokens = 0
         """that running rows had to read of their prompts before the last step"""
 
@@ -114,35 +113,26 @@ class Scheduler:
         for group in self._groups:
             group.pop(sequence, None)
 
-    def schedule(self, oldest: int = 0) -> list[ScheduledRow]:
+    def schedule(self, oldest: int = 0, now: float = 0.0) -> list[ScheduledRow]:
         """The rows of the next step: those of a group that decode, and prompt chunks up to the budget.
 
         `oldest`: number of the oldest step whose tokens the host has not read; a row whose token is drawn in a later
-        one waits, since the first device would wait for it.
+        one waits, since the first device would wait for it. `now`: of time.monotonic.
         """
         self._steps += 1
         self.places.admit()
         self._sort_in()
+        self._batch_share.begin(now)
         rows, turn = self._decoding_rows(oldest)
         limits = self.limits
         self._reading_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._reading)
-        if not self._reading:
-            self._steps_aside = 0
         if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):
-            self._count_steps_aside()
-            if self._steps_aside:
+            stands_aside = self._batch_share.stands_aside()
+            if stands_aside:
                 rows = [row for row in rows if not row.sequence.job.is_batch]
-            rows += self._prefill_rows(limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step)
+            budget = limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step
+            rows += self._prefill_rows(budget, stands_aside)
         return rows
-
-    def _count_steps_aside(self) -> None:
-        """Whether batch rows stand aside in this step: a first token is waited for, and it is not their turn."""
-        is_waited_for = self.places.interactive.num_running and any(
-            not (sequence.job.is_batch or sequence.has_answered or sequence.has_drawn)
-            and sequence.num_uncomputed_tokens > 0
-            for sequence in self._reading
-        )
-        self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_waited_for else 0
 
     def _sort_in(self) -> None:
         """Rows that have one token left to read decode from now on, in the smallest group."""
@@ -155,8 +145,9 @@ class Scheduler:
         for turn in range(self._turn, self._turn + len(self._groups)):
             group = self._groups[turn % len(self._groups)]
             self._even_out(group)
-            decoding = self._ready_rows(group, oldest)
-            if decoding:
+            ready = self._ready_rows(group, oldest)
+            if ready:
+                decoding = self._batch_share.decoding(ready)
                 self._turn = (turn + 1) % len(self._groups)
                 decoding.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
                 rows = [ScheduledRow(s, 1, s.draws, s.draws and s.seat_holds_last_token) for s in decoding]
@@ -190,15 +181,15 @@ class Scheduler:
             self._slots.add_spare(sequence)
         return sequence.may_run(oldest)
 
-    def _prefill_rows(self, budget: int) -> list[ScheduledRow]:
+    def _prefill_rows(self, budget: int, stands_aside: bool) -> list[ScheduledRow]:
         """Prompt chunks within the budget: interactive rows first, but batch rows get their part."""
         reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 0]
         interactive = [sequence for sequence in reading if not sequence.job.is_batch]
-        batch = [sequence for sequence in reading if sequence.job.is_batch and not self._steps_aside]
+        batch = [sequence for sequence in reading if sequence.job.is_batch and not stands_aside]
         wanted = sum(map(self._chunk, batch)) if interactive else 0
         kept = min(wanted, budget // BATCH_PART)
         first = share_out(interactive, budget - kept, self._chunk, self._steps)
-        rest = budget - sum(count for _, count in first)
+        rest = self._batch_share.prompt_tokens(budget - sum(count for _, count in first))
         chunks = [*first, *share_out(batch, rest, self._chunk, self._steps)]
         self._reads_on = len(chunks) < len(reading)
         return [_chunk_row(sequence, count) for sequence, count in chunks]

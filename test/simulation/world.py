@@ -193,6 +193,7 @@ class World:
             prefill_chunk=settings.prefill_chunk,
             prefill_tokens_beside=max(4, settings.prefill_tokens // 2),
             groups=settings.groups,
+            batch_rows_beside=int(self.seed % 4 == 3),
         )
         parked = settings.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
         slots = settings.max_running + max(4, settings.max_running // 8) + parked

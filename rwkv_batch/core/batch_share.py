@@ -1,0 +1,77 @@
+"""How much batch work a step holds beside interactive work: a first token waits for the step that runs.
+
+While an interactive row reads its prompt, batch rows stand aside in all but one of a few steps, since a step that also
+has theirs takes much longer. While interactive requests come, and for a while after the last one, steps are short: so
+many batch rows decode in each and take turns, and few tokens of their prompts are read. Without interactive requests
+all of them are in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from heapq import nsmallest
+from operator import attrgetter
+
+from rwkv_batch.core.fair_queue import FairQueue
+from rwkv_batch.core.limits import BATCH_PART, Limits
+from rwkv_batch.core.sequence import Sequence
+
+LULL_S = 10.0
+"""Steps are as long as batch work makes them again when no interactive row was there for so long."""
+TOKENS_PER_ROW = 4
+"""Prompt tokens that take about as long as a row that decodes, for which logits are made and a token is drawn."""
+
+
+class BatchShare:
+    """Owned by the scheduler, asked once for each step, in the order of its methods."""
+
+    def __init__(self, limits: Limits, interactive: FairQueue, reading: Collection[Sequence]) -> None:
+        """`reading`: rows in the steps that have more than one token to read, as they are at each moment."""
+        self._most_rows = limits.batch_rows_beside
+        self._interactive = interactive
+        self._reading = reading
+        self._seen_at = -math.inf
+        """when an interactive row was there last"""
+        self._is_short = False
+        """whether the step holds little batch work"""
+        self._rows_left = 0
+        """rows that a short step may hold beside the batch rows that decode in it"""
+        self._steps_aside = 0
+        """in a row that batch rows have left to interactive ones"""
+
+    def begin(self, now: float) -> None:
+        """A step is planned. `now`: of time.monotonic."""
+        if self._interactive.num_rows:
+            self._seen_at = now
+        self._is_short = self._most_rows > 0 and now - self._seen_at < LULL_S
+        self._rows_left = self._most_rows
+        if not self._reading:
+            self._steps_aside = 0
+
+    def decoding(self, ready: list[Sequence]) -> list[Sequence]:
+        """Those of the rows that could decode which do: of batch rows, those whose last draw is longest ago."""
+        if not self._is_short:
+            return ready
+        reads = any(sequence.job.is_batch for sequence in self._reading)
+        most = max(1, self._most_rows // 2) if reads else self._most_rows
+        batch = [sequence for sequence in ready if sequence.job.is_batch]
+        self._rows_left -= min(most, len(batch))
+        if len(batch) <= most:
+            return ready
+        chosen = set(nsmallest(most, batch, key=attrgetter("in_step")))
+        return [sequence for sequence in ready if not sequence.job.is_batch or sequence in chosen]
+
+    def stands_aside(self) -> bool:
+        """Whether batch rows leave this step to others: a first token is waited for, and it is not their turn."""
+        is_waited_for = self._interactive.num_running and any(
+            not (sequence.job.is_batch or sequence.has_answered or sequence.has_drawn)
+            and sequence.num_uncomputed_tokens > 0
+            for sequence in self._reading
+        )
+        self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_waited_for else 0
+        return self._steps_aside > 0
+
+    def prompt_tokens(self, budget: int) -> int:
+        """Most prompt tokens of batch rows in this step, of a budget of so many."""
+        return min(budget, TOKENS_PER_ROW * max(1, self._rows_left)) if self._is_short else budget

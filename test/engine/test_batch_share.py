@@ -1,0 +1,170 @@
+"""How much batch work steps hold beside interactive requests, told by counting rows, tokens and steps. No model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rwkv_batch.core.batch_share import LULL_S, TOKENS_PER_ROW
+from rwkv_batch.core.limits import BATCH_PART, Limits
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import Sequence
+from test.engine.test_scheduler import Slots, job, read
+
+MOST = 8
+
+
+class Steps:
+    """A scheduler, its steps, and a clock that stands still unless it is set."""
+
+    def __init__(self, most: int = MOST, seats: int = 64, budget: int = 256) -> None:
+        self.slots = Slots(500)
+        self.plan = Scheduler(Limits(seats, 10_000, budget, budget, budget, batch_rows_beside=most), self.slots)
+        self.number = 0
+        self.now = 1000.0
+
+    def step(self) -> list[ScheduledRow]:
+        """Run the next step."""
+        rows = self.plan.schedule(now=self.now)
+        read(rows)
+        for row in rows:
+            row.sequence.in_step = self.number if row.draws else row.sequence.in_step
+        self.number += 1
+        return rows
+
+    def batch(self, rows: int, prompt_tokens: int = 1) -> list[Sequence]:
+        """Batch rows come."""
+        running, sequences = job(rows, prompt_tokens, client="bulk")
+        self.plan.add(running, sequences)
+        return sequences
+
+    def chat(self, prompt_tokens: int = 1) -> Sequence:
+        """An interactive row comes."""
+        running, (sequence,) = job(1, prompt_tokens, client="chat")
+        self.plan.add(running, [sequence])
+        return sequence
+
+
+def of_batch(rows: list[ScheduledRow]) -> list[ScheduledRow]:
+    return [row for row in rows if row.sequence.job.is_batch]
+
+
+def test_batch_rows_take_turns_while_an_interactive_row_is_there() -> None:
+    steps = Steps()
+    bulk = steps.batch(60)
+    assert len(steps.step()) == 60, "alone they are all in every step"
+    chat = steps.chat()
+    turns: Counter[Sequence] = Counter()
+    for _ in range(60):
+        rows = steps.step()
+        assert chat in [row.sequence for row in rows], "interactive rows are in every step"
+        assert len(of_batch(rows)) == MOST
+        turns.update(row.sequence for row in of_batch(rows))
+    assert set(turns) == set(bulk)
+    assert max(turns.values()) - min(turns.values()) <= 2, "60 steps of 8 rows: each of 60 had 8, or one more or less"
+
+
+def test_steps_stay_short_for_a_while_after_the_last_interactive_row() -> None:
+    """The next request comes between two steps, and would wait for the one that runs."""
+    steps = Steps()
+    steps.batch(60)
+    chat = steps.chat()
+    steps.step()
+    steps.plan.remove(chat)
+    for after, rows in ((0.0, MOST), (LULL_S - 0.1, MOST), (LULL_S, 60), (LULL_S + 60.0, 60)):
+        steps.now = 1000.0 + after
+        assert len(steps.step()) == rows, after
+
+
+def test_an_interactive_row_that_waits_for_its_session_keeps_steps_short() -> None:
+    steps = Steps()
+    steps.batch(60)
+    steps.step()
+    steps.slots.blocked.add(steps.chat())
+    for _ in range(3):
+        assert len(steps.step()) == MOST
+        steps.now += LULL_S
+
+
+def test_prompts_of_batch_rows_have_half_of_a_short_step() -> None:
+    steps = Steps()
+    steps.batch(30)
+    steps.step()
+    steps.batch(20, prompt_tokens=1000)
+    chat = steps.chat()
+    for _ in range(8):
+        rows = steps.step()
+        decoding = [row for row in of_batch(rows) if row.num_tokens == 1]
+        tokens = sum(row.num_tokens for row in of_batch(rows)) - len(decoding)
+        assert (len(decoding), tokens) == (MOST // 2, MOST // 2 * TOKENS_PER_ROW)
+    steps.plan.remove(chat)
+    steps.now += LULL_S
+    rows = steps.step()
+    assert sum(row.num_tokens for row in rows) == 30 + 256, "alone they read as much as a step may"
+
+
+def test_prompts_of_batch_rows_have_all_of_a_short_step_in_which_none_decodes() -> None:
+    steps = Steps()
+    steps.chat()
+    steps.batch(20, prompt_tokens=1000)
+    steps.step()
+    assert sum(row.num_tokens for row in of_batch(steps.step())) == MOST * TOKENS_PER_ROW
+
+
+def test_a_step_holds_batch_work_however_short_it_is() -> None:
+    steps = Steps(most=1)
+    bulk = steps.batch(12)
+    steps.batch(12, prompt_tokens=50)
+    steps.chat()
+    for _ in range(60):
+        rows = steps.step()
+        assert of_batch(rows)
+    assert all(len(sequence.token_ids) > 1 for sequence in bulk)
+
+
+def test_all_rows_decode_in_every_step_where_there_is_no_limit() -> None:
+    steps = Steps(most=0)
+    steps.batch(59)
+    steps.chat()
+    for _ in range(3):
+        assert len(steps.step()) == 60
+
+
+def test_a_request_after_the_other_is_not_taken_for_a_long_prompt() -> None:
+    """Batch rows have every fourth of the steps in which a first token is waited for: of one wait, not of four."""
+    steps = Steps()
+    steps.batch(60)
+    for _ in range(2 * BATCH_PART):
+        chat = steps.chat(prompt_tokens=40)
+        assert not of_batch(steps.step()), "its whole prompt is read in a step without them"
+        assert of_batch(steps.step())
+        steps.plan.remove(chat)
+
+
+def seconds(rows: list[ScheduledRow]) -> float:
+    """What a step takes by the demo model on two cores, as measured: most for rows that draw."""
+    if not rows:
+        return 0.0
+    return 0.0033 + sum(0.00031 if one.num_tokens == 1 else 0.00008 * one.num_tokens for one in rows)
+
+
+def first_token_s(steps: Steps, part: float) -> float:
+    """Of a request that comes when this part of a step is left."""
+    running = seconds(steps.step())
+    chat, waited = steps.chat(prompt_tokens=61), running * part
+    while len(chat.token_ids) == 61:
+        waited += seconds(steps.step())
+    steps.plan.remove(chat)
+    return waited
+
+
+def test_a_first_token_beside_a_batch_waits_for_a_short_step_at_most() -> None:
+    alone = first_token_s(Steps(), 0.0)
+    most = {}
+    for rows in (0, MOST):
+        steps = Steps(rows)
+        steps.batch(60)
+        steps.chat()
+        steps.step()
+        most[rows] = max(first_token_s(steps, part / 20) for part in range(21))
+    assert most[0] > alone + 0.020
+    assert most[MOST] < alone + 0.007
