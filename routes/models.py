@@ -13,7 +13,6 @@ from routes.context import Context, Models
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
 from routes.request.decode_defaults import DefaultsFields, as_defaults
-from routes.request.generate_requests import invalid
 from routes.request.model_names import adapter_names, state_names
 from routes.request.shown import shown
 from routes.response.event_stream import ask
@@ -21,7 +20,7 @@ from routes.response.reply import Reply, json_answer
 from routes.response.response_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload
 from rwkv_batch.calls import ListAdapters, ListStates
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import MODEL_NAME, ModelStatus, ModelWish, ServedModel
 from rwkv_batch.models_folder import within
 

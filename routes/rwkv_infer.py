@@ -21,7 +21,6 @@ from routes.models import LoadBody, beside, wish_of
 from routes.openai import chat
 from routes.request.bodies import Body, Weights, validate
 from routes.request.fields import Number
-from routes.request.generate_requests import invalid
 from routes.request.model_names import base_name, plain_name, state_names
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
@@ -29,7 +28,7 @@ from routes.response.response_models import RwkvInferDone, RwkvInferHealth
 from routes.route import Handler, Route
 from rwkv_batch.calls import AddState, CheckModel, ListStates, RemoveState, StateInfo
 from rwkv_batch.decode_defaults import DecodeDefaults
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish
 
 STRATEGIES = {

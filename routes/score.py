@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import ModelFields, Texts, UrgencyFields
-from routes.request.generate_requests import encode, encode_all, greedy_row, invalid, off_loop
+from routes.request.generate_requests import encode, encode_all, greedy_row, off_loop
 from routes.request.jobs import make_job
 from routes.request.model_names import asked_adapter, asked_state
 from routes.response.generate import RowResult, run_whole
@@ -20,7 +20,7 @@ from routes.response.reply import NATIVE_ERRORS, Reply
 from routes.response.response_models import Scores
 from routes.response.transcript import Transcript
 from routes.route import Route
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
 
 PATH = "/v1/score"

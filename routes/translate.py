@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from routes.context import Context
 from routes.request import languages, prompts
 from routes.request.bodies import AUTO, TranslateBody
-from routes.request.generate_requests import encode_all, greedy_row, invalid, off_loop
+from routes.request.generate_requests import encode_all, greedy_row, off_loop
 from routes.request.jobs import make_job
 from routes.response.generate import RowResult, run_whole
 from routes.response.reply import NATIVE_ERRORS, Reply, json_answer
 from routes.response.response_models import Translations
 from routes.response.transcript import Transcript
 from routes.route import Route
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest
 
 LABEL = "/translate/v1/batch-translate"

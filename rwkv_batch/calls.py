@@ -22,6 +22,14 @@ Figures = dict[str, Any]
 """Names and numbers, nested; which ones there are depends on the model and the devices."""
 
 
+def attempt(reply: Reply[Any], as_error: Callable[[Exception], ServiceError], work: Callable[[], None]) -> None:
+    """Do what answers when it is done; if it fails, that is the answer, and the thread goes on."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - whatever it was, somebody waits for an answer
+        reply(as_error(error))
+
+
 class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
     """A question to the engine; the type parameter is the answer's."""
 

@@ -227,13 +227,12 @@ class Engine:
         def done(outcome: int | Exception) -> None:
             reply(as_service_error(outcome) if isinstance(outcome, Exception) else outcome)
 
-        try:
-            self.machine.pool.delete_counted(session_id, delete_prefix, done)
-        except PoolError as error:
-            reply(as_service_error(error))
-        except Exception as error:  # likewise
-            logger.exception("deleting a session failed")
-            reply(as_service_error(error))
+        def failed(error: Exception) -> ServiceError:
+            if not isinstance(error, PoolError):
+                logger.error("deleting a session failed", exc_info=error)
+            return as_service_error(error)
+
+        calls.attempt(reply, failed, lambda: self.machine.pool.delete_counted(session_id, delete_prefix, done))
 
     def status(self) -> dict[str, Any]:
         """Figures for /status, plain data. Engine thread."""

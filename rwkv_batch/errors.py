@@ -73,5 +73,10 @@ class ServiceError(Exception):
         return cls(info.kind, info.message, field=info.field, given=info.given, retry_after_s=info.retry_after_s)
 
 
+def invalid(field: str, message: str, given: object) -> ServiceError:
+    """The refusal of one field."""
+    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
+
+
 class StartupError(Exception):
     """The configuration cannot be served: the message is one line that names the thing and the remedy."""

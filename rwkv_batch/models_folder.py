@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rwkv_batch.errors import invalid
+
 
 def within(folder: str, file: str) -> Path | None:
     """The path of `file` in the folder, links followed; None if it leads out of it, or is no path."""
@@ -13,3 +15,16 @@ def within(folder: str, file: str) -> Path | None:
     except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a circle of links
         return None
     return path if path != root and path.is_relative_to(root) else None
+
+
+def path_within(folder: str, file: str, field: str, otherwise: str = "") -> Path:
+    """The path in --models-dir of what a request's field names; `otherwise`: what a client may do without that folder.
+
+    Raises ServiceError where no folder is open, or the path leads out of it.
+    """
+    if not folder:
+        raise invalid(field, f"no folder is open to requests; start with --models-dir{otherwise}", file)
+    path = within(folder, file)
+    if path is None:
+        raise invalid(field, "must be the path of a file within --models-dir", file)
+    return path

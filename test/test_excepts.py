@@ -6,7 +6,19 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("native", "sampling", "state_pool", "rwkv_batch", "routes", "batch_store", "bulk", "console", "supervisor")
+PACKAGES = (
+    "native",
+    "sampling",
+    "state_pool",
+    "rwkv_batch",
+    "routes",
+    "batch_store",
+    "bulk",
+    "console",
+    "cluster",
+    "library",
+    "supervisor",
+)
 BROAD = {"Exception", "BaseException"}
 MOST = 30
 """Four of them keep the pool's threads alive whatever a database that several engines share tells them."""

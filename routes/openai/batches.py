@@ -20,10 +20,9 @@ from routes.exchange import current
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.files import ListQuery, new_id, no_such, page_of, store_of
 from routes.request.bodies import Body, Fields
-from routes.request.generate_requests import invalid
 from routes.response.reply import Reply, json_answer
 from routes.route import Route, Upload
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/batches"
 ENDPOINTS = (

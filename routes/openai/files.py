@@ -15,10 +15,9 @@ from routes.context import Context
 from routes.exchange import current
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
-from routes.request.generate_requests import invalid
 from routes.response.reply import FILE, Answer, Reply, json_answer
 from routes.route import Route, Upload
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/files"
 TTL_S = 30 * 86400

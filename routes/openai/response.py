@@ -12,7 +12,7 @@ import msgspec
 from routes.context import Context
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import OpenAIBody
-from routes.request.generate_requests import build_rows, invalid, off_loop
+from routes.request.generate_requests import build_rows, off_loop
 from routes.request.jobs import make_job
 from routes.request.model_names import asked_adapter
 from routes.response.event_stream import ask
@@ -21,6 +21,7 @@ from routes.response.native_format import usage
 from routes.response.reply import sse, to_json
 from routes.response.transcript import RowUpdate
 from rwkv_batch.calls import GetStatus, ListAdapters
+from rwkv_batch.errors import invalid
 from rwkv_batch.request import Finish, GenerateRequest, Job, TokenLogprob
 
 FINGERPRINT = "fingerprint"

@@ -10,8 +10,8 @@ from pydantic_core import from_json
 
 from routes.config import HttpConfig
 from routes.request.bodies import Fields, GenerationBody, StopTokens, Template
-from routes.request.generate_requests import invalid
 from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.errors import invalid
 
 _OTHER_NAMES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
 """Under which dialects give the same."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from routes.request.bodies import MixedState, MixtureFields
-from routes.request.generate_requests import invalid
+from rwkv_batch.errors import invalid
 
 Mixing = TypeVar("Mixing", bound=MixtureFields)
 

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 from routes.config import HttpConfig
 from routes.request.bodies import GenerationBody
 from routes.request.model_names import asked_adapter, asked_state
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from sampling.params import SamplingParams
@@ -34,11 +34,6 @@ async def off_loop(
     if characters <= _INLINE_CHARACTERS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
-
-
-def invalid(field: str, message: str, given: object) -> ServiceError:
-    """The refusal of one field."""
-    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
 
 
 def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:

@@ -6,7 +6,8 @@ import msgspec
 
 from routes.context import Context
 from routes.request import prompts
-from routes.request.generate_requests import encode, invalid, off_loop
+from routes.request.generate_requests import encode, off_loop
+from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest, SessionTurn
 from rwkv_batch.tokenizer import END_OF_TEXT
 

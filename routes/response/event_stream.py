@@ -14,10 +14,9 @@ import msgspec
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.exchange import current
-from routes.request.generate_requests import invalid
 from routes.wakeups import Box
 from rwkv_batch.calls import Answer, EngineCall
-from rwkv_batch.errors import ServiceError
+from rwkv_batch.errors import ServiceError, invalid
 from rwkv_batch.request import Job, JobEvents
 
 logger = logging.getLogger(__name__)

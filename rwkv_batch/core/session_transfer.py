@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rwkv_batch.calls import Reply
+from rwkv_batch.calls import Reply, attempt
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -39,10 +39,7 @@ class SessionTransfer:
             else:
                 self._thread.run(reply, file.encode, reply)
 
-        try:
-            pool.export(session_id, exported, dialogue)
-        except Exception as error:  # noqa: BLE001 - logged and typed below: the caller waits for an answer
-            reply(_as_service_error(error))
+        attempt(reply, _as_service_error, lambda: pool.export(session_id, exported, dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
@@ -58,10 +55,7 @@ class SessionTransfer:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error))
 
-        try:
-            pool.import_session(session_id, file, durable)
-        except Exception as error:  # noqa: BLE001 - likewise
-            reply(_as_service_error(error))
+        attempt(reply, _as_service_error, lambda: pool.import_session(session_id, file, durable))
 
     def close(self) -> None:
         """Begin nothing more; what has not begun is refused."""

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
+from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply, attempt
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.state_manager import as_service_error
-from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError, invalid
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.served import ServedAdapter, served
 from rwkv_batch.model.tensor_files import FileError
-from rwkv_batch.models_folder import within
+from rwkv_batch.models_folder import path_within
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.adapters import Adapters
 from state_pool.errors import NameTaken, PoolError
@@ -148,34 +148,30 @@ class AdapterLibrary:
         try:
             if not STATE_NAME.fullmatch(call.name):
                 message = "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first"
-                raise _invalid("name", message, call.name)
+                raise invalid("name", message, call.name)
             if call.name in self._infos:
                 raise NameTaken(f"there is an adapter {call.name!r} already; delete it first, or choose another name")
             self._adapters.check_new(call.name)
-            path = self._within_models(call.file)
+            path = path_within(self._config.models_dir, call.file, "file")
         except (PoolError, ServiceError) as error:
             reply(_as_service_error(error))
             return
 
         def was_read(adapter: ServedAdapter) -> None:
-            if not self._put(lambda: self._finish(call, reply, adapter)):
+            if not self._put(lambda: attempt(reply, _as_service_error, lambda: self._finish(call, reply, adapter))):
                 reply(self._refusal())
 
         self._thread.run(reply, lambda: self._read(path, call.scale), was_read)
 
     def _finish(self, call: AddAdapter, reply: Reply[AdapterInfo], adapter: ServedAdapter) -> None:
-        """Engine thread: from here on it is there."""
+        """Engine thread: from here on it is there. A client's file holds anything: raises anything."""
+        info = self._enter(call.name, adapter, call.scale, is_kept=self._list is not None)
         try:
-            info = self._enter(call.name, adapter, call.scale, is_kept=self._list is not None)
-            try:
-                self._keep()
-            except OSError:
-                self._adapters.remove(call.name)
-                del self._infos[call.name]
-                raise
-        except Exception as error:  # noqa: BLE001 - a client's file holds anything, and this is the engine's thread
-            reply(_as_service_error(error))
-            return
+            self._keep()
+        except OSError:
+            self._adapters.remove(call.name)
+            del self._infos[call.name]
+            raise
         reply(info)
 
     def remove(self, name: str) -> AdapterInfo:
@@ -197,19 +193,6 @@ class AdapterLibrary:
     def close(self) -> None:
         """Begin to read nothing more."""
         self._thread.close()
-
-    def _within_models(self, file: str) -> Path:
-        """The path of a file or folder that a request names. Raises ServiceError unless it is within --models-dir."""
-        if not self._config.models_dir:
-            raise _invalid("file", "no folder is open to requests; start with --models-dir", file)
-        path = within(self._config.models_dir, file)
-        if path is None:
-            raise _invalid("file", "must be the path of a file within --models-dir", file)
-        return path
-
-
-def _invalid(field: str, message: str, given: object) -> ServiceError:
-    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
 
 
 def _as_service_error(error: Exception) -> ServiceError:

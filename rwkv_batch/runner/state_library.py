@@ -17,17 +17,17 @@ from pathlib import Path
 
 import msgspec
 
-from rwkv_batch.calls import AddState, Reply, StateInfo
+from rwkv_batch.calls import AddState, Reply, StateInfo, attempt
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.decode_defaults import DecodeDefaults
-from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError, invalid
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
-from rwkv_batch.models_folder import within
+from rwkv_batch.models_folder import path_within
 from rwkv_batch.request import Job
 from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
 from state_pool.errors import NameTaken, PoolError
@@ -157,14 +157,17 @@ class StateLibrary:
             if call.mixture:
                 reply(self._add_mixture(call))
                 return
-            path = self._within_models(call.file) if call.file else None
+            path = path_within(self._config.models_dir, call.file, "file", ", or send the file") if call.file else None
         except (PoolError, ServiceError) as error:
             reply(_as_service_error(error))
             return
         half = None if self._folder is None else self._folder / f".{uuid.uuid4().hex}{_KEPT}"
 
         def was_read(found: tuple[TunedTensor, HostTensors]) -> None:
-            if not self._put(lambda: self._finish(call, reply, half, *found)):
+            def finish() -> None:
+                attempt(reply, _as_service_error, lambda: self._finish(call, reply, half, *found))
+
+            if not self._put(finish):
                 _unlink(half)
                 reply(self._refusal())
 
@@ -209,15 +212,19 @@ class StateLibrary:
     def _finish(
         self, call: AddState, reply: Reply[StateInfo], half: Path | None, state: TunedTensor, host: HostTensors
     ) -> None:
-        """Engine thread: the state is read and written; from here on it is there."""
+        """Engine thread: the state is read and written; from here on it is there. Raises PoolError, OSError."""
         try:
             info = self._enter(call.name, state, host, call.file or "sent", half is not None, call.defaults)
-        except PoolError as error:
+        except PoolError:
             _unlink(half)
-            reply(_as_service_error(error))
-            return
+            raise
         if half is not None:
-            half.replace(half.with_name(f"{call.name}{_KEPT}"))
+            try:
+                half.replace(half.with_name(f"{call.name}{_KEPT}"))
+            except OSError:
+                self._pool.tuned.remove(call.name)
+                del self._infos[call.name]
+                raise
         reply(info)
 
     def remove(self, name: str) -> StateInfo:
@@ -238,15 +245,6 @@ class StateLibrary:
     def close(self) -> None:
         """Begin to read nothing more."""
         self._thread.close()
-
-    def _within_models(self, file: str) -> Path:
-        """The path of a file that a request names. Raises ServiceError unless it is within --models-dir."""
-        if not self._config.models_dir:
-            raise _invalid("file", "no folder is open to requests; start with --models-dir, or send the file", file)
-        path = within(self._config.models_dir, file)
-        if path is None:
-            raise _invalid("file", "must be the path of a file within --models-dir", file)
-        return path
 
 
 @contextlib.contextmanager
@@ -287,19 +285,15 @@ def _unlink(path: Path | None) -> None:
 def _check(call: AddState) -> None:
     """Raises ServiceError for a name or an orientation that there cannot be."""
     if not STATE_NAME.fullmatch(call.name):
-        raise _invalid(
+        raise invalid(
             "name", "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first", call.name
         )
     if call.orientation not in (AUTO, VALUE_KEY, KEY_VALUE):
-        raise _invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)
+        raise invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)
     if [bool(call.file), bool(call.content), bool(call.mixture)].count(True) != 1:
-        raise _invalid(
+        raise invalid(
             "file", "must be given, as a path within --models-dir or sent; or else `states`, to mix", call.file
         )
-
-
-def _invalid(field: str, message: str, given: object) -> ServiceError:
-    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
 
 
 def _as_service_error(error: Exception) -> ServiceError:

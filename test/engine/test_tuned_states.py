@@ -292,6 +292,17 @@ def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp
         assert call(engine, "state_list") == [] and list((tmp_path / "s.db.states").iterdir()) == []
 
 
+def test_a_state_that_cannot_be_kept_is_an_error_and_the_engine_goes_on(model: Path, tmp_path: Path) -> None:
+    with engine_with_states(model, str(tmp_path / "s.db"), states=()) as engine:
+        (tmp_path / "s.db.states" / "sent.safetensors" / "in the way").mkdir(parents=True)
+        with pytest.raises(ServiceError, match="IsADirectoryError"):
+            call(engine, "state_add", name="sent", file="poet.pth")
+        assert call(engine, "state_list") == []
+        with pytest.raises(ServiceError, match="no tuned state 'sent'"):
+            run(engine, ask("go", state="sent"))
+        assert run(engine, ask("go")).texts
+
+
 def test_decode_parameters_are_kept_with_a_state_and_with_a_mixture(model: Path, tmp_path: Path) -> None:
     db, defaults = str(tmp_path / "s.db"), DecodeDefaults(temperature=0.25, stop_tokens=("\n\n", 7))
     mixture = [("sent", 2.0), ("", 1.0)]
