@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,24 @@ def call(engine: Engine, verb: str, **arguments: Any) -> Any:
     if isinstance(answer[0], ServiceError):
         raise answer[0]
     return answer[0]
+
+
+def settles(engine: Engine, check: Callable[[], bool]) -> bool:
+    """Whether the check holds on the engine's thread, once it has done what the last answers leave to be done."""
+    held: list[bool] = []
+    deadline = time.monotonic() + WAIT_S
+    while not any(held) and time.monotonic() < deadline:
+        looked = threading.Event()
+
+        def look(looked: threading.Event = looked) -> None:
+            held.append(check())
+            looked.set()
+
+        if not engine._put(look):  # it has ended
+            return check()
+        assert looked.wait(WAIT_S)
+        time.sleep(0.01)
+    return any(held)
 
 
 def tiny_model(folder: Path, **fields: Any) -> Path:

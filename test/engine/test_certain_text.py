@@ -23,7 +23,7 @@ from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
 from state_pool.config import PoolConfig
 from test.engine.test_constraints import LOOPS, PERSON, by_row, choice, lark, regex, schema
-from test.harness import TOKENIZER, Running, ask, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, Running, ask, run, settles, started_engine, submit, tiny_model, turn
 
 PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_decay=0.9)
 FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
@@ -124,7 +124,7 @@ def test_sessions_keep_what_was_shown(engine: Engine, drawn_one_by_one: Any) -> 
     at_once = talk(f"once{engine.rounds}")
     drawn_one_by_one()
     assert talk(f"single{engine.rounds}") == at_once
-    assert engine.machine.pool.check_integrity() == []
+    assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
 
 
 def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
@@ -137,7 +137,7 @@ def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
     assert all(job.wait() for job in jobs)
     run(engine, ask("x", max_tokens=1, use_prefix_cache=False))
     assert engine.machine.pool.num_free <= free
-    assert engine.machine.pool.check_integrity() == []
+    assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
 
 
 def test_a_token_that_is_banned_is_not_taken(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from rwkv_batch.request import GenerateRequest, JobEvents, PromptLogprobs
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, ask, call, run, settles, started_engine, submit, tiny_model, turn
 from test.model.test_model import oracle
 from test.state_files import random_state, write_state
 
@@ -49,7 +49,7 @@ def engine_with_states(model: Path, **fields: Any) -> Iterator[Engine]:
     pool = PoolConfig(**{"state_db": "", **fields.pop("pool", {})})
     with started_engine(model, pool, states=states, **fields) as engine:
         yield engine
-        assert engine.machine.pool.check_integrity() == []
+        assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])

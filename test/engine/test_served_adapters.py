@@ -18,7 +18,7 @@ from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.adapter_library import AdapterLibrary
 from state_pool.config import PoolConfig
 from test.adapter_files import random_lora, write_adapter
-from test.harness import ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import ask, call, run, settles, started_engine, submit, tiny_model, turn
 from test.state_files import random_state, write_state
 
 ADAPTERS = tuple(f"lora{i}" for i in range(8))
@@ -55,7 +55,8 @@ def engine_with_adapters(model: Path, db: str = "", **fields: Any) -> Iterator[E
     }
     with started_engine(model, pool, **given, **fields) as engine:
         yield engine
-        assert engine.machine.pool.check_integrity() == [] and engine.machine.pool.adapters.num_held == 0
+        slots = engine.machine.pool
+        assert settles(engine, lambda: slots.check_integrity() == [] and slots.adapters.num_held == 0)
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import GenerateRequest
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, ask, call, run, settles, started_engine, submit, tiny_model, turn
 from test.model.test_model import oracle
 from test.state_files import random_state, write_state
 
@@ -46,7 +46,7 @@ def engine_with_states(model: Path, db: str = "", **fields: object) -> Iterator[
     pool = PoolConfig(**{"state_db": db, "l1_sessions": 4, "l2_sessions": 4, **fields.pop("pool", {})})  # type: ignore[dict-item]
     with started_engine(model, pool, **{"states": states, "models_dir": str(model.parent), **fields}) as engine:
         yield engine
-        assert engine.machine.pool.check_integrity() == []
+        assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])
