@@ -5,8 +5,9 @@
 
 Each world is the real scheduler, job table, state manager and state pool (prefix cache, SQLite file) over a device
 whose states are numbers; sizes, traffic, the order in which threads go on, faults of disk, device and threads, kills
-and restarts come from the seed (`test/simulation/`). After every step slots, places, queues and tiers are counted
-afresh; every answer is compared with a prediction from prompt and seed; after every restart each session must hold
+and restarts come from the seed (`test/simulation/`), and in every sixth world tuned states, mixtures and adapters,
+which are loaded and removed meanwhile. After every step slots, places, queues and tiers are counted afresh; every
+answer is compared with a prediction from prompt and seed; after every restart each session must hold
 exactly its acknowledged turns. Nothing here is a measurement of time: figures are counts.
 
 `--minimise`: a world that fails is run again without ever more kinds of faults and with fewer steps; what still fails

@@ -29,6 +29,7 @@ from sampling.params import SamplingParams
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LINEAR, SessionKey
 from test.simulation.device import ALPHABET, fold
+from test.simulation.history import History
 from test.simulation.oracle import Answer, predict, predict_scores, prompt_of
 from test.simulation.violation import Violation, demand
 
@@ -76,7 +77,7 @@ class Clients:
         self._scoring = scoring
         self._number = 0
         self._deletes: list[tuple[float, str, bool]] = []
-        self._files: list[tuple[bytes, list[int]]] = []
+        self._files: list[tuple[bytes, History]] = []
         """sessions carried away, with their histories"""
         self._openings = [self._tokens(33, 44) for _ in range(3)]
         self._openings.append(self._openings[0] + self._tokens(33, 40))
@@ -150,16 +151,21 @@ class Clients:
             branch_from=parent,
             wait=self._draw.random() < 0.7,
         )
-        self._submit([self._request(self._tokens(1, 12), session)])
+        request = self._request(self._tokens(1, 12), session)
+        self._submit([request if self._world.own is None else self._world.own.dress(request, name)])
 
     def _rows(self) -> None:
         number = self._draw.choice((1, 1, 1, 2, 5))
         requests = [self._request(self._prompt(), n=self._draw.choice((1, 1, 1, 2, 4))) for _ in range(number)]
+        if self._world.own is not None:
+            requests = [self._world.own.dress(one) for one in requests]
         self._submit(requests if self._scoring is None else [self._scored(one, self._scoring) for one in requests])
 
     def _scored(self, request: GenerateRequest, draw: random.Random) -> GenerateRequest:
         """Perhaps the same with questions about its prompt, with candidates, or only to be read."""
         length, changes = len(request.prompt), {}
+        if request.mixture:
+            return request
         if draw.random() < 0.6:
             start = draw.choice((1, 1, 2, max(1, length // 2), length))
             changes["prompt_logprobs"] = PromptLogprobs(start=start)
@@ -235,18 +241,19 @@ class Clients:
                 self._check_call_error(value.info, at, key.session_id)
                 return
             file = decode(value)
-            state = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
-            history = self._fitting(fold(state, file.replay), file, key)
+            history = self._fitting(file, key)
             self._files = [*self._files[-3:], (value, history)]
-            self._world.ledger.files.append((fold(0, history), history))
+            self._world.ledger.files.append(history)
 
         dialogue = None if key.dialogue == LINEAR else key.dialogue
         self._call(f"export {key}", ExportSession(key.session_id, dialogue), answered)
 
-    def _fitting(self, state: int, file: SessionFile, key: SessionKey) -> list[int]:
+    def _fitting(self, file: SessionFile, key: SessionKey) -> History:
         """The history that the file stands for: the session's after one of its turns."""
+        kept = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
         for history in self._world.ledger.past.get(key, []):
-            if len(history) == file.num_tokens and fold(0, history) == state:
+            state = fold(kept, file.replay, history.began.mark)
+            if len(history) == file.num_tokens and history.stored == state:
                 return history
         raise Violation(f"an export of {key} with {file.num_tokens} tokens is none of its histories")
 
@@ -275,11 +282,16 @@ class Clients:
             ErrorKind.SESSION_BUSY: importing,
             ErrorKind.INVALID_FIELD: importing and world.settings.bad_import > 0,
             ErrorKind.SESSION_NOT_FOUND: self._deleted_since(at, name),
-            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "thread", "disk"),
+            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "thread", "disk", "unload")
+            or self._was_mixture(name),
+            ErrorKind.ADAPTER_NOT_FOUND: world.faults.since(0.0, "unload"),
             ErrorKind.INTERNAL: world.faults.since(0.0, "disk", "thread", "read"),
             ErrorKind.DRAINING: world.faults.since(at, "restart"),
         }
         demand(fine.get(error.kind, False), f"a call failed: {error}")
+
+    def _was_mixture(self, name: str) -> bool:
+        return any(began.is_mixture for began in self._world.ledger.began_as(name))
 
     # Listening -----------------------------------------------------------------------------------------------
 
@@ -308,14 +320,34 @@ class Clients:
             or places.waiting_rows_of(asked.job.client) + len(asked.rows) > limits.waiting_rows_per_client,
             ErrorKind.SESSION_BUSY: turn is not None and not turn.wait,
             ErrorKind.SESSION_NOT_FOUND: branches,
-            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "disk", "thread"),
+            ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "disk", "thread", "unload"),
             ErrorKind.DRAINING: world.faults.since(asked.at, "restart"),
+            ErrorKind.STATE_NOT_FOUND: self._is_missing(asked),
+            ErrorKind.ADAPTER_NOT_FOUND: self._is_missing(asked) or world.faults.since(0.0, "unload"),
+            ErrorKind.INVALID_FIELD: self._is_other(asked),
         }
         demand(fine.get(error.kind, False), f"{asked.job.job_id} was refused: {error}")
         if error.kind is ErrorKind.SESSION_NOT_FOUND:
             assert turn is not None and turn.branch_from is not None
             known = SessionKey(turn.session_id, turn.branch_from) in world.ledger.by_key
             demand(not known, f"{asked.job.job_id}: a dialogue that exists is not found")
+
+    def _is_missing(self, asked: Asked) -> bool:
+        own = self._world.own
+        return own is not None and any(own.is_missing(request) for request, _ in asked.rows)
+
+    def _is_other(self, asked: Asked) -> bool:
+        """Whether a turn names what its session did not begin from, or a mixture has too many members."""
+        own, request = self._world.own, asked.rows[0][0]
+        if own is None:
+            return False
+        most = self._world.pool.num_slots // 2
+        if any(len(one.mixture) > most for one, _ in asked.rows):
+            return True
+        if request.session is None:
+            return False
+        name, ledger = request.session.session_id, self._world.ledger
+        return name in ledger.arrived or own.is_other(request, ledger.began_as(name))
 
     def _receive(self, asked: Asked, events: JobEvents) -> None:
         name = asked.job.job_id
@@ -360,7 +392,7 @@ class Clients:
     def _answer(self, asked: Asked, row: int, request: GenerateRequest, i: int) -> Answer | None:
         """What an uninterrupted row would say; None: it never began, so nothing is known of what came before."""
         if request.session is None:
-            return predict(prompt_of(request, i), request, i)
+            return predict(History(prompt_of(request, i), self._world.beginning(request)), request, i)
         sequence = asked.sequences[row]
         turn = self._world.ledger.turns.get(sequence)
         if turn is not None:
@@ -397,7 +429,7 @@ class Clients:
         text = asked.texts.get(row, b"")
         right = not text if answer is None else answer.raw.startswith(text)
         demand(right, f"{asked.job.job_id} row {row}: {text!r} is no beginning of {answer}")
-        told, scores = asked.scores.get(row, []), predict_scores(request, i)
+        told, scores = asked.scores.get(row, []), predict_scores(request, i, self._world.beginning(request))
         demand(told == scores[: len(told)], f"{asked.job.job_id} row {row}: scores {told} are no beginning of {scores}")
 
     def _check_whole(self, asked: Asked, row: int, request: GenerateRequest, i: int, finish: Finish) -> None:
@@ -406,7 +438,7 @@ class Clients:
         said = (finish.reason, asked.texts[row], finish.completion_tokens)
         wanted = (answer.reason, answer.text, len(answer.drawn))
         demand(said == wanted, f"{name}: {said}, not {wanted}")
-        missing = len(predict_scores(request, i)) - len(asked.scores.get(row, []))
+        missing = len(predict_scores(request, i, self._world.beginning(request))) - len(asked.scores.get(row, []))
         demand(not missing, f"{name}: {missing} of its scores are missing")
         if request.session is None:
             demand(finish.prompt_tokens == len(prompt_of(request, i)), f"{name}: {finish.prompt_tokens} prompt tokens")
@@ -415,7 +447,8 @@ class Clients:
         turn = self._world.ledger.turns[asked.sequences[row]]
         demand(turn.told and turn.kept, f"{name}: a turn was acknowledged that is not kept")
         prompt = request.session.resume_prompt if turn.before else request.prompt
-        told = (finish.prompt_tokens, finish.cached_tokens)
+        cached = len(turn.before) if request.mixture else finish.cached_tokens
+        told = (finish.prompt_tokens, cached)
         demand(told == (len(turn.before) + len(prompt), len(turn.before)), f"{name}: {told} prompt and cached tokens")
         if request.session.branch_from is not None:
             demand(finish.dialogue_idx == turn.session.key.dialogue, f"{name}: dialogue {finish.dialogue_idx}")
@@ -428,7 +461,9 @@ class Clients:
             or (turn is not None and faults.since(asked.at - RETRY_S, "disk", "thread", "read")),
             ErrorKind.OVERLOADED: faults.since(asked.at, "memory"),
             ErrorKind.SESSION_NOT_FOUND: turn is not None and self._deleted_since(asked.at, turn.session_id),
-            ErrorKind.SESSION_UNUSABLE: turn is not None and faults.since(0.0, "read", "thread", "disk"),
+            ErrorKind.SESSION_UNUSABLE: turn is not None and faults.since(0.0, "read", "thread", "disk", "unload"),
+            ErrorKind.ADAPTER_NOT_FOUND: turn is not None and faults.since(0.0, "unload"),
+            ErrorKind.INVALID_FIELD: turn is not None and self._is_other(asked),
             ErrorKind.DRAINING: faults.since(asked.at, "restart"),
         }
         demand(fine.get(error.kind, False), f"{asked.job.job_id} failed without a reason: {error}")

@@ -23,11 +23,17 @@ ALPHABET = [TOKENIZER.byte_table.index(text) for text in _TEXTS if text in TOKEN
 """What the model draws from: few tokens that join in many ways, so that stops begin and fail often."""
 
 
-def fold(state: int, tokens: Iterable[int]) -> int:
-    """The state after some more tokens."""
+def fold(state: int, tokens: Iterable[int], mark: int = 0) -> int:
+    """The state after some more tokens, read under the adapter of that mark."""
     for token in tokens:
-        state = (state * _FACTOR + token + 1) % _PRIME
+        state = (state * _FACTOR + token + 1 + mark) % _PRIME
     return state
+
+
+def mixed(states: Iterable[int], shares: Iterable[float]) -> int:
+    """What a mixture draws from: each of its states counts, and how much; of another row its state."""
+    of_each = tuple(zip(states, shares, strict=True))
+    return of_each[0][0] if len(of_each) == 1 else hash(of_each)
 
 
 def draw_token(state: int, seed: int, step: int, ignore_eos: bool) -> int:
@@ -94,8 +100,14 @@ class Device:
         self.memory = [(1 << 126) + slot for slot in range(num_slots)]
         """what is in no state that was ever computed"""
         self.memory[ZERO_SLOT] = 0
+        self.marks: dict[int, int] = {}
+        """of adapters, by the place that they have"""
         self._delays = delays
         self._draw = draw
+
+    def mark_of(self, sequence: Sequence) -> int:
+        """Of the adapter that a row has."""
+        return 0 if sequence.adapter is None else self.marks[sequence.adapter.place]
 
     def _looks(self) -> int:
         return self._draw.choice(self._delays)
@@ -120,6 +132,21 @@ class Device:
         if {name: len(data) for name, data in parts.items()} != {"a.wkv": 12, "a.shift": 4}:
             raise ValueError(f"parts of {[len(data) for data in parts.values()]} bytes")
         return Host({name: bytes(data) for name, data in parts.items()})
+
+
+def read_slots(sequence: Sequence) -> list[int]:
+    """Of the row and of its mixture's other members."""
+    return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
+
+
+def write_slots(sequence: Sequence) -> list[int]:
+    """Likewise."""
+    return [sequence.write_slot, *(member.slot for member in sequence.members)]
+
+
+def shares(sequence: Sequence) -> list[float]:
+    """How much each counts."""
+    return [sequence.weight, *(member.weight for member in sequence.members)] if sequence.members else [1.0]
 
 
 @dataclass
@@ -168,20 +195,30 @@ class Runner:
     def launch(self, rows: list[ScheduledRow], after: Iterable[Step] = ()) -> Step:
         """Compute a step: all rows read, then all write."""
         self.before_launch(rows)
-        states = [fold(self.device.memory[row.sequence.read_slot], self._tokens_of(row)) for row in rows]
+        states = [self._computed(row) for row in rows]
         scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
         self._check_slots(rows)
-        for row, state in zip(rows, states, strict=True):
-            self.device.memory[row.sequence.write_slot] = state
-        drawn = [self._draw(row, state) for row, state in zip(rows, states, strict=True) if row.draws]
+        for row, found in zip(rows, states, strict=True):
+            for slot, state in zip(write_slots(row.sequence), found, strict=True):
+                self.device.memory[slot] = state
+        drawn = [
+            self._draw(row, mixed(found, shares(row.sequence)))
+            for row, found in zip(rows, states, strict=True)
+            if row.draws
+        ]
         return Step(rows, drawn, scores=scores)
+
+    def _computed(self, row: ScheduledRow) -> list[int]:
+        """The state of each member after the row's tokens."""
+        tokens, mark = self._tokens_of(row), self.device.mark_of(row.sequence)
+        return [fold(self.device.memory[slot], tokens, mark) for slot in read_slots(row.sequence)]
 
     def _score(self, row: ScheduledRow) -> list[TokenLogprob]:
         """What the row's tokens tell of those after them."""
         sequence, prompt = row.sequence, row.sequence.request.prompt
         state, told = self.device.memory[sequence.read_slot], []
         for at, token in enumerate(self._tokens_of(row), sequence.num_computed_tokens + 1):
-            state = fold(state, [token])
+            state = fold(state, [token], self.device.mark_of(sequence))
             if at in row.scored:
                 told.append(TokenLogprob(TOKENIZER.byte_table[prompt[at]], score_of(state, prompt[at]), []))
         return told
@@ -196,12 +233,12 @@ class Runner:
         return tokens
 
     def _check_slots(self, rows: list[ScheduledRow]) -> None:
-        writes = [row.sequence.write_slot for row in rows]
+        writes = [slot for row in rows for slot in write_slots(row.sequence)]
         demand(len(set(writes)) == len(writes), f"two rows of a step write to one slot: {writes}")
-        for row in rows:
-            target = row.sequence.write_slot
+        reads = [slot for row in rows for slot in read_slots(row.sequence)]
+        for at, target in enumerate(writes):
             demand(target not in (ZERO_SLOT, DUMMY_SLOT, -1), f"a row writes to slot {target}")
-            others = [other.sequence.read_slot for other in rows if other is not row]
+            others = [*reads[:at], *reads[at + 1 :]]
             demand(target not in others, f"slot {target} is read and written by two rows of a step")
 
     def _draw(self, row: ScheduledRow, state: int) -> int:

@@ -84,10 +84,14 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     tiers = pool._tiers
     running = _rows(engine)
     owners: Counter[int] = Counter()
+    everyone = list(dict.fromkeys([*running, *(row for job in engine.jobs._jobs.values() for row in job.live)]))
     for row in running:
         owners.update(slot for slot in (row.slot, row.spare_slot) if slot != NO_SLOT)
         if row.rollback_state is not None:
             owners[row.rollback_state.slot] += 1
+    members = [member for row in everyone for member in row.members]
+    owners.update(member.slot for member in members if member.slot != NO_SLOT)
+    owners.update([*pool.tuned.slots, *engine.keeper.parked.slots])
     sessions = {*pool._index, *pool._index.l1}
     owners.update(session.slot for session in sessions if session.slot not in (None, ZERO_SLOT))
     pending = [session.pending for session in sessions if session.pending is not None]
@@ -96,7 +100,8 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     twice = {slot: count for slot, count in owners.items() if count > 1 or slot < FIRST_FREE_SLOT}
     demand(not twice, f"slots with more than one owner, or that nobody may own: {twice}")
     expected = owners + Counter(tiers._pins) + Counter(transfer.slot for transfer in tiers._transfers)
-    shared = Counter(base.slot for base in {row.shared for row in [*running, *_forked(engine)]} if base is not None)
+    readers = [*[one.shared for one in [*running, *_forked(engine), *members]], *(row.tuned_slot for row in everyone)]
+    shared = Counter(base.slot for base in set(readers) if base is not None)
     held = tiers.slots.held()
     for slot in {*held, *expected}:
         least, most = expected[slot], expected[slot] + shared[slot] + _unsettled(pool)
@@ -148,6 +153,8 @@ def _check_tiers(pool: Any) -> None:
 
 def check_rest(engine: Engine, pool: StatePool) -> None:
     """What must hold when nothing runs and nothing is under way."""
+    engine.keeper.parked.clear()
+    demand(not pool.adapters.num_held, f"{pool.adapters.num_held} adapters are held at rest")
     faults = pool.check_integrity() + engine.jobs.check_integrity()
     demand(not faults, f"at rest: {faults}")
     demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rwkv_batch.core.sequence import Sequence
 from state_pool.sessions import Session, SessionKey
 from test.simulation.device import fold
+from test.simulation.history import Beginning, History
 from test.simulation.oracle import Answer, predict
 from test.simulation.violation import demand
 
@@ -17,7 +18,7 @@ class Turn:
     """A turn that was recorded."""
 
     session: Session
-    before: list[int]
+    before: History
     tokens: list[int]
     answer: Answer
     told: bool = False
@@ -31,7 +32,7 @@ class Turn:
 class Gone:
     """What a delete has taken."""
 
-    histories: dict[SessionKey, list[list[int]]]
+    histories: dict[SessionKey, list[History]]
     """all that a crash before it is told may bring back"""
     sessions: set[Session]
 
@@ -41,30 +42,38 @@ class Ledger:
     """Histories by name and by the pool's own object, since a name may be used again."""
 
     lazy: bool
-    by_key: dict[SessionKey, list[int]] = field(default_factory=dict)
+    by_key: dict[SessionKey, History] = field(default_factory=dict)
     borders: dict[SessionKey, list[int]] = field(default_factory=dict)
     """lengths of a history after each of its turns: what a crash may leave with durability "lazy\""""
-    of: dict[Session, list[int]] = field(default_factory=dict)
+    of: dict[Session, History] = field(default_factory=dict)
     turns: dict[Sequence, Turn] = field(default_factory=dict)
     """of rows that have recorded one"""
-    unsure: dict[SessionKey, list[list[int]]] = field(default_factory=dict)
+    unsure: dict[SessionKey, list[History]] = field(default_factory=dict)
     """what a crash may bring back besides: deletes and imports that were not told"""
-    past: dict[SessionKey, list[list[int]]] = field(default_factory=dict)
+    past: dict[SessionKey, list[History]] = field(default_factory=dict)
     """every history that a name ever had"""
-    files: list[tuple[int, list[int]]] = field(default_factory=list)
-    """what was carried away: state after all tokens, history"""
+    files: list[History] = field(default_factory=list)
+    """what was carried away"""
+    arrived: set[str] = field(default_factory=set)
+    """sessions that were imported: which tuned state such a one began from is not known any more"""
     numbers: dict[str, int] = field(default_factory=dict)
     """largest dialogue number told, by session id"""
 
-    def history(self, session: Session | None) -> list[int]:
+    def history(self, session: Session | None) -> History:
         """Tokens of a session of the pool."""
-        return [] if session is None else self.of.get(session, [])
+        return History() if session is None else self.of.get(session, History())
 
-    def begin(self, sequence: Sequence, tokens: list[int]) -> Turn:
+    def began_as(self, session_id: str) -> list[Beginning]:
+        """What a session's histories of all time began from, those of turns on their way among them."""
+        past = [history for key, known in self.past.items() if key.session_id == session_id for history in known]
+        coming = [turn.before for turn in self.turns.values() if turn.session.key.session_id == session_id]
+        return [history.began for history in [*past, *coming]]
+
+    def begin(self, sequence: Sequence, tokens: list[int], began: Beginning) -> Turn:
         """A row records `tokens` as its session's turn; what it records must be what it should answer."""
         lease, request = sequence.lease, sequence.request
         assert lease is not None and request.session is not None
-        before = self.history(lease.source)
+        before = self.history(lease.source) or History(began=began)
         prompt = request.session.resume_prompt if before else request.prompt
         answer = predict(before + prompt, request)
         demand(tokens == prompt + answer.kept, f"{lease.session.key} records {tokens}, not {prompt} + {answer.kept}")
@@ -83,22 +92,26 @@ class Ledger:
         if turn.session.key.dialogue > 0:
             self._number(turn.session.key)
 
-    def _own(self, turn: Turn) -> list[int]:
+    def _own(self, turn: Turn) -> History:
         """What the turn's session held before: a new dialogue nothing."""
-        return [] if turn.session.key.dialogue > 0 else turn.before
+        return History() if turn.session.key.dialogue > 0 else turn.before
 
     def _number(self, key: SessionKey) -> None:
         self.numbers[key.session_id] = max(self.numbers.get(key.session_id, 0), key.dialogue)
 
-    def keep(self, session: Session, history: list[int]) -> None:
+    def keep(self, session: Session, history: History) -> None:
         """A session has this history now."""
         self.of[session] = self.by_key[session.key] = history
         self.borders.setdefault(session.key, []).append(len(history))
         self.past.setdefault(session.key, []).append(history)
 
-    def imported(self, state: int, num_tokens: int) -> list[int]:
+    def carried(self, state: int, replay: list[int]) -> list[History]:
+        """Histories that were carried away and that a file with this state, and what follows it, may stand for."""
+        return [history for history in self.files if fold(state, replay, history.began.mark) == history.stored]
+
+    def imported(self, carried: list[History], num_tokens: int) -> History:
         """The history of a file that was taken in: one that was carried away before."""
-        fitting = [history for known, history in self.files if (known, len(history)) == (state, num_tokens)]
+        fitting = [history for history in carried if len(history) == num_tokens]
         demand(fitting, f"a file of {num_tokens} tokens was taken that nobody has carried away")
         return fitting[0]
 
@@ -131,9 +144,9 @@ class Ledger:
             fitting = [history for history in wanted if len(history) == session.num_tokens]
             lengths = [len(history) for history in wanted]
             demand(fitting, f"{session.key} holds {session.num_tokens} tokens after a crash, not one of {lengths}")
-            if any(history != fitting[0] for history in fitting):
+            if not all(history.is_like(fitting[0]) for history in fitting):
                 state = state_of(session.key)
-                fitting = [history for history in fitting if fold(0, history) == state]
+                fitting = [history for history in fitting if history.stored == state]
                 demand(fitting, f"{session.key} holds another history than it may after a crash")
             self.unsure[session.key] = fitting[:1]
         if not self.lazy:
@@ -145,7 +158,7 @@ class Ledger:
         for key, session in found.items():
             self.keep(session, histories[key])
 
-    def _candidates(self, key: SessionKey) -> list[list[int]]:
+    def _candidates(self, key: SessionKey) -> list[History]:
         wanted = self._beginnings(key)
         for turn in self.turns.values():
             may_be_there = not turn.told or (turn.session.deleted and not turn.gone)
@@ -153,7 +166,7 @@ class Ledger:
                 wanted.append(turn.before + turn.tokens)
         return wanted + self.unsure.get(key, [])
 
-    def _beginnings(self, key: SessionKey) -> list[list[int]]:
+    def _beginnings(self, key: SessionKey) -> list[History]:
         """A name's history, and what a crash may leave of it with durability "lazy"."""
         known = self.by_key.get(key)
         if known is None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rwkv_batch.request import FinishReason, GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT
-from test.simulation.device import TOKENIZER, draw_token, fold, score_of
+from test.simulation.device import TOKENIZER, draw_token, fold, mixed, score_of
+from test.simulation.history import Beginning, History, began_of, shares_of
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ def predict(before: list[int], request: GenerateRequest, continuation: int = 0) 
         if len(text) > 1 and set(text) == set(b"\n"):
             stops.append(text)  # a blank line is one wherever it comes from
     seed = (request.sampling.seed + continuation) % (1 << 64)
-    state, drawn, whole = fold(0, before), [], b""
+    began, shares = began_of(before), shares_of(request)
+    states, drawn, whole = History(before, began).states, [], b""
     while True:
-        token = draw_token(state, seed, len(drawn), request.ignore_eos)
+        token = draw_token(mixed(states, shares), seed, len(drawn), request.ignore_eos)
         drawn.append(token)
         if token in stop_ids:
             return Answer(FinishReason.STOP, drawn, whole, whole, drawn[:-1])
@@ -46,7 +48,7 @@ def predict(before: list[int], request: GenerateRequest, continuation: int = 0) 
             return Answer(FinishReason.STOP, drawn, whole, whole[: min(ends)], _tokens_until(drawn, min(ends)))
         if len(drawn) >= request.max_tokens:
             return Answer(FinishReason.LENGTH, drawn, whole, whole, drawn)
-        state = fold(state, [token])
+        states = tuple(fold(state, [token], began.mark) for state in states)
 
 
 def _tokens_until(drawn: list[int], end: int) -> list[int]:
@@ -66,10 +68,11 @@ def prompt_of(request: GenerateRequest, i: int) -> list[int]:
     return request.prompt + request.candidates[i] if request.candidates else request.prompt
 
 
-def predict_scores(request: GenerateRequest, i: int) -> list[float]:
+def predict_scores(request: GenerateRequest, i: int, began: Beginning) -> list[float]:
     """The log-probabilities that row `i` of a request tells; of what rows share the first tells all."""
     if request.prompt_logprobs is None:
         return []
     prompt, first = prompt_of(request, i), request.prompt_logprobs.start
     first = max(first, len(request.prompt)) if i else first
-    return [score_of(fold(0, prompt[:at]), prompt[at]) for at in range(first, len(prompt))]
+    base = began.bases[0]
+    return [score_of(fold(base, prompt[:at], began.mark), prompt[at]) for at in range(first, len(prompt))]

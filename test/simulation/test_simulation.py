@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from state_pool.adapters import Adapters
 from state_pool.cache.prefix_cache import PrefixCache
-from test.simulation.world import Found, run
+from test.simulation.world import OWN_WORLDS, Found, run
 
 SEEDS = 200
 PART = 20
@@ -57,4 +58,11 @@ def test_the_worlds_notice_a_cached_prefix_that_is_another(monkeypatch: pytest.M
     monkeypatch.setattr(PrefixCache, "offer", wrong)
     with pytest.raises(Found):
         for seed in range(SEEDS):
+            run(seed)
+
+
+def test_the_worlds_notice_a_prefix_that_was_read_under_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adapters, "base", lambda _self, state, _adapter: state)
+    with pytest.raises(Found):
+        for seed in range(0, SEEDS, OWN_WORLDS):
             run(seed)

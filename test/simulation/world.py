@@ -28,17 +28,21 @@ from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
+from rwkv_batch.request import GenerateRequest
 from state_pool.arena import FIRST_FREE_SLOT
 from state_pool.config import PoolConfig
 from state_pool.errors import PoolLost
 from state_pool.pool import StatePool
 from state_pool.session_file import SessionFile
 from state_pool.sessions import LeaseState, SessionKey
+from state_pool.tuned_state import is_mixture
 from test.simulation.clients import Clients
-from test.simulation.device import TOKENIZER, Device, Runner, fold
+from test.simulation.device import TOKENIZER, Device, Runner, fold, read_slots
 from test.simulation.faults import Faults, Settings, connection_class
+from test.simulation.history import PLAIN, Beginning, History
 from test.simulation.invariants import check_rest, check_step
 from test.simulation.ledger import Gone, Ledger
+from test.simulation.own_weights import OwnWeights
 from test.simulation.tasks import Primitives, StandIn, Tasks
 from test.simulation.violation import Violation, demand
 
@@ -47,6 +51,8 @@ DRAIN_STEPS = 4000
 CHUNK_BYTES = 8
 SCORING_WORLDS = 5
 """In one world of so many prompts are scored, have candidates, or are only read."""
+OWN_WORLDS = 6
+"""In one of so many there are tuned states, mixtures and adapters."""
 """States are written in pieces of so many bytes, so that there are several."""
 
 
@@ -60,16 +66,20 @@ class WatchedKeeper(StateManager):
     def prepare(self, sequence: Sequence) -> None:
         """What a row starts from is its whole history, or a true beginning of its prompt."""
         super().prepare(sequence)
-        lease, memory = sequence.lease, self._world.device.memory
+        lease, device, began = sequence.lease, self._world.device, self._world.beginning(sequence.request)
         if lease is not None:
             history = self._world.ledger.history(lease.source)
-            self._world.before[sequence] = history
             demand(lease.exists == bool(history), f"{lease.session.key}: {lease.num_tokens} tokens, not {len(history)}")
-            state = fold(memory[lease.read_slot], lease.replay)
-            demand(state == fold(0, history), f"{lease.session.key} does not hold its history")
-        elif sequence.num_computed_tokens:
-            begun = sequence.token_ids[: sequence.num_computed_tokens]
-            demand(memory[sequence.read_slot] == fold(0, begun), "a cached prefix holds something else")
+            self._world.before[sequence] = history = history or History(began=began)
+            began = history.began
+            if not sequence.members:
+                state = fold(device.memory[lease.read_slot], lease.replay, began.mark)
+                demand(state == history.stored, f"{lease.session.key} does not hold its history")
+        demand(device.mark_of(sequence) == began.mark, "a row has another adapter than it should")
+        begun = History(sequence.token_ids[: sequence.num_computed_tokens], began)
+        if lease is None or sequence.members:
+            found = tuple(device.memory[slot] for slot in read_slots(sequence))
+            demand(found == begun.states, f"a row begins from something else after {len(begun)} tokens")
 
     def record_turn(self, sequence: Sequence, acknowledge: Any) -> None:
         """What is recorded is what should be answered."""
@@ -85,8 +95,9 @@ class WatchedKeeper(StateManager):
     def check_in(self, sequence: Sequence) -> None:
         """The state that is parked is the one after the turn."""
         turn = self._world.ledger.turns[sequence]
-        wanted = fold(0, turn.before + turn.tokens)
-        demand(self._world.device.memory[sequence.slot] == wanted, f"{turn.session.key} parks a wrong state")
+        wanted = (turn.before + turn.tokens).stored
+        if not sequence.members:  # of a mixture the tokens are kept alone
+            demand(self._world.device.memory[sequence.slot] == wanted, f"{turn.session.key} parks a wrong state")
         super().check_in(sequence)
 
 
@@ -99,25 +110,25 @@ class WatchedPool(StatePool):
         """See `StatePool.record`."""
         sequence = self.world.recording
         assert sequence is not None
-        self.world.ledger.begin(sequence, tokens)
+        self.world.ledger.begin(sequence, tokens, self.world.beginning(sequence.request))
         super().record(lease, tokens, on_durable)
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: Any) -> None:
         """See `StatePool.import_session`."""
         ledger, key = self.world.ledger, SessionKey(session_id)
         state = int.from_bytes(file.parts.get("a.wkv", b"") + file.parts.get("a.shift", b""), "little")
-        state = fold(state, file.replay)
+        carried = ledger.carried(state, file.replay)
+        ledger.arrived.add(session_id)
 
         def durable(error: Exception | None) -> None:
             if error is None:
                 session = self._index.get(key)
                 assert session is not None
-                ledger.keep(session, ledger.imported(state, file.num_tokens))
+                ledger.keep(session, ledger.imported(carried, file.num_tokens))
             on_durable(error)
 
         super().import_session(session_id, file, durable)
-        history = next((history for known, history in ledger.files if known == state), None)
-        if history is not None:  # until it is told, a crash may leave all of it, or its stored state alone
+        for history in carried[:1]:  # until it is told, a crash may leave all of it, or its stored state alone
             ledger.unsure.setdefault(key, []).extend([history, history[: len(history) - len(file.replay)]])
 
     def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: Any) -> None:
@@ -153,13 +164,14 @@ class World:
         self.tasks = tasks
         self.faults = Faults(self.settings, tasks, random.Random(f"{seed} faults"))
         self.ledger = Ledger(self.settings.durability == "lazy")
-        self.before: dict[Sequence, list[int]] = {}
+        self.before: dict[Sequence, History] = {}
         """histories that rows started from"""
         self.recording: Sequence | None = None
         self.connections: list[sqlite3.Connection] = []
         self.database = folder / "sessions.db"
         scoring = random.Random(f"{seed} scoring") if seed % SCORING_WORLDS == 1 else None
         self.clients = Clients(self, random.Random(f"{seed} clients"), scoring)
+        self.own = OwnWeights(self, random.Random(f"{seed} own")) if seed % OWN_WORLDS == 0 else None
         self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "restarts": 0}
         self.steps = 0
 
@@ -173,9 +185,9 @@ class World:
 
     def open(self) -> None:
         """A new process on the same database."""
-        settings = self.settings
+        settings, own = self.settings, self.own
         pool_config = PoolConfig(
-            l1_sessions=settings.l1_sessions,
+            l1_sessions=settings.l1_sessions + (own.more_sessions if own is not None else 0),
             l2_sessions=settings.l2_sessions,
             state_db=str(self.database),
             durability=settings.durability,
@@ -185,6 +197,7 @@ class World:
             prefix_cache_l2=settings.prefix_cache_l2,
             retain_tokens=settings.retain_tokens,
             transfer_states=settings.transfer_states,
+            state_slots=own.state_slots if own is not None else 0,
         )
         limits = Limits(
             max_running=settings.max_running,
@@ -195,9 +208,9 @@ class World:
             groups=settings.groups,
             batch_rows_beside=int(self.seed % 4 == 3),
         )
-        parked = settings.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
+        parked = pool_config.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
         slots = settings.max_running + max(4, settings.max_running // 8) + parked
-        slots += settings.session_slots * settings.max_running
+        slots += settings.session_slots * settings.max_running + pool_config.state_slots
         self.device = Device(slots, settings.delays, random.Random(f"{self.seed} copies {self.tasks.now}"))
         self.pool = WatchedPool(self.device, pool_config)
         self.pool.world = self
@@ -212,6 +225,8 @@ class World:
         )
         self.engine = WatchedEngine(EngineConfig(model_path="", pool=pool_config))
         self.engine.load(self, runner)
+        if own is not None:
+            own.open()
         for connection in self.connections:
             connection.is_open = True  # type: ignore[attr-defined]
 
@@ -275,6 +290,8 @@ class World:
         self.open()
         for _ in range(steps):
             self.clients.act()
+            if self.own is not None:
+                self.own.act()
             self.step()
             chance = self.draw.random()
             if chance < self.settings.crash:
@@ -303,11 +320,13 @@ class World:
     def check_sessions(self) -> None:
         """Every session can be had, and holds its history."""
         for key, history in list(self.ledger.by_key.items()):
-            demand(self._state(key) == fold(0, history), f"{key} does not hold its history at the end")
+            demand(self._state(key) == history.stored, f"{key} does not hold its history at the end")
 
     def _state(self, key: SessionKey) -> int:
         """What a next turn would begin from, its replay applied; the session is not changed."""
-        lease = self.pool.checkout(key.session_id, None if key.dialogue < 0 else key.dialogue)
+        session = self.pool._index.get(key)
+        mixture = session.origin if session is not None and is_mixture(session.origin) else None
+        lease = self.pool.checkout(key.session_id, None if key.dialogue < 0 else key.dialogue, mixture=mixture)
         for _ in range(DRAIN_STEPS):
             if lease.state is not LeaseState.WAITING:
                 break
@@ -315,11 +334,16 @@ class World:
             self.pool.poll()
             self.tasks.run(20)
         demand(lease.state is LeaseState.READY, f"{key}: {lease.state} {lease.error}")
-        state = fold(self.device.memory[lease.read_slot], lease.replay)
+        mark = 0 if lease.adapter is None else self.device.marks[lease.adapter.place]
+        state = fold(self.device.memory[lease.read_slot], lease.replay, mark)
         self.pool.release(lease)
         return state
 
     # What the watched parts tell -----------------------------------------------------------------------------
+
+    def beginning(self, request: GenerateRequest) -> Beginning:
+        """What a row of this request that begins anew is read from."""
+        return PLAIN if self.own is None else self.own.beginning(request)
 
     def deleted(self, session_id: str, prefix: bool, doomed: list[Any]) -> Gone:
         """A delete is carried out: of everything that its name means."""

@@ -1,0 +1,139 @@
+"""What users bring to a world: tuned states, mixtures of them, adapters; loaded, named, removed and loaded again.
+
+A tuned state is the number that prompts are read from; an adapter changes what every token does to a state.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rwkv_batch.request import GenerateRequest
+from state_pool.tuned_state import Origin
+from test.simulation.device import Host
+from test.simulation.history import Beginning
+
+if TYPE_CHECKING:
+    from test.simulation.world import World
+
+NUMBER = 3
+"""Tuned states, and adapters, of a world."""
+LAST = "xy"
+"""Each is loaded under one of two names, which end so: its numbers are the same."""
+
+
+class OwnWeights:
+    """Loads them into the pool of a world, as --state and requests do, and dresses requests in their names."""
+
+    def __init__(self, world: World, draw: random.Random) -> None:
+        self._world = world
+        self._draw = draw
+        self.state_slots = draw.choice((1, 1, 2, 4))
+        self.more_sessions = draw.choice((0, 3, 6))
+        """beside those that every world has a slot for: members of mixtures take several"""
+        self._bases = [draw.getrandbits(120) for _ in range(NUMBER)]
+
+    def open(self) -> None:
+        """A new process: all are there."""
+        for number in range(NUMBER):
+            self._load_state(number)
+            self._load_adapter(number)
+        self._world.pool.adapters.when_gone = self._world.device.marks.pop
+
+    def act(self) -> None:
+        """Perhaps remove one, or load again what is missing."""
+        number, pool = self._draw.randrange(NUMBER), self._world.pool
+        if self._draw.random() < 0.5:
+            self._change([name for name in pool.tuned.names if _number(name) == number], pool.tuned.remove)
+        else:
+            self._change([name for name in pool.adapters._by_name if _number(name) == number], pool.adapters.remove)
+        for missing in range(NUMBER):
+            if self._draw.random() < 0.3:
+                self._load_missing(missing)
+
+    def _change(self, loaded: list[str], remove: Callable[[str], None]) -> None:
+        if loaded and self._draw.random() < 0.05:
+            remove(loaded[0])
+            self._world.faults.met("unload")
+
+    def _load_missing(self, number: int) -> None:
+        pool = self._world.pool
+        if number not in map(_number, pool.tuned.names):
+            self._load_state(number)
+        if number not in map(_number, pool.adapters._by_name):
+            self._load_adapter(number)
+
+    def _load_state(self, number: int) -> None:
+        data = self._bases[number].to_bytes(16, "little")
+        name = f"state{number}{self._draw.choice(LAST)}"
+        host = Host({"a.wkv": data[:12], "a.shift": data[12:]})
+        self._world.pool.tuned.add(Origin(name, f"d{number}"), host)
+
+    def _load_adapter(self, number: int) -> None:
+        name = f"adapter{number}{self._draw.choice(LAST)}"
+        held = self._world.pool.adapters.add(Origin(name, f"a{number}"))
+        self._world.device.marks[held.place] = _mark(name)
+
+    # Requests ------------------------------------------------------------------------------------------------
+
+    def dress(self, request: GenerateRequest, session: str = "") -> GenerateRequest:
+        """The request with what it is read from; turns of a session mostly name the same."""
+        draw = self._draw
+        fixed = random.Random(f"{zlib.crc32(session.encode())} {self._bases[0]}") if session else draw
+        kind, changes = fixed.random(), {}
+        keeps_log = not session or self._world.pool.keeps_log
+        if kind < 0.25 and keeps_log:
+            changes["mixture"] = self._mixture(fixed)
+        elif kind < 0.6:
+            changes["state"] = self._name("state", fixed.randrange(NUMBER))
+        if fixed.random() < 0.3:
+            changes["adapter"] = self._name("adapter", fixed.randrange(NUMBER))
+        if session and draw.random() < 0.2:
+            changes.pop(draw.choice(("state", "mixture", "adapter")), None)
+        return msgspec.structs.replace(request, **changes)
+
+    def _mixture(self, fixed: random.Random) -> list[tuple[str, float]]:
+        members = [fixed.choice((None, *range(NUMBER))) for _ in range(fixed.choice((2, 2, 3)))]
+        weights = [self._draw.choice((1.0, 2.0, 0.5)) for _ in members]
+        if self._draw.random() < 0.3:
+            weights[0], weights[1] = 3.0, -1.0
+        return [("" if one is None else self._name("state", one), w) for one, w in zip(members, weights, strict=True)]
+
+    def _name(self, kind: str, number: int) -> str:
+        """Under which it is loaded, or was."""
+        pool = self._world.pool
+        names: Any = pool.tuned.names if kind == "state" else pool.adapters._by_name
+        return next((name for name in names if _number(name) == number), f"{kind}{number}{LAST[0]}")
+
+    # What is known -------------------------------------------------------------------------------------------
+
+    def beginning(self, request: GenerateRequest) -> Beginning:
+        """What a row of this request that begins anew is read from."""
+        names = [name for name, _ in request.mixture] or [request.state]
+        return Beginning(tuple(self._base(name) for name in names), _mark(request.adapter))
+
+    def _base(self, name: str) -> int:
+        return self._bases[_number(name)] if name else 0
+
+    def is_missing(self, request: GenerateRequest) -> bool:
+        """Whether it names a state or an adapter that is not loaded."""
+        pool: Any = self._world.pool
+        states = {name for name, _ in request.mixture} | {request.state}
+        return bool(states - {"", *pool.tuned.names} or {request.adapter} - {"", *pool.adapters._by_name})
+
+    def is_other(self, request: GenerateRequest, known: Iterable[Beginning]) -> bool:
+        """Whether one of a session's histories did not begin as the request says."""
+        asked = self.beginning(request)
+        return any(began != asked for began in known)
+
+
+def _number(name: str) -> int:
+    return int(name[-2])
+
+
+def _mark(adapter: str) -> int:
+    return (_number(adapter) + 1) << 40 if adapter else 0
