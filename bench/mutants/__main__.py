@@ -61,7 +61,8 @@ def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Ou
             if time.monotonic() > until:
                 return None
             try:
-                return try_mutant(trees, mutant, unchanged, limits, arguments.wide)
+                with trees.taken() as tree:
+                    return try_mutant(tree, mutant, unchanged, limits, arguments.wide)
             except (RuntimeError, ValueError) as error:  # of this mutant's tests alone: the others are tried
                 print(f"NOT TRIED {mutant.name}: {error}", flush=True)
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.mutants.mutant import Mutant, of
 
 WORLDS = "test/simulation/test_simulation.py"
+SINGLE_WORLDS = f"{WORLDS}::test_worlds_that_found_something"
 SCHEDULER = (
     "test/engine/test_scheduler.py",
     "test/engine/test_fairness.py",
@@ -14,6 +15,7 @@ SCHEDULER = (
     WORLDS,
 )
 JOBS = (
+    SINGLE_WORLDS,
     "test/engine/test_row_ends.py",
     f"{WORLDS}::test_worlds[0]",
     "test/engine/test_engine.py",
@@ -21,7 +23,13 @@ JOBS = (
     "test/engine/test_engine_parts.py",
     WORLDS,
 )
-OUTPUT = ("test/engine/test_output.py", f"{WORLDS}::test_worlds[0]", "test/engine/test_engine_sessions.py", WORLDS)
+OUTPUT = (
+    "test/engine/test_output.py",
+    SINGLE_WORLDS,
+    f"{WORLDS}::test_worlds[0]",
+    "test/engine/test_engine_sessions.py",
+    WORLDS,
+)
 
 MUTANTS: list[Mutant] = [
     *of(
@@ -406,7 +414,6 @@ MUTANTS: list[Mutant] = [
                 "FinishReason.ERROR if error else reason, error.info if error else None)\n\n        self._keeper.record",
                 "reason, None)\n\n        self._keeper.record",
                 "a turn that was not stored is acknowledged",
-                "test/simulation/test_simulation.py::test_worlds[0]",
             ),
             (
                 "        sequence.output.give_up_holding()\n",
@@ -527,7 +534,6 @@ MUTANTS: list[Mutant] = [
                 "return has_forked and any(0 <=",
                 "return False and any(0 <=",
                 "rows go on from a prompt whose step failed",
-                f"{WORLDS}::test_worlds_that_found_something[741]",
             ),
         ],
         ci=(8,),
@@ -614,7 +620,6 @@ MUTANTS: list[Mutant] = [
                 "        sequence.cache_points = []\n        if sequence.shared is not None:\n            sequence.shared.drop()\n            sequence.shared = None\n",
                 "        sequence.cache_points = []\n",
                 "a shared slot is not dropped at a cancel",
-                "test/engine/test_row_ends.py::test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it",
             ),
             (
                 "        self._drop_rollback_state(sequence)\n        self._drop_spare_slot(sequence)\n        if sequence.slot",
@@ -660,7 +665,7 @@ MUTANTS: list[Mutant] = [
                 "after a rewind the session begins from the zero state",
             ),
         ],
-        ci=(3, 13, 14),
+        ci=(1, 3, 14),
     ),
     *of(
         "rwkv_batch/core/sequence.py",
@@ -719,11 +724,13 @@ MUTANTS: list[Mutant] = [
                 "        if self._cut is not None:\n            del self._tail",
                 "        if self._cut is not None and len(self.tokens) < self._request.max_tokens:\n            del self._tail",
                 "the length is judged before a stop that the last allowed token completes",
+                "test/engine/test_output.py::test_a_stop_that_the_last_allowed_token_completes_is_a_stop",
             ),
             (
                 "        self._release(max(0, len(self._tail) - self._node.depth))\n",
                 "        self._release(len(self._tail))\n",
                 "the beginning of a stop is shown",
+                "test/engine/test_output.py::test_stop_string_across_tokens",
             ),
             (
                 "            del self._tail[max(0, len(self._tail) - (self._length - self._cut)) :]\n",
@@ -791,6 +798,7 @@ MUTANTS: list[Mutant] = [
                 "self.automaton = StopAutomaton(blank | set(request.stop_strings))",
                 "self.automaton = StopAutomaton(blank or set(request.stop_strings))",
                 "a stop string is lost beside a blank-line stop id",
+                "test/engine/test_output.py::test_a_stop_string_beside_a_blank_line_stop_id",
             ),
             ("            ids.discard(END_OF_TEXT)\n", "            pass\n", "ignore_eos does not"),
             ("            ids.add(END_OF_TEXT)\n", "            pass\n", "the end of the text is shown as text"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.mutants.mutant import Mutant, of
 
 WORLDS = "test/simulation/test_simulation.py"
+SINGLE_WORLDS = f"{WORLDS}::test_worlds_that_found_something"
 FIRST_WORLDS = f"{WORLDS}::test_worlds[0]"
 FAULTS = "test/state_pool/test_pool_faults.py"
 SESSIONS = "test/state_pool/test_pool_sessions.py"
@@ -18,7 +19,7 @@ PORTABLE = "test/state_pool/test_pool_portable.py"
 MUTANTS: list[Mutant] = [
     *of(
         "state_pool/cache/tiers.py",
-        (SESSIONS, EFFECTS, PREFIX, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, PREFIX, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "return len(self._pins) < max(1, self.slots.num_usable // 2)",
@@ -50,6 +51,7 @@ MUTANTS: list[Mutant] = [
                 "        replay = session.replay\n        self.park(session, slot)\n        session.replay = replay\n",
                 "        self.park(session, slot)\n",
                 "turns logged after a checkpoint are lost when the state comes back to a slot",
+                "test/state_pool/test_pool_sessions.py::test_pressure_never_deadlocks[lazy]",
             ),
             (
                 "        self.slots.hold(slot)\n        self._leaving += leaves\n",
@@ -74,7 +76,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/cache/checkpoints.py",
-        (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "            if not session.deleted:\n                self._store_state",
@@ -119,7 +121,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/cache/slots.py",
-        (SESSIONS, FIRST_WORLDS, WORLDS),
+        (SESSIONS, SINGLE_WORLDS, FIRST_WORLDS, WORLDS),
         [
             (
                 "        self._holders[slot] += 1\n",
@@ -143,7 +145,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/cache/prefix_cache.py",
-        (PREFIX, EFFECTS, FIRST_WORLDS, MODEL, WORLDS),
+        (PREFIX, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, MODEL, WORLDS),
         [
             (
                 "return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]",
@@ -253,7 +255,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/turns/turns.py",
-        (SESSIONS, EFFECTS, DIALOGUES, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, DIALOGUES, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "if not wait and (session.active is not None or session.queue or session.pending is not None):",
@@ -369,7 +371,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/turns/lease_queue.py",
-        (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "lease.read_slot, lease.replay = source.slot, list(source.replay)",
@@ -408,7 +410,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/turns/import_export.py",
-        (PORTABLE, FIRST_WORLDS, WORLDS),
+        (PORTABLE, SINGLE_WORLDS, FIRST_WORLDS, WORLDS),
         [
             (
                 "        if self._index.get(key) is not None:\n",
@@ -446,7 +448,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/applier.py",
-        (EFFECTS, SESSIONS, SHARED, FIRST_WORLDS, FAULTS, WORLDS),
+        (EFFECTS, SESSIONS, SHARED, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, WORLDS),
         [
             (
                 "        statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)\n",
@@ -470,7 +472,7 @@ MUTANTS: list[Mutant] = [
                 "    if changed.rowcount != 1:\n        raise stale(fence)\n",
                 "",
                 "an engine that was cut off goes on acknowledging",
-                f"{SHARED}::test_one_that_was_cut_off_computes_and_acknowledges_nothing",
+                f"{SHARED}::test_one_that_was_cut_off_computes_and_acknowledges_nothing[sqlite-log]",
             ),
             (
                 "    if busy and holder != engine and alive is not None:\n        return\n",
@@ -507,7 +509,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/writer.py",
-        (EFFECTS, "test/state_pool/test_pool_threads.py", SESSIONS, FIRST_WORLDS, FAULTS, WORLDS),
+        (EFFECTS, "test/state_pool/test_pool_threads.py", SESSIONS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, WORLDS),
         [
             (
                 "        if error is not None and len(group) > 1 and not is_outside(error):\n",
@@ -578,7 +580,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/reader.py",
-        ("test/state_pool/test_pool_threads.py", FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
+        ("test/state_pool/test_pool_threads.py", SINGLE_WORLDS, FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
         [
             (
                 '                self._connection.execute("ROLLBACK")\n',
@@ -605,7 +607,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/statements.py",
-        (SESSIONS, EFFECTS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
+        (SESSIONS, EFFECTS, SINGLE_WORLDS, FIRST_WORLDS, FAULTS, MODEL, WORLDS),
         [
             (
                 "if turn != (1 if found is None else int(found[0]) + 1):",
@@ -636,7 +638,7 @@ MUTANTS: list[Mutant] = [
     ),
     *of(
         "state_pool/disk/verify.py",
-        (FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
+        (SINGLE_WORLDS, FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
         [
             (
                 "            if piece_checksum(data, at) != digest or at != low + len(chunks):\n",

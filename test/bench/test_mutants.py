@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.mutants import runner
 from bench.mutants.mutant import Mutant
-from bench.mutants.runner import MUTANTS, ROOT, Limits, Trees, Unchanged, applied, try_mutant
+from bench.mutants.runner import (
+    MUTANTS,
+    ROOT,
+    Change,
+    Limits,
+    Tree,
+    Trees,
+    Unchanged,
+    applied,
+    confirmed_failure,
+    first_failure,
+    try_mutant,
+)
 
 CI = [mutant for mutant in MUTANTS if mutant.in_ci]
+LIMITS = Limits(run_s=170.0)
 
 
 def test_every_mutant_applies() -> None:
@@ -42,68 +55,74 @@ def _exists(test: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trees() -> Iterator[Trees]:
-    with Trees(1) as trees:
-        yield trees
+def tree() -> Iterator[Tree]:
+    with Trees(1) as trees, trees.taken() as tree:
+        yield tree
+
+
+def test_without_a_change_they_pass(tree: Tree) -> None:
+    assert first_failure(tree, sorted({mutant.tests[0] for mutant in CI}), LIMITS) == ""
 
 
 @pytest.mark.parametrize("mutant", CI, ids=lambda mutant: mutant.name)
-def test_a_wrong_change_is_seen(trees: Trees, mutant: Mutant) -> None:
-    limits = Limits(run_s=150.0)
-    assert try_mutant(trees, mutant, Unchanged(limits), limits).verdict == "killed"
+def test_a_wrong_change_is_seen(tree: Tree, mutant: Mutant) -> None:
+    """By the test that is known to see it, or by one of a few worlds: that takes a second."""
+    assert Change(tree, mutant).first_failure([mutant.tests[0]], LIMITS).startswith(mutant.tests[0])
 
 
 BROKEN = "import no_such_module\n"
-WRONG = "def test_wrong():\n    assert False\n\ndef test_right():\n    pass\n"
+WRONG = "import it\n\ndef test_wrong():\n    assert it.works\n\ndef test_right():\n    pass\n"
 
 
-@pytest.mark.parametrize(("source", "failing"), [(BROKEN, ""), (WRONG, "::test_wrong")], ids=["a file", "a test"])
-def test_what_fails_without_any_change_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, failing: str
-) -> None:
+def changed(tree: Tree, folder: Path, source: str, tests: str) -> Change:
+    """In a tree of a module and tests of it, the module wrong."""
+    (folder / "test").mkdir()
+    (folder / "it.py").write_text(source)
+    (folder / "test" / "test_it.py").write_text(tests)
+    return Change(Tree(folder, tree.python), Mutant("it.py", "True", "False", "broken", ("test/test_it.py",)))
+
+
+@pytest.mark.parametrize(("tests", "failing"), [(BROKEN, ""), (WRONG, "::test_wrong")], ids=["a file", "a test"])
+def test_what_fails_without_any_change_is_left_out(tree: Tree, tmp_path: Path, tests: str, failing: str) -> None:
     """Also a file that cannot be imported: it is not asked for again and again."""
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_it.py").write_text(source)
-    monkeypatch.setattr(runner, "ROOT", tmp_path)
-    unchanged = Unchanged(Limits())
-    assert runner.confirmed_failure(runner.Tree(tmp_path), ["test/test_it.py"], unchanged, Limits()) == ""
+    unchanged, change = Unchanged(LIMITS), changed(tree, tmp_path, "works = not True\n", tests)
+    change = replace(change, mutant=replace(change.mutant, replacement="1"))
+    assert confirmed_failure(change, ["test/test_it.py"], unchanged, LIMITS) == ""
     assert unchanged.failing == {f"test/test_it.py{failing}"}
 
 
-def test_where_every_test_is_left_out_nothing_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_it.py").write_text(WRONG)
+def test_where_every_test_is_left_out_nothing_is_seen(tree: Tree, tmp_path: Path) -> None:
+    change = changed(tree, tmp_path, "works = True\n", WRONG)
     left_out = ["test/test_it.py::test_wrong", "test/test_it.py::test_right"]
-    assert runner.first_failure(runner.Tree(tmp_path), ["test/test_it.py"], Limits(), left_out) == ""
+    assert change.first_failure(["test/test_it.py"], LIMITS, left_out) == ""
 
 
-def test_a_test_that_is_not_there_has_seen_nothing(tmp_path: Path) -> None:
+def test_a_test_that_is_not_there_has_seen_nothing(tree: Tree, tmp_path: Path) -> None:
     """Such as a case that has another name by now."""
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_it.py").write_text(WRONG)
+    change = changed(tree, tmp_path, "works = True\n", WRONG)
     with pytest.raises(ValueError, match=r"there is no test .*test_it\.py::test_gone"):
-        runner.first_failure(runner.Tree(tmp_path), ["test/test_it.py::test_gone"], Limits())
+        change.first_failure(["test/test_it.py::test_gone"], LIMITS)
 
 
-def test_a_single_test_runs_before_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_test_runs_before_the_files(tree: Tree, tmp_path: Path) -> None:
     """Also one of a file that comes later as a whole."""
-    (tmp_path / "test").mkdir()
-    (tmp_path / "it.py").write_text("works = True\n")
-    source = "import it\n\ndef test_first():\n    assert it.works\n\ndef test_known():\n    assert it.works\n"
-    (tmp_path / "test" / "test_it.py").write_text(source)
-    monkeypatch.setattr(runner, "ROOT", tmp_path)
-    mutant = Mutant("it.py", "True", "False", "broken", ("test/test_it.py::test_known", "test/test_it.py"))
-    with Trees(1) as trees:
-        outcome = try_mutant(trees, mutant, Unchanged(Limits()), Limits())
+    change = changed(tree, tmp_path, "works = True\n", WRONG + "\ndef test_known():\n    assert it.works\n")
+    mutant = replace(change.mutant, tests=("test/test_it.py::test_known", "test/test_it.py"))
+    outcome = try_mutant(change.tree, mutant, Unchanged(LIMITS), LIMITS)
     assert outcome.seen_by == "test/test_it.py::test_known"
 
 
-def test_a_failure_counts_if_the_change_is_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, source in (("unchanged", WRONG.replace("False", "True")), ("changed", WRONG)):
-        (tmp_path / name / "test").mkdir(parents=True)
-        (tmp_path / name / "test" / "test_it.py").write_text(source)
-    monkeypatch.setattr(runner, "ROOT", tmp_path / "unchanged")
-    found = runner.confirmed_failure(
-        runner.Tree(tmp_path / "changed"), ["test/test_it.py"], Unchanged(Limits()), Limits()
+def test_a_failure_counts_if_the_change_is_its_cause(tree: Tree, tmp_path: Path) -> None:
+    change = changed(tree, tmp_path, "works = True\n", WRONG)
+    assert confirmed_failure(change, ["test/test_it.py"], Unchanged(LIMITS), LIMITS) == "test/test_it.py::test_wrong"
+    assert (tmp_path / "it.py").read_text() == "works = True\n"
+
+
+def test_a_test_that_hangs_counts_at_once(tree: Tree, tmp_path: Path) -> None:
+    """Whatever stands behind it: what it has opened may not close either."""
+    hanging = (
+        "import it, threading, pytest\n\n@pytest.fixture\ndef it_ends():\n    yield\n    threading.Event().wait()\n\n"
     )
-    assert found == "test/test_it.py::test_wrong"
+    hanging += "def test_it(it_ends):\n    it.works or threading.Event().wait()\n"
+    change = changed(tree, tmp_path, "works = True\n", hanging)
+    assert change.first_failure(["test/test_it.py"], Limits(100.0, 0.5)) == "test/test_it.py::test_it"
