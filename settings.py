@@ -38,6 +38,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Engines of the service's own model, which share the database; 0: one that has it for itself."""
     replica_devices: tuple[tuple[str, ...], ...] = ()
     """The devices of each, where they are named."""
+    cluster: str = ""
+    """Address of the Ray cluster whose nodes have the engines, "auto": of the one that this machine belongs to."""
+    cluster_service: str = "rwkv-batch"
+    """What machines have in common that serve with the same engines."""
+    cluster_node: str = ""
+    """IP address of this machine's Ray node, where it has several."""
     front: str = "auto"
     """"nginx" | "none" | "auto": nginx where it is installed and the host is not loopback."""
     max_connections_per_client: int = 0
@@ -110,6 +116,26 @@ def _host(text: str) -> str:
         return str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         raise SettingsError(f"must be an address of this machine, got {text!r}, which cannot be resolved") from None
+
+
+def _cluster(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if text and text != "auto" and not (host and port.isdecimal() and not set(text) & set("|/ ")):
+        raise SettingsError(f"must be auto or HOST:PORT of a Ray cluster's head, got {text!r}")
+    return text
+
+
+def _service_name(text: str) -> str:
+    if not STATE_NAME.fullmatch(text):
+        raise SettingsError(f"must be of letters, digits, '.', '_' and '-', got {text!r}")
+    return text
+
+
+def _ip(text: str) -> str:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise SettingsError(f"must be an IP address, got {text!r}") from None
 
 
 def _device_groups(text: str) -> tuple[tuple[str, ...], ...]:
@@ -238,6 +264,14 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             _whole(0, 64),
             "engines that serve the model, a process each, on a GPU each; more may be added; 0: one, and none is added",
         ),
+        Flag(
+            "cluster",
+            _cluster,
+            "Ray cluster whose nodes have the engines, HOST:PORT of its head or auto: that of this machine's node; "
+            "--replicas engines are placed in it unless they are there",
+        ),
+        Flag("cluster_service", _service_name, "machines of the cluster that give the same name share their engines"),
+        Flag("cluster_node", _ip, "IP address of this machine's Ray node, where it has several"),
         Flag(
             "front",
             _one_of("auto", "nginx", "none"),
@@ -478,6 +512,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     _apply_devices(values[EngineConfig], values[ServiceConfig])
     _apply_strategy(values[EngineConfig])
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
+    _refuse_file_in_cluster(values[ServiceConfig].get("cluster", ""), engine.pool)
     shared: dict[str, Any] = {name: getattr(engine, name) for name in ("drain_timeout_s", "model_name", "models_dir")}
     service = ServiceConfig(**values[ServiceConfig])
     if service.http_workers == 0:
@@ -495,6 +530,15 @@ def _apply_devices(engine: dict[str, Any], service: dict[str, Any]) -> None:
         if service.setdefault("replicas", len(groups)) != len(groups):
             raise SettingsError(f"--pp-devices names {len(groups)} engines, --replicas {service['replicas']}")
         service["replica_devices"] = groups
+
+
+def _refuse_file_in_cluster(cluster: str, pool: PoolConfig) -> None:
+    """Engines on several machines cannot write one file."""
+    if cluster and pool.state_db and pool.files_stem == pool.state_db:
+        raise SettingsError(
+            f"--cluster has engines on several machines, which cannot share the file {pool.state_db}; "
+            "give --state-db postgresql://USER:PASSWORD@HOST/NAME, or --state-db '' to keep sessions in memory alone"
+        )
 
 
 def _apply_strategy(engine: dict[str, Any]) -> None:

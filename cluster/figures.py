@@ -54,6 +54,8 @@ def _about(member: Member, figures: dict[str, Any] | None) -> dict[str, Any]:
         "engine": member.name,
         "status": "ready" if member.takes_work else "lost" if member.told.status == "ready" else member.told.status,
         "pid": member.told.pid,
+        "node": member.told.node,
+        "error": member.told.error,
         "rows": report.rows,
         "queued_prompt_tokens": report.prompt_tokens,
         "devices": [],

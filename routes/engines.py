@@ -44,7 +44,7 @@ def _about(engine: ServedModel, lost: list[str]) -> dict[str, object]:
     return {
         "id": engine.engine, "object": "engine", "created": engine.since, "model": engine.wish.name,
         "status": "lost" if is_lost else engine.status.value, "error": engine.error, "pid": engine.pid,
-        "devices": list(engine.wish.devices),
+        "node": engine.node, "devices": list(engine.wish.devices),
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from routes.api_keys import KeysFile
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.served_model import ServedModel
 from supervisor.child import Child, back_off_s
+from supervisor.cluster_engines import ClusterEngines
 from supervisor.engines import Engines
 
 logger = logging.getLogger("supervisor")
@@ -65,7 +66,7 @@ class HttpWorkers:
     arguments: tuple[Any, ...]
     num_sockets: int
     keys: KeysFile
-    engines: Engines
+    engines: Engines | ClusterEngines
     target: Any = http_process
     workers: list[Worker] = field(default_factory=list)
     failures: int = 0

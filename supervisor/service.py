@@ -17,11 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cluster.actors.address import ClusterAddress
+from cluster.actors.plan import ClusterPlan
 from routes.api_keys import KeysFile
 from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
@@ -29,6 +32,7 @@ from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings
 from supervisor.child import Child
+from supervisor.cluster_engines import ClusterEngines
 from supervisor.engines import Engines, ModelLimits
 from supervisor.front import front_process
 from supervisor.http_workers import HttpWorkers, fork_context, http_process
@@ -65,6 +69,13 @@ def engine_process(*arguments: Any) -> None:
     run_engine(*arguments)
 
 
+def cluster_process(*arguments: Any) -> None:
+    """Main function of the process that follows a cluster's engines."""
+    from cluster.actors.process import run_cluster
+
+    run_cluster(*arguments)
+
+
 _RELOAD = b"r"
 """Written into the pipe that wakes the supervisor."""
 
@@ -88,11 +99,7 @@ class Supervisor:
         self._folder = tempfile.mkdtemp(prefix="rwkv-")
         style = LogStyle(settings.service.log_format, settings.service.log_level)
         spawn = multiprocessing.get_context("spawn")
-        limits = ModelLimits(settings.service.max_models, settings.service.model_idle_s, _LAST_WORDS_S)
-        replicas = settings.service.replica_devices or (settings.engine.devices,) * max(1, settings.service.replicas)
-        self._engines = Engines(
-            settings.engine, self._folder, style, spawn, engine_process, engine_factory, limits, replicas
-        )
+        self._engines = self._made_engines(engine_factory, style, spawn)
         sockets = self._listeners.workers
         http = (settings.http, style, sockets)
         keys = KeysFile(settings.http.keys_file)
@@ -111,6 +118,25 @@ class Supervisor:
         """the process of batches, and what it was told of engines"""
         self._have_started: set[Child] = set()
         self._signals = 0
+
+    def _made_engines(self, factory: str, style: LogStyle, spawn: SpawnContext) -> Engines | ClusterEngines:
+        """This machine's engines, or those of the cluster that it takes part in."""
+        service, engine = self._settings.service, self._settings.engine
+        limits = ModelLimits(service.max_models, service.model_idle_s, _LAST_WORDS_S)
+        replicas = service.replica_devices or (engine.devices,) * max(1, service.replicas)
+        replicas = () if service.cluster else replicas
+        engines = Engines(engine, self._folder, style, spawn, engine_process, factory, limits, replicas)
+        if not service.cluster:
+            return engines
+        plan = ClusterPlan(
+            cluster=ClusterAddress(service.cluster, service.cluster_node, service.cluster_service),
+            replicas=service.replicas,
+            replica_devices=service.replica_devices,
+            config=msgspec.structs.replace(engine, model_path=str(Path(engine.model_path).absolute())),
+            factory=factory,
+        )
+        child = Child("cluster", spawn, cluster_process, (plan, style))
+        return ClusterEngines(engines, child, engine.drain_timeout_s + _LAST_WORDS_S)
 
     def run(self) -> int:
         """Serve; returns the exit code. Raises StartupError if it cannot."""
@@ -265,9 +291,9 @@ def _with_files_dir(settings: Settings) -> Settings:
 
 
 def _with_shared_sessions(settings: Settings) -> Settings:
-    """With --replicas the engines share the database: they are told what they have in common."""
+    """With --replicas or --cluster the engines share the database: they are told what they have in common."""
     pool = settings.engine.pool
-    if not (settings.service.replicas and pool.state_db):
+    if not ((settings.service.replicas or settings.service.cluster) and pool.state_db):
         return settings
     pool = msgspec.structs.replace(pool, service=secrets.token_hex(8))
     engine = msgspec.structs.replace(settings.engine, pool=pool)

@@ -423,6 +423,7 @@ class ServingEngine(BaseModel):
     status: str = Field(description="loading, ready, lost (it does not answer), unloading (it drains) or failed.")
     error: str = Field(description="Why it could not be started.")
     pid: int = Field(description="0: no process runs.")
+    node: str = Field(description="IP address of the machine that it runs on; empty: this one.")
     devices: list[str] = Field(description="As --pp-devices.")
 
 

@@ -69,7 +69,7 @@ class CarriedLink(Generic[Incoming, Outgoing]):
         """See Link."""
         frame: list[bytes] = []
         length = 0
-        while (piece := self._next_piece()) is not None:
+        while (piece := self.next_piece()) is not None:
             self.num_pieces += 1
             self.read_bytes += len(piece)
             frame.append(piece[1:])
@@ -97,7 +97,8 @@ class CarriedLink(Generic[Incoming, Outgoing]):
         self._may_leave.notify_all()
         self._has_come.notify_all()
 
-    def _next_piece(self) -> bytes | None:
+    def next_piece(self) -> bytes | None:
+        """What `receive` reads next, once it is there; None: the link is closed. Who has to fetch it does so here."""
         with self._has_come:
             while not self._inbox and not self._closed:
                 self._has_come.wait()
@@ -141,6 +142,11 @@ class CarriedLink(Generic[Incoming, Outgoing]):
         with self._may_leave:
             self._acknowledged_bytes = max(self._acknowledged_bytes, read_bytes)
             self._may_leave.notify()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether something was put in and not read yet."""
+        return bool(self._inbox)
 
     @property
     def silent_s(self) -> float:

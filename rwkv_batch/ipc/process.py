@@ -17,7 +17,7 @@ _CHATTY = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
 """Libraries that tell every step of their start."""
 
 
-_SWITCH_S = 0.001
+SWITCH_S = 0.001
 """How long a thread that wants Python's lock lets another have it: events of other rows must not wait out launches."""
 
 
@@ -82,7 +82,7 @@ def become_child(process: str, style: LogStyle) -> None:
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     set_up_logging(process, style)
 
 

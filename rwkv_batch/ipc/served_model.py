@@ -60,6 +60,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """It serves the service's own model, as all that do; else a model has one engine."""
     pid: int = 0
     """0: no process runs."""
+    node: str = ""
+    """IP address of the machine that it runs on, where engines are on several."""
 
     @property
     def is_draining(self) -> bool:

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS = 256
 BATCHES = "batches"
 """A client of the engine that is no HTTP worker."""
-_WATCH_S = 0.05
+WATCH_S = 0.05
 """How soon the process follows its engine's thread: until then /readyz still says that it takes work."""
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
@@ -287,6 +287,22 @@ def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
     return value if isinstance(value, ServiceError) else then(value)
 
 
+def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
+    """An engine that can serve. Raises StartupError, one line, whatever it is that fails."""
+    try:
+        module, _, class_name = factory.partition(":")
+        load = partial(importlib.import_module, module)
+        engine: ManagedEngine = getattr(at_low_priority(load) if config.gives_way else load(), class_name)(config)
+        engine.start()
+    except (StartupError, OSError, MemoryError) as error:
+        raise StartupError(str(error) or type(error).__name__) from error
+    except Exception as error:  # loading touches files, compilers, drivers: who waits gets one line
+        logger.exception("the engine did not start")
+        raise StartupError(f"the engine did not start: {type(error).__name__}: {error}") from error
+    settle_garbage_collector()
+    return engine
+
+
 def run_engine(
     config: EngineConfig, address: str, factory: str, style: LogStyle, name: str, supervisor: Connection
 ) -> None:
@@ -297,18 +313,10 @@ def run_engine(
     """
     become_child(name, style)
     try:
-        module, _, class_name = factory.partition(":")
-        load = partial(importlib.import_module, module)
-        engine: ManagedEngine = getattr(at_low_priority(load) if config.gives_way else load(), class_name)(config)
-        engine.start()
-    except (StartupError, OSError, MemoryError) as error:
-        supervisor.send(("failed", str(error) or type(error).__name__))
+        engine = started_engine(config, factory)
+    except StartupError as error:
+        supervisor.send(("failed", str(error)))
         sys.exit(1)
-    except Exception as error:  # loading touches files, compilers, drivers: the supervisor gets one line
-        logger.exception("the engine did not start")
-        supervisor.send(("failed", f"the engine did not start: {type(error).__name__}: {error}"))
-        sys.exit(1)
-    settle_garbage_collector()
     EngineServer(engine).listen(address)
     try:
         supervisor.send(("ready", None))
@@ -320,17 +328,10 @@ def run_engine(
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:
     """Follow the supervisor until it says "end". Raises EOFError or OSError when it is gone."""
-    watchdog = Watchdog(config.step_timeout_s, time.monotonic, _WATCH_S)
+    look = EngineWatch(engine, config)
     while True:
-        while not supervisor.poll(_WATCH_S):
-            if not engine.is_alive:
-                _die("the engine's thread has died; so does the process")
-            if watchdog.hangs(engine.rounds):
-                faulthandler.dump_traceback()
-                _die(
-                    "the engine's loop has stood still for %g s (--step-timeout-s); the process ends",
-                    config.step_timeout_s,
-                )
+        while not supervisor.poll(WATCH_S):
+            look()
         match supervisor.recv():
             case "drain":
                 engine.drain(config.drain_timeout_s)
@@ -338,6 +339,23 @@ def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: 
                 supervisor.send(("drained", None))
                 supervisor.recv()
                 return
+
+
+class EngineWatch:
+    """Called every `WATCH_S`: ends the process once its engine has died or hangs."""
+
+    def __init__(self, engine: ManagedEngine, config: EngineConfig) -> None:
+        self._engine = engine
+        self._timeout_s = config.step_timeout_s
+        self._watchdog = Watchdog(config.step_timeout_s, time.monotonic, WATCH_S)
+
+    def __call__(self) -> None:
+        """One look."""
+        if not self._engine.is_alive:
+            _die("the engine's thread has died; so does the process")
+        if self._watchdog.hangs(self._engine.rounds):
+            faulthandler.dump_traceback()
+            _die("the engine's loop has stood still for %g s (--step-timeout-s); the process ends", self._timeout_s)
 
 
 def _die(reason: str, *arguments: object) -> NoReturn:

@@ -53,7 +53,7 @@ function Engines({ engines }) {
   return html`<section class="figures-box wide"><h2>${t("dash.engines")}</h2><table>
     <thead><tr>${columns.map((name) => html`<th scope="col">${t(`dash.${name}`)}</th>`)}</tr></thead>
     <tbody>${engines.map((one) => html`<tr data-engine=${one.engine}>
-      <th scope="row">${one.engine}</th><td>${one.status}</td><td>${one.pid || ""}</td><td>${one.devices.join(", ")}</td>
+      <th scope="row">${one.engine}</th><td>${one.status}</td><td>${[one.node, one.pid || ""].filter(Boolean).join(" · ")}</td><td>${one.devices.join(", ")}</td>
       <td>${number(one.rows)}</td><td>${number(one.queued_prompt_tokens)}</td><td>${number(one.sessions)}</td>
     </tr>`)}</tbody>
   </table></section>`;

@@ -1,0 +1,60 @@
+"""This process as a driver of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+from cluster.actors.address import ClusterAddress
+from rwkv_batch.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+_LOCK = threading.Lock()
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # What a broken link costs at most; heartbeats of our own notice it sooner (`cluster.member`).
+    "RAY_grpc_client_keepalive_time_ms": "2000",
+    "RAY_grpc_client_keepalive_timeout_ms": "2000",
+}
+
+
+def load_ray() -> Any:
+    """The package. Raises StartupError where it is not installed."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise StartupError("--cluster needs Ray: pip install -r requirements-cluster.txt") from None
+    return ray
+
+
+def join(cluster: ClusterAddress) -> Any:
+    """Join the cluster, once in a process; returns the package. Raises StartupError with what is in the way."""
+    ray = load_ray()
+    with _LOCK:
+        if not ray.is_initialized():
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of the signals that are ours
+            node = {"_node_ip_address": cluster.node} if cluster.node else {}
+            try:
+                ray.init(
+                    address=cluster.head,
+                    namespace=cluster.namespace,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    **node,
+                )
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise StartupError(_why_not(cluster, error)) from None
+    return ray
+
+
+def _why_not(cluster: ClusterAddress, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    remedy = "has `ray start` been run on this machine with that address?"
+    if "auth" in type(error).__name__.lower() or "token" in str(error).lower():
+        remedy = "is it the token of the other nodes (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH)?"
+    return f"--cluster {cluster.head} cannot be joined ({type(error).__name__}: {reason}); {remedy}"

@@ -1,0 +1,193 @@
+"""An engine as an actor: the engine and its server as in an engine process, links instead of a socket.
+
+The supervisors of all machines that take part watch it. When the last one leaves, or none was heard for a while, it
+ends its work, stores its states and leaves the cluster. What kills its process Ray starts anew.
+
+Threads: a pool's for calls, of which the streams of events hold one for each HTTP worker; one for each HTTP worker, on
+which its messages are handled; the engine's own; one that loads the engine and looks after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import ray
+
+from cluster.actors.departure import leave_cluster
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.carried_link import CarriedLink
+from rwkv_batch.ipc.process import SWITCH_S, LogStyle, set_up_logging
+from rwkv_batch.ipc.served_model import ModelStatus
+from rwkv_batch.ipc.server import MAX_WORKERS, WATCH_S, EngineServer, EngineWatch, started_engine
+from rwkv_batch.ipc.wire import HEARTBEAT_S, ToEngine, ToWorker, to_engine_decoder
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 10.0
+"""An HTTP worker that says nothing for so long is gone: its jobs are cancelled."""
+UNWATCHED_S = 60.0
+"""An engine of which no supervisor has asked for so long leaves."""
+_AGAIN_S = 5.0
+"""Between two attempts to load what has served before."""
+GROUPS = {"events": MAX_WORKERS, "push": 4, "life": 4}
+"""Threads of the actor for its calls of each kind; streams must not hold up the others."""
+
+
+class About(NamedTuple):
+    """What an engine says of itself."""
+
+    status: ModelStatus
+    error: str
+    pid: int
+    node: str
+    """Its node's IP address."""
+    since: int
+    has_served: bool
+    serves: str
+    """Model and database, which all that take part must mean."""
+
+
+class EngineActor:
+    """See above. `placement.place` makes it an actor."""
+
+    def __init__(self, name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
+        sys.setswitchinterval(SWITCH_S)
+        set_up_logging(name, style)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in an engine process
+        context = ray.get_runtime_context()
+        self._name = name
+        self._config = config
+        self._factory = factory
+        self._about = About(
+            status=ModelStatus.LOADING,
+            error="",
+            pid=os.getpid(),
+            node=ray.util.get_node_ip_address(),
+            since=int(time.time()),
+            has_served=bool(context.was_current_actor_reconstructed),
+            serves=serves,
+        )
+        self._server: EngineServer | None = None
+        self._links: dict[str, CarriedLink[ToEngine, ToWorker]] = {}
+        self._watchers: dict[str, float] = {}
+        """when each was heard last, by time.monotonic"""
+        self._watched = time.monotonic()
+        self._to_drain: queue.Queue[bool] = queue.Queue()
+        threading.Thread(target=self._live, name="engine-life", daemon=True).start()
+
+    # HTTP workers --------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="events")
+    def events(self, peer: str) -> Iterator[list[bytes]]:
+        """All that is sent to an HTTP worker, in pieces as `CarriedLink` makes them, until it is gone."""
+        server = self._server
+        if server is None:
+            return
+        link: CarriedLink[ToEngine, ToWorker] = CarriedLink(to_engine_decoder)
+        self._links[peer] = link
+        threading.Thread(target=server.serve, args=(link,), name="worker-receive", daemon=True).start()
+        try:
+            while (pieces := link.take(HEARTBEAT_S)) is not None:
+                if pieces:
+                    yield pieces
+                if link.silent_s > SILENT_S:
+                    logger.warning("an HTTP worker has said nothing for %.0f s; its jobs are cancelled", link.silent_s)
+                    return
+        finally:
+            del self._links[peer]
+            link.close()
+
+    @ray.method(concurrency_group="push")
+    def push(self, peer: str, pieces: list[bytes], read_bytes: int) -> bool:
+        """What an HTTP worker sends, and how much of its events it has read; False: its link is gone."""
+        link = self._links.get(peer)
+        if link is None:
+            return False
+        link.put(pieces)
+        link.acknowledge(read_bytes)
+        return True
+
+    @ray.method(concurrency_group="push")
+    def hang_up(self, peer: str) -> None:
+        """An HTTP worker closes its link."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.close()
+
+    # Supervisors ---------------------------------------------------------------------------------------------
+
+    @ray.method(concurrency_group="life")
+    def about(self, watcher: str) -> About:
+        """What it is. Who asks counts as a watcher from now on."""
+        self._watchers[watcher] = self._watched = time.monotonic()
+        return self._about
+
+    @ray.method(concurrency_group="life")
+    def leave(self, watcher: str) -> bool:
+        """A watcher leaves; returns whether it was the last one, so that the engine leaves too."""
+        self._watchers.pop(watcher, None)
+        is_last = not any(time.monotonic() - heard < SILENT_S for heard in self._watchers.values())
+        if is_last:
+            self._to_drain.put(False)
+        return is_last
+
+    @ray.method(concurrency_group="life")
+    def drain(self, comes_back: bool) -> About:
+        """End running work within --drain-timeout-s and store the states; then leave, or be started anew."""
+        self._tell(ModelStatus.UNLOADING)
+        self._to_drain.put(comes_back)
+        return self._about
+
+    # Life ----------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            engine = started_engine(self._config, self._factory)
+        except StartupError as error:
+            self._tell(ModelStatus.FAILED, str(error))
+            logger.error("%s", error)
+            self._end(self._wait(lambda: None, _AGAIN_S if self._about.has_served else None))
+            return
+        self._server = EngineServer(engine)
+        self._about = self._about._replace(has_served=True)
+        self._tell(ModelStatus.READY)
+        comes_back = self._wait(EngineWatch(engine, self._config), None)
+        self._tell(ModelStatus.UNLOADING)
+        engine.drain(self._config.drain_timeout_s)
+        engine.stop()
+        self._end(comes_back)
+
+    def _wait(self, look: Callable[[], None], most_s: float | None) -> bool:
+        """Until it is to end, looking meanwhile; returns whether it is to come back."""
+        begun = time.monotonic()
+        while True:
+            try:
+                return self._to_drain.get(timeout=WATCH_S)
+            except queue.Empty:
+                pass
+            look()
+            now = time.monotonic()
+            if most_s is not None and now - begun > most_s:
+                return True
+            if now - self._watched > UNWATCHED_S:
+                logger.error("no supervisor has asked for %.0f s; storing the states and ending", UNWATCHED_S)
+                return False
+
+    def _tell(self, status: ModelStatus, error: str = "") -> None:
+        self._about = self._about._replace(status=status, error=error, since=int(time.time()))
+
+    def _end(self, comes_back: bool) -> None:
+        """End the process, which Ray starts anew unless the actor has left the cluster."""
+        logger.info("the engine has ended%s", ", to be started anew" if comes_back else "")
+        logging.shutdown()
+        if not comes_back:
+            leave_cluster(self._name)
+        os._exit(1)

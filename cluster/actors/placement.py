@@ -1,0 +1,68 @@
+"""Engines' places in the cluster: a placement group for each, whose devices are one node's, and a named actor in it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+
+from cluster.actors.driver import load_ray
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.process import LogStyle
+
+
+def bundle_of(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
+    """What an engine takes of its node: GPUs for those of its pipeline, else the threads it computes with."""
+    names = config.devices
+    gpus = sum(name.startswith("cuda") for name in names) + (names.count("auto") if has_gpus else 0)
+    return {"GPU": float(gpus)} if gpus else {"CPU": float(config.threads or 1)}
+
+
+def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfig:
+    """The same engine where it sees nothing but its bundle: its GPUs are numbered from 0, it shares with nobody."""
+    numbers = iter(range(len(config.devices)))
+    devices = tuple(
+        f"cuda:{next(numbers)}" if name.startswith("cuda") or (name == "auto" and "GPU" in bundle) else "cpu"
+        for name in config.devices
+    )
+    threads = int(bundle["CPU"]) if "CPU" in bundle else config.threads
+    return msgspec.structs.replace(config, devices=devices, threads=threads, replica=0, replicas=1)
+
+
+def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
+    """Create the engine of that name, unless it is there. It waits for a node with room. Raises RayError."""
+    ray = load_ray()
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from cluster.actors.engine_actor import GROUPS, EngineActor
+
+    bundle = bundle_of(config, ray.cluster_resources().get("GPU", 0) >= 1)
+    strategy = PlacementGroupSchedulingStrategy(_group(name, bundle), placement_group_bundle_index=0)
+    actor = ray.remote(concurrency_groups=GROUPS)(EngineActor).options(
+        name=name,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        num_cpus=bundle.get("CPU", 0.0),
+        num_gpus=bundle.get("GPU", 0.0),
+        scheduling_strategy=strategy,
+    )
+    actor.remote(name, placed_config(config, bundle), factory, style, serves)
+
+
+def _group(name: str, bundle: dict[str, float]) -> Any:
+    from ray.util import get_placement_group, placement_group
+
+    with contextlib.suppress(ValueError):
+        return get_placement_group(name)
+    return placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
+
+
+def has_room(name: str) -> bool:
+    """Whether some node has what the engine takes; asks the cluster's head."""
+    from ray.util import get_placement_group, placement_group_table
+
+    with contextlib.suppress(ValueError):
+        return bool(placement_group_table(get_placement_group(name))["state"] == "CREATED")
+    return True

@@ -1,0 +1,40 @@
+"""What a service wants of a cluster: which one, how many engines, of what."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.actors.address import ClusterAddress
+from rwkv_batch.config import EngineConfig
+
+ALL = "all"
+"""In place of an engine's name: each, one after the other."""
+
+
+class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """See above."""
+
+    cluster: ClusterAddress
+    replicas: int
+    """Engines that there are to be at least; 0: those that are there, else one."""
+    replica_devices: tuple[tuple[str, ...], ...] = ()
+    """The devices of each where they are named; their numbers do not matter, only how many there are."""
+    config: EngineConfig
+    factory: str
+    """The engine's class as "module:Class"."""
+
+    @property
+    def serves(self) -> str:
+        """What all machines of the service must mean: the model, and whether sessions are kept."""
+        kept = "sessions in PostgreSQL" if self.config.pool.state_db else "sessions in memory"
+        return f"{self.config.model_path} ({kept})"
+
+    def devices_of(self, number: int) -> tuple[str, ...]:
+        """Of the engine of that number."""
+        named = self.replica_devices
+        return named[number % len(named)] if named else self.config.devices
+
+    def config_of(self, name: str, devices: tuple[str, ...]) -> EngineConfig:
+        """Of the engine of that name."""
+        pool = msgspec.structs.replace(self.config.pool, engine=name) if self.config.pool.service else self.config.pool
+        return msgspec.structs.replace(self.config, devices=devices, pool=pool)

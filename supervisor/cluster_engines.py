@@ -1,0 +1,117 @@
+"""The engines of a service in a cluster: actors that a process follows; and this machine's other models."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from cluster.actors.plan import ALL
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ServedModel
+from supervisor.child import Child
+from supervisor.engines import MAX_REPLICAS, Engines
+
+logger = logging.getLogger("supervisor")
+
+
+class ClusterEngines:
+    """`Engines` whose replicas are in the cluster. `child` runs `cluster.actors.process`."""
+
+    def __init__(self, models: Engines, child: Child, drain_s: float) -> None:
+        self._models = models
+        self._child = child
+        self._drain_s = drain_s
+        self._replicas: tuple[ServedModel, ...] = ()
+        self._is_leaving = False
+        self.is_up = False
+        """An engine of the own model has been ready."""
+
+    @property
+    def table(self) -> tuple[ServedModel, ...]:
+        """All engines, as the cluster's were told last."""
+        return self._replicas + self._models.table
+
+    def obey(self, command: ModelCommand) -> str | None:
+        """See Engines."""
+        if command.wish is not None or command.unload:
+            return self._models.obey(command)
+        if command.add_engine is not None:
+            if len(self._replicas) >= MAX_REPLICAS:
+                return f"devices: {len(self._replicas)} engines serve the model already, the limit is {MAX_REPLICAS}"
+            self._child.tell(("add", command.add_engine))
+            return None
+        name = command.remove_engine or command.restart_engine
+        refusal = self._why_not(name, bool(command.remove_engine))
+        if refusal is None:
+            self._child.tell(("remove" if command.remove_engine else "restart", name))
+        return refusal
+
+    def _why_not(self, name: str, leaves: bool) -> str | None:
+        here = {engine.engine: engine for engine in self._replicas}
+        if name == ALL and not leaves:
+            return None
+        if name not in here:
+            return f"engine: no engine {name!r} serves the model, only {', '.join(here)}"
+        serving = [one for one in here.values() if one.engine != name and one.status is ModelStatus.READY]
+        if leaves and not serving and here[name].status is not ModelStatus.FAILED:
+            return f"engine: {name!r} is the last one of the model; add another one first"
+        if not leaves and here[name].status is not ModelStatus.READY:
+            return f"engine: {name!r} is {here[name].status}; only one that is ready can be restarted"
+        return None
+
+    def used(self, names: tuple[str, ...]) -> None:
+        """See Engines."""
+        self._models.used(names)
+
+    def look_after(self) -> None:
+        """See Engines."""
+        self._models.look_after()
+        self._listen()
+        child = self._child
+        if child.process is not None and not child.is_alive:
+            self._listen()
+            cause = child.reap()
+            if not self._is_leaving:
+                logger.error("process cluster ended (%s); it is started again in %.1f s", cause, child.plan_restart())
+        if child.process is None and not self._is_leaving and time.monotonic() >= child.restart_at:
+            child.start()
+
+    def _listen(self) -> None:
+        for subject, value in self._child.heard():
+            match subject:
+                case "engines":
+                    self._replicas = value
+                    self.is_up = self.is_up or any(one.status is ModelStatus.READY for one in value)
+                case "failed" if not self.is_up:
+                    raise StartupError(value)
+                case "failed":
+                    logger.error("%s", value)
+
+    def wait_s(self) -> float | None:
+        """See Engines."""
+        waits = [self._models.wait_s()]
+        if self._child.process is None and not self._is_leaving:
+            waits.append(max(0.0, self._child.restart_at - time.monotonic()))
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    @property
+    def waitables(self) -> list[Any]:
+        """See Engines."""
+        return [*self._models.waitables, *self._child.waitables]
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether anything runs here, or leaves the cluster."""
+        return self._models.are_alive or self._child.is_alive
+
+    def drain(self) -> None:
+        """The service ends on this machine; engines that no other machine's service uses end too."""
+        self._is_leaving = True
+        self._models.drain()
+        self._child.tell(("leave", self._drain_s))
+
+    def kill(self) -> None:
+        """End at once what runs here. The cluster's engines notice that nobody asks for them."""
+        self._models.kill()
+        self._child.kill()
