@@ -1,6 +1,7 @@
 # make serve   the service; ARGS="--model-path FILE" and RWKV_... variables configure it
 # make test    the tests
 # make lint    formatting, lint and types
+# make cluster-demo   three machines on one: a Ray cluster with the demo model, of which a node is killed
 # make install-nvcc   NVIDIA's compiler from pip (serve does it where a card is and no toolkit)
 # make install-gpu    that and FlashInfer
 #
@@ -13,7 +14,7 @@ SOURCES := app.py settings.py batch_store bulk cluster console library superviso
 ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: serve test lint format install install-dev install-gpu install-nvcc clean
+.PHONY: serve test cluster-demo lint format install install-dev install-gpu install-nvcc clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
@@ -21,6 +22,9 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadfile $(TEST_ARGS)  # much of the time is waiting
+
+cluster-demo: $(VENV)/.installed-cluster
+	$(BIN)/python -m demo.cluster $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -50,6 +54,10 @@ $(VENV)/.installed: requirements.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: requirements-dev.txt requirements-nvcc.txt requirements-cluster.txt requirements.txt | $(BIN)/python
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements-dev.txt
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-cluster: requirements-cluster.txt requirements.txt | $(BIN)/python
+	$(BIN)/pip install --disable-pip-version-check -q -r requirements-cluster.txt
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -73,7 +73,7 @@ class Service:
         # -P: a program in test/ must not take test/routes for routes.
         command = [sys.executable, *(["-P"] if "/" in program else []), str(ROOT / program)]
         command += ["--port", str(self.port), *arguments]
-        command += ["--state-db", str(state_db or self.state_db)]
+        command += ["--state-db", str(self.state_db if state_db is None else state_db)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -196,6 +196,13 @@ def test_sqlite_is_known_in_few_places() -> None:
             assert not known or {name, room_of(name), name.partition(".")[0]} & places, f"{name} imports sqlite3"
 
 
+def test_ray_is_known_in_one_place() -> None:
+    for package in FLOORS:
+        for name, file in modules(package):
+            known = "ray" in {target.partition(".")[0] for target in imported(file)}
+            assert not known or name.startswith("cluster.actors."), f"{name} imports ray"
+
+
 def test_no_dialect_names_a_backend() -> None:
     """What draws and what computes is the operator's choice; /v2 prefers a sampler, as its interface says."""
     backends = {"rapid", "flashinfer", "naive", "cuda", "cpu"}

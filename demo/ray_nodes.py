@@ -1,0 +1,98 @@
+"""A Ray cluster of several nodes on one machine: each has an address of its own of the loopback network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+START_S = 120.0
+OBJECT_STORE_BYTES = 80_000_000
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RayNodes:
+    """Nodes that were started here, the first one being the head. `close` ends them all."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` takes the token, logs and Ray's own files; sockets are in it, so its path must be short."""
+        self.folder = folder
+        self.port = free_port()
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(folder / "ray"),
+            "RAY_memory_monitor_refresh_ms": "0",  # others of this machine may need much memory
+            # A lost node is given up after about 4 s instead of 66.
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "3",
+        }
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def address(self) -> str:
+        """Of the head."""
+        return f"127.0.1.1:{self.port}"
+
+    def start(self, cpus: int = 1) -> str:
+        """One more node with so many CPUs; returns its address once it is there."""
+        ip = f"127.0.1.{len(self._nodes) + 1}"
+        place = ["--head", f"--port={self.port}"] if not self._nodes else [f"--address={self.address}"]
+        place += [f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"] if not self._nodes else []
+        ray = Path(sys.executable).with_name("ray")
+        command = [str(ray), "start", *place, "--block", f"--node-ip-address={ip}", f"--num-cpus={cpus}"]
+        command += ["--num-gpus=0", "--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        log = self.folder / f"{ip}.log"
+        with log.open("wb") as output:
+            self._nodes[ip] = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **self.environment}
+            )
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started" not in log.read_text():
+            if self._nodes[ip].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the Ray node did not start:\n{log.read_text()}")
+            time.sleep(0.1)
+        return ip
+
+    def kill(self, ip: str) -> None:
+        """End every process of a node at once, as when its machine loses power."""
+        node = self._nodes[ip]
+        for pid in descendants(node.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.wait()
+
+    def close(self) -> None:
+        """End all nodes."""
+        for ip in reversed(self._nodes):
+            self.kill(ip)
+
+
+def descendants(pid: int) -> list[int]:
+    """The process and all that it has started, and these, and so on."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found

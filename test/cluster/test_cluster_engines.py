@@ -1,0 +1,180 @@
+"""What a service asks of a cluster, without one: settings, places, and what its supervisor obeys and is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.actors.address import ClusterAddress, EngineAddress, parsed
+from cluster.actors.placement import bundle_of, placed_config
+from cluster.actors.plan import ClusterPlan
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
+from settings import SettingsError, parse_settings
+from state_pool.config import PoolConfig
+from supervisor.cluster_engines import ClusterEngines
+
+CLUSTER = ClusterAddress("10.0.0.1:6379", "10.0.0.2", "chat")
+CONFIG = EngineConfig(model_path="/models/a.pth", pool=PoolConfig(state_db="postgresql://h/d", service="s"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cluster", "auto"], "--state-db postgresql://"),
+        (["--cluster", "auto", "--state-db", "/var/sessions.db"], "cannot share the file /var/sessions.db"),
+        (["--cluster", "host", "--state-db", ""], "HOST:PORT"),
+        (["--cluster", "ray://h:1|x:1", "--state-db", ""], "HOST:PORT"),
+        (["--cluster", "auto", "--state-db", "", "--cluster-node", "here"], "--cluster-node must be an IP address"),
+        (["--cluster", "auto", "--state-db", "", "--cluster-service", "a|b"], "--cluster-service must be"),
+    ],
+)
+def test_what_cannot_be_a_cluster_is_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        parse_settings(arguments, {})
+    assert says in str(refused.value)
+
+
+def test_engines_anywhere_may_share_a_server_or_keep_sessions_in_memory() -> None:
+    for database in ("", "postgresql://user:secret@host/db"):
+        service = parse_settings(["--cluster", "auto", "--state-db", database], {}).service
+        assert (service.cluster, service.cluster_service, service.cluster_node) == ("auto", "rwkv-batch", "")
+
+
+def test_an_address_is_read_as_it_was_written() -> None:
+    address = EngineAddress(CLUSTER, "engine-3")
+    assert parsed(str(address)) == address
+    assert parsed(str(EngineAddress(ClusterAddress("auto", "", "x"), "engine-0"))).cluster.node == ""
+
+
+@pytest.mark.parametrize(
+    ("devices", "has_gpus", "bundle", "placed"),
+    [
+        (("auto",), True, {"GPU": 1.0}, ("cuda:0",)),
+        (("auto",), False, {"CPU": 1.0}, ("cpu",)),
+        (("cpu",), True, {"CPU": 1.0}, ("cpu",)),
+        (("cuda:2", "cuda:3"), True, {"GPU": 2.0}, ("cuda:0", "cuda:1")),
+        (("cuda:5", "cpu"), True, {"GPU": 1.0}, ("cuda:0", "cpu")),
+    ],
+)
+def test_an_engine_sees_its_own_devices_alone(
+    devices: tuple[str, ...], has_gpus: bool, bundle: dict[str, float], placed: tuple[str, ...]
+) -> None:
+    config = msgspec.structs.replace(CONFIG, devices=devices, replica=3, replicas=8)
+    assert bundle_of(config, has_gpus) == bundle
+    there = placed_config(config, bundle)
+    assert there.devices == placed and (there.replica, there.replicas) == (0, 1)
+    assert there.threads == (1 if "CPU" in bundle else 0)
+
+
+def test_each_engine_has_its_devices_and_its_name_in_the_database() -> None:
+    plan = ClusterPlan(
+        cluster=CLUSTER, replicas=2, replica_devices=(("cuda:0",), ("cuda:1",)), config=CONFIG, factory="m:E"
+    )
+    assert [plan.devices_of(number) for number in range(3)] == [("cuda:0",), ("cuda:1",), ("cuda:0",)]
+    assert plan.config_of("engine-1", ("cuda:1",)).pool.engine == "engine-1"
+    assert "/models/a.pth" in plan.serves and "PostgreSQL" in plan.serves
+
+
+class PlayedChild:
+    """The process that follows the cluster."""
+
+    def __init__(self) -> None:
+        self.says: list[tuple[str, Any]] = []
+        self.told: list[Any] = []
+        self.process: object | None = object()
+        self.is_alive = True
+        self.restart_at = 0.0
+        self.starts = 0
+        self.waitables: list[Any] = []
+
+    def heard(self) -> list[tuple[str, Any]]:
+        said, self.says = self.says, []
+        return said
+
+    def tell(self, command: Any) -> None:
+        self.told.append(command)
+
+    def reap(self) -> str:
+        self.process = None
+        return "SIGKILL"
+
+    def plan_restart(self) -> float:
+        return 0.0
+
+    def start(self) -> None:
+        self.process, self.is_alive = object(), True
+        self.starts += 1
+
+
+class NoModels:
+    table = ()
+    are_alive = False
+    obeyed: Any = None
+
+    def look_after(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def wait_s(self) -> None:
+        return None
+
+    def obey(self, command: ModelCommand) -> str:
+        return "of this machine"
+
+
+def engine(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
+    wish = ModelWish(name="m", file="")
+    return ServedModel(wish=wish, status=status, address=name, since=0, engine=name, is_own=True)
+
+
+def made(*names: str) -> tuple[ClusterEngines, PlayedChild]:
+    models: Any = NoModels()
+    child: Any = PlayedChild()
+    engines = ClusterEngines(models, child, 7.0)
+    child.says = [("engines", tuple(engine(name) for name in names))] if names else []
+    engines.look_after()
+    return engines, child
+
+
+def test_commands_go_to_the_cluster_unless_they_cannot_be_done() -> None:
+    engines, child = made("engine-0", "engine-1")
+    assert engines.is_up and [one.engine for one in engines.table] == ["engine-0", "engine-1"]
+    assert engines.obey(ModelCommand(1, add_engine=("cuda:1",))) is None
+    assert engines.obey(ModelCommand(2, remove_engine="engine-1")) is None
+    assert engines.obey(ModelCommand(3, restart_engine="all")) is None
+    assert child.told == [("add", ("cuda:1",)), ("remove", "engine-1"), ("restart", "all")]
+    assert "no engine 'engine-7'" in (engines.obey(ModelCommand(4, restart_engine="engine-7")) or "")
+    assert engines.obey(ModelCommand(5, unload="x")) == "of this machine"
+    child.says = [("engines", (engine("engine-0"),))]
+    engines.look_after()
+    assert "last one" in (engines.obey(ModelCommand(6, remove_engine="engine-0")) or "")
+    assert len(child.told) == 3
+
+
+def test_a_cluster_that_cannot_be_joined_ends_a_service_that_never_served() -> None:
+    engines, child = made()
+    child.says = [("failed", "no such cluster")]
+    with pytest.raises(StartupError, match="no such cluster"):
+        engines.look_after()
+    engines, child = made("engine-0")
+    child.says = [("failed", "the cluster is gone")]
+    engines.look_after()
+    assert engines.table, "what is known goes on"
+
+
+def test_the_process_that_follows_the_cluster_is_started_again_until_the_service_leaves() -> None:
+    engines, child = made("engine-0")
+    child.is_alive = False
+    engines.look_after()
+    assert child.starts == 1 and engines.table
+    engines.drain()
+    assert child.told == [("leave", 7.0)]
+    child.is_alive = False
+    engines.look_after()
+    assert child.starts == 1 and not engines.are_alive
