@@ -130,7 +130,8 @@ class Story:
 
 def turn(machine: Machine, text: str) -> str:
     """The answer to one turn of a conversation."""
-    body = {"contents": [text], "session_id": "demo", "max_tokens": 24, "temperature": 0}
+    prompt = f"User: {text}\n\nAssistant:"
+    body = {"contents": [prompt], "session_id": "demo", "max_tokens": 24, "temperature": 0}
     answer = fetch(f"{machine.url}/state/chat/completions", body)
     return str(answer["choices"][0]["message"]["content"]).strip() if answer else ""
 

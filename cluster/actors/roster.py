@@ -168,16 +168,18 @@ class Roster:
         self._to_restart.extend(one for one in wanted if one not in self._to_restart)
 
     def leave(self) -> bool:
-        """This machine's service ends; returns whether engines end with it."""
-        answers = [actor.leave.remote(self._watcher) for actor in self._actors.values()]
-        ready, _ = self._ray.wait(answers, num_returns=len(answers), timeout=4 * LOOK_S) if answers else ([], [])
-        leave = False
+        """This machine's service ends; returns whether engines end with it, those too that wait for a node."""
+        asked = {actor.leave.remote(self._watcher): name for name, actor in self._actors.items()}
+        ready, silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=4 * LOOK_S) if asked else ([], [])
+        is_last = False
         for answer in ready:
             try:
-                leave = self._ray.get(answer) or leave
+                is_last = self._ray.get(answer) or is_last
             except self._ray.exceptions.RayError:
-                continue
-        return leave
+                silent.append(answer)
+        for answer in silent if is_last else ():
+            leave_cluster(asked[answer])
+        return is_last
 
     def _create(self, name: str, devices: tuple[str, ...]) -> None:
         config = self._plan.config_of(name, devices)
