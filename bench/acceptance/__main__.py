@@ -18,11 +18,23 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from bench.acceptance.load import hot_tenant, overload, rolling, slow_engine
+from bench.acceptance.sessions import database_down, deleted, partition, same_session
 from bench.acceptance.streams import kills
 from bench.serve import machine
 
 Mode = Callable[[argparse.Namespace, list[str]], Awaitable[dict[str, Any]]]
-MODES: dict[str, Mode] = {"kills": kills}
+MODES: dict[str, Mode] = {
+    "kills": kills,
+    "database-down": database_down,
+    "partition": partition,
+    "same-session": same_session,
+    "deleted": deleted,
+    "rolling": rolling,
+    "hot-tenant": hot_tenant,
+    "overload": overload,
+    "slow-engine": slow_engine,
+}
 
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -31,6 +43,10 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("mode", choices=sorted(MODES))
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--streams", type=int, default=60)
+    parser.add_argument("--sessions", type=int, default=12)
+    parser.add_argument("--rows", type=int, default=4, help="places of an engine, where load is measured")
+    parser.add_argument("--step-ms", type=float, default=60.0, help="least time of a step there")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each part of a load")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)

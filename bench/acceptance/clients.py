@@ -14,7 +14,6 @@ import aiohttp
 
 CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
 PATIENCE_S = 300.0
-LEAST_FOR_P99 = 100
 
 
 @dataclass
@@ -50,8 +49,10 @@ class Answer:
 class Clients:
     """Connections to one service; a context."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
+        """`key`: an API key of requests that bring none."""
         self._url = url
+        self._key = key
 
     async def __aenter__(self) -> Clients:
         self._session = aiohttp.ClientSession(
@@ -68,7 +69,7 @@ class Clients:
     async def post(self, path: str, body: dict[str, Any], key: str = "") -> Answer:
         """Ask, with an API key if there is one; never raises for what the service does."""
         answer = Answer(time.perf_counter())
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {key or self._key}"} if key or self._key else {}
         try:
             async with self._session.post(path, json=body, headers=headers) as reply:
                 answer.status, answer.headers = reply.status, dict(reply.headers)
@@ -80,11 +81,6 @@ class Clients:
             answer.error = f"the connection failed: {error!r}"
         answer.ended = time.perf_counter()
         return answer
-
-    async def get(self, path: str) -> Any:
-        """A JSON document."""
-        async with self._session.get(path) as reply:
-            return json.loads(await reply.text())
 
 
 async def _read_stream(reply: aiohttp.ClientResponse, answer: Answer) -> None:
