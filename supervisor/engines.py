@@ -292,7 +292,7 @@ class Engines:
             return
         engine = self._engines.get(self._to_restart.popleft())
         if engine is not None and engine.status in _RESTARTABLE:
-            logger.info("%s is %s and started anew", engine.told.engine, engine.status)
+            logger.info("%s, which is %s, is started anew", engine.told.engine, engine.status)
             engine.start_anew(self._drain_s)
 
     def _unknown(self, name: str) -> str:

@@ -2,9 +2,25 @@
 
     python -m bench.acceptance MODE [--streams N] [--rounds N] [--engines N] ... [flags of app.py]
 
-`kills`: streams while engines are killed; each text is compared with that of an undisturbed run, the pause is the
-longest gap between two pieces of a stream and is below 5 s at the 99th of a hundred. Bounded by the cores: what a lost
-engine had begun is read again by the others, and an engine that starts needs seconds of a core.
+`kills`: `--streams` streams while an engine is killed, `--rounds` times; each text is that of an undisturbed run, the
+    longest gap between two pieces of a stream is below 5 s at the 99th of a hundred. Bounded by the cores: what a lost
+    engine had begun is read again by the others, and an engine that starts needs seconds of a core.
+`partition`: an engine stands still for 10 s in the middle of turns, `--rounds` times; what it acknowledges counts once.
+`database-down`: PostgreSQL is away for 14 s; requests without a session go on, turns wait and are refused, none is
+    acknowledged that is not kept.
+`moved`: `--sessions` sessions go on with other engines: from a checkpoint with the same bits, by replay with the same
+    `--max-tokens` greedy tokens.
+`same-session`: two turns of each session at once over two HTTP workers: one waits for the other, or is refused.
+`deleted`: sessions on all tiers, and with a turn under way, are deleted; nothing is left, a later turn is the first.
+`rolling`: all engines are started anew under 0.8 of what they carry together: no request fails, the time to the first
+    token is below three times the usual at the 99th of a hundred. While one is away the others must carry all: six
+    engines or more.
+`slow-engine`: one of two gets a fifth of the time: from two seconds on it is given less than a third.
+`hot-tenant`: one of five clients sends ten times as much: the others' first tokens come within twice the usual time.
+`overload`: three times what the engines carry: 429 with Retry-After, 0.95 of the usual answers, bounded memory.
+
+In the last four an engine has `--rows` places and a step takes `--step-ms`, so that what engines carry is set and not
+this machine's cores; a machine that is busy otherwise shows in the times all the same.
 
 The last line is JSON; exit status 1 unless `ok`.
 """
@@ -19,6 +35,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from bench.acceptance.load import hot_tenant, overload, rolling, slow_engine
+from bench.acceptance.moves import moved
 from bench.acceptance.sessions import database_down, deleted, partition, same_session
 from bench.acceptance.streams import kills
 from bench.serve import machine
@@ -30,6 +47,7 @@ MODES: dict[str, Mode] = {
     "partition": partition,
     "same-session": same_session,
     "deleted": deleted,
+    "moved": moved,
     "rolling": rolling,
     "hot-tenant": hot_tenant,
     "overload": overload,

@@ -22,8 +22,8 @@ from bench.acceptance.streams import stream_body
 ANSWER_TOKENS = 16
 STEADY_S = 5.0
 BUSY, HALF = 0.8, 0.5
-SLOW_TURN_S, SLOW_SHARE = 0.1, 0.2
-"""A slow engine gets this part of every tenth of a second."""
+SLOW_TURN_S, SLOW_SHARE = 1.0, 0.2
+"""A slow engine gets this part of every second: many steps, since what pads a step passes while it stands still."""
 GOODPUT, MOST_GROWTH_MB = 0.95, 256.0
 TENANTS = 5
 

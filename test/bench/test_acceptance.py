@@ -1,0 +1,20 @@
+"""The acceptance programs of several engines, in small; RWKV_LONG_TESTS=1 runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from bench.acceptance.__main__ import MODES, parse
+
+
+@pytest.mark.skipif("RWKV_LONG_TESTS" not in os.environ, reason="RWKV_LONG_TESTS=1 runs it")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["same-session", "deleted", "moved", "overload"])
+def test_it_withstands(mode: str) -> None:
+    small = ["--engines", "2", "--sessions", "6", "--rounds", "1", "--max-tokens", "16", "--seconds", "3"]
+    options, flags = parse([mode, *small])
+    figures = asyncio.run(MODES[mode](options, flags))
+    assert figures["ok"], figures
