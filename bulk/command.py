@@ -25,7 +25,7 @@ from bulk.glossary import Glossary, load_glossary
 from bulk.inputs import Input
 from bulk.ledger import Ledger
 from bulk.lines import LineWorker
-from bulk.options import Options, parse_options
+from bulk.options import Options, check_settings, flag_of, parse_options
 from bulk.outputs import STDOUT
 from bulk.progress import Meter, Reporter
 from bulk.records import Record, RunError
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -
     try:
         options, rest = parse_options(arguments)
         settings = parse_settings(rest, os.environ)
+        check_settings(options, rest)
         check_body(options)
         set_up_logging("batch", LogStyle(settings.service.log_format, settings.service.log_level))
         backend: Backend = _service(options, settings) if options.url else OwnEngine(with_model(settings))
@@ -153,7 +154,7 @@ class _Command:
     def _settings(self, glossary: Glossary | None, model: str) -> dict[str, str]:
         """What decides over the answers, by the names of its flags."""
         options, plan = self.options, self.options.plan
-        decode = {f"--{name.replace('_', '-')}": repr(value) for name, value in plan.decode.items()}
+        decode = {flag_of(name): repr(value) for name, value in plan.decode.items()}
         terms = Path(options.glossary).read_bytes() if glossary is not None else b""
         return decode | {
             "--task": plan.task,

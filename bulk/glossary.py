@@ -19,14 +19,20 @@ class Glossary:
 
     def __init__(self, terms: dict[str, str]) -> None:
         self._terms = {term.casefold(): target for term, target in terms.items()}
-        longest_first = sorted(self._terms, key=len, reverse=True)
+        written = {*terms, *self._terms}  # "Straße" is not what its folded form matches, "STRASSE" not what it does
+        longest_first = sorted(written, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(_bounded, longest_first)), re.IGNORECASE) if terms else None
 
     def wanted(self, text: str) -> dict[str, str]:
         """Terms of a text, with their translations."""
         if self._pattern is None:
             return {}
-        return {found: self._terms[found.casefold()] for found in self._pattern.findall(text)}
+        found = ((term, self._target(term)) for term in self._pattern.findall(text))
+        return {term: target for term, target in found if target is not None}
+
+    def _target(self, found: str) -> str | None:
+        """The translation of what the pattern has found; None: of "İ" for "i" and the like it finds more than folds."""
+        return self._terms.get(found.casefold())
 
     def missing(self, text: str, answer: str) -> dict[str, str]:
         """Those whose translation the answer has not, whatever the case."""
@@ -37,7 +43,7 @@ class Glossary:
         """The text with the terms translated."""
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda found: self._terms[found.group().casefold()], text)
+        return self._pattern.sub(lambda found: self._target(found.group()) or found.group(), text)
 
 
 def _bounded(term: str) -> str:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
@@ -19,6 +19,10 @@ STDIN = "-"
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """A longer line fails alone; it is never held whole."""
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+"""What a Zstandard file of parallel compressors begins with: a frame without data."""
+_PIECE = 1 << 10
+"""Compressed bytes that are taken at once: they become 32 MiB at most."""
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 
@@ -50,6 +54,39 @@ def is_stream(path: str) -> bool:
     return path == STDIN or (Path(path).exists() and not Path(path).is_file())
 
 
+class _Frames(io.RawIOBase):
+    """Zstandard frames, decompressed. zstandard's own reader takes a file that was cut off for one that is whole."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        """the frame that is being read"""
+        self._behind = b""
+        """bytes behind the last frame"""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        """See RawIOBase."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See RawIOBase. Raises EOFError if the file ends within a frame."""
+        while not self._ready:
+            piece = self._behind or self._raw.read(_PIECE)
+            self._behind = b""
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("Compressed file ended before the end of its last frame")
+                return 0
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(piece))
+            if self._frame.eof:
+                self._behind, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
 class Input:
     """A file, a pipe or standard input, read once from its beginning."""
 
@@ -68,9 +105,8 @@ class Input:
         magic = raw.peek(4)[:4]
         if magic.startswith(_GZIP):
             return io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
-        if magic == _ZSTD:
-            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            return io.BufferedReader(reader, _CHUNK)
+        if magic == _ZSTD or int.from_bytes(magic, "little") in _SKIPPABLE:
+            return io.BufferedReader(_Frames(raw), _CHUNK)
         return raw
 
     def fraction(self) -> float | None:

@@ -26,6 +26,9 @@ _DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
     "seed": (int, "line i draws with seed + i; without it lines draw by chance"),
 }
 """Fields of the body, by their names in docs/api.md, which has their limits and defaults."""
+_FLAGS = {"stop_tokens": "--stop", "enable_think": "--think"}
+_OF_A_SERVICE = ("--password", "--password-file", "--log-format", "--log-level")
+"""Settings that mean something beside --url."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +144,11 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     add("--progress", choices=progress.FORMS, default="auto", help="auto: a bar on a terminal, else plain lines")
 
 
+def flag_of(name: str) -> str:
+    """The flag that gives this field of a body."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
 def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """Options, and the arguments that are settings of the service. Raises SettingsError."""
     given, rest = build_parser().parse_known_args(list(arguments))
@@ -168,11 +176,27 @@ def _check(given: argparse.Namespace, plan: Plan) -> None:
     if plan.task == "translate" and not plan.target_lang:
         raise SettingsError("--target-lang must be given: the language to translate into")
     if plan.task in ("translate", "score") and plan.decode:
-        name = next(iter(plan.decode)).replace("_", "-")
-        raise SettingsError(f"--{name} does nothing for {plan.task}, which draws nothing by chance; leave it out")
-    if plan.task != "translate" and given.glossary:
-        raise SettingsError(f"--glossary is for translate, not for {plan.task}")
-    if plan.task != "chat" and "enable_think" in plan.decode:
-        raise SettingsError(f"--think is for chat, not for {plan.task}")
+        name = flag_of(next(iter(plan.decode)))
+        raise SettingsError(f"{name} does nothing for {plan.task}, which draws nothing by chance; leave it out")
+    for flag, is_given, tasks in (
+        ("--glossary", given.glossary, ("translate",)),
+        ("--source-lang", plan.source_lang != "auto", ("translate",)),
+        ("--target-lang", plan.target_lang, ("translate",)),
+        ("--think", given.think, ("chat",)),
+        ("--template", plan.template, ("translate", "chat", "complete", "score")),
+    ):
+        if is_given and plan.task not in tasks:
+            raise SettingsError(f"{flag} is for {', '.join(tasks)}, not for {plan.task}; leave it out")
     if given.form in ("srt", "vtt") and given.order == "done":
         raise SettingsError("--order done would shuffle subtitles; leave it out")
+    if given.errors == "-":
+        raise SettingsError(
+            "--errors must name a file, got -; with --output - failures go to standard error without it"
+        )
+
+
+def check_settings(options: Options, rest: Sequence[str]) -> None:
+    """Raises SettingsError for settings of an engine, where a service answers."""
+    names = [argument.partition("=")[0] for argument in rest if argument.startswith("--")]
+    if options.url and (other := next((name for name in names if name not in _OF_A_SERVICE), None)):
+        raise SettingsError(f"{other} is a setting of an engine in this process, but --url asks a service; give one")

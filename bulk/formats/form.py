@@ -39,14 +39,14 @@ class Form(Protocol):
 def form_of(path: str) -> str | None:
     """The form that a file's name tells; None if it does not."""
     name = PurePath(path)
-    if name.suffix in COMPRESSIONS:
+    if compression_of(path):
         name = name.with_suffix("")
     return _SUFFIXES.get(name.suffix.lower())
 
 
 def compression_of(path: str) -> str:
     """ "gz", "zst" or "", by the file's name."""
-    return COMPRESSIONS.get(PurePath(path).suffix, "")
+    return COMPRESSIONS.get(PurePath(path).suffix.lower(), "")
 
 
 def why_unreadable(line: Line) -> str:

@@ -33,16 +33,14 @@ class Subtitles:
 
     def _record(self, index: int, block: list[Line]) -> Record:
         size = sum(line.size for line in block)
-        text = "\n".join(line.text for line in block)
         problem = next(filter(None, map(why_unreadable, block)), "")
-        if problem:
-            return Record(index, block[0].number, problem=problem, size=size)
-        at = next((at for at, line in enumerate(block[:2]) if _ARROW in line.text), None)
-        head = [] if at is None else [line.text for line in block[: at + 1]]
-        said = "\n".join(line.text for line in block[len(head) :])
-        if at is None or not said.strip():
-            return Record(index, block[0].number, verbatim=text, size=size)
-        return Record(index, block[0].number, {self._field: said}, size=size, head="\n".join(head))
+        lines = [line.data.decode("utf-8", "replace") for line in block]
+        at = next((at for at, line in enumerate(lines[:2]) if _ARROW in line), None)
+        head, said = ([], lines) if at is None else (lines[: at + 1], lines[at + 1 :])
+        if not problem and (at is None or not "".join(said).strip()):
+            return Record(index, block[0].number, verbatim="\n".join(lines), size=size)
+        fields = {self._field: "\n".join(said)}
+        return Record(index, block[0].number, fields, problem, size=size, head="\n".join(head))
 
     def opening(self) -> str:
         """See Form."""

@@ -6,13 +6,14 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
+from app import main
 from test.bulk.runs import batch, errors_of, fake_service, read_jsonl, started, write_jsonl
 from test.serving import Service
 
@@ -122,10 +123,20 @@ def test_a_cue_that_fails_keeps_its_text(fake: Service, tmp_path: Path) -> None:
     assert target.read_text().endswith("00:00:04,500\nfail@1\n\n")
 
 
+def test_a_cue_that_is_no_utf_8_keeps_its_number_time_and_what_can_be_read(fake: Service, tmp_path: Path) -> None:
+    source, target = tmp_path / "a.srt", tmp_path / "out.srt"
+    source.write_bytes(SRT.format("voilà").encode("latin-1"))
+    assert batch(fake, source, target) == 3
+    assert target.read_text() == SRT.format("voil\ufffd").replace("Hello\nthere", said("Hello\nthere"))
+    (failed,) = errors_of(target)
+    assert (failed["line"], failed["input"]) == (6, {"text": "voil\ufffd"}) and "UTF-8" in failed["error"]
+
+
 def test_compressed_files_are_read_by_their_bytes_and_written_by_name(fake: Service, tmp_path: Path) -> None:
     lines = b"".join(b'{"text": "n%d"}\n' % i for i in range(100))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines[:500]) + gzip.compress(lines[500:]))
-    (tmp_path / "b.jsonl").write_bytes(zstandard.compress(lines[:500]) + zstandard.compress(lines[500:]))
+    parallel = b"\x50\x2a\x4d\x18\x04\0\0\0size" + zstandard.compress(lines[:500])  # as pzstd begins a file
+    (tmp_path / "b.jsonl").write_bytes(parallel + zstandard.compress(lines[500:]))
     wanted = [{"text": f"n{i}", "completion": said(f"n{i}")} for i in range(100)]
     assert batch(fake, tmp_path / "a.jsonl.gz", tmp_path / "out.jsonl.zst") == 0
     with zstandard.open(tmp_path / "out.jsonl.zst", "rt") as file:
@@ -133,12 +144,23 @@ def test_compressed_files_are_read_by_their_bytes_and_written_by_name(fake: Serv
     assert batch(fake, tmp_path / "b.jsonl", tmp_path / "out.jsonl.gz") == 0
     with gzip.open(tmp_path / "out.jsonl.gz", "rt") as file:
         assert [json.loads(line) for line in file] == wanted
+    shouted = (tmp_path / "a.jsonl.gz").rename(tmp_path / "A.JSONL.GZ")
+    assert batch(fake, shouted, tmp_path / "OUT.JSONL.GZ") == 0
+    with gzip.open(tmp_path / "OUT.JSONL.GZ", "rt") as file:
+        assert [json.loads(line) for line in file] == wanted
 
 
-def test_a_broken_archive_ends_the_run_and_keeps_what_was_read(fake: Service, tmp_path: Path) -> None:
-    lines = b"".join(b'{"text": "n%d"}\n' % i for i in range(5000))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
-    assert batch(fake, tmp_path / "a.jsonl.gz", tmp_path / "out.jsonl") == 1
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_an_archive_that_was_cut_off_is_not_taken_as_whole(
+    fake: Service, tmp_path: Path, capsys: Any, compress: Callable[[bytes], bytes]
+) -> None:
+    lines = b"".join(b'{"text": "n%d"}\n' % i for i in range(200))
+    source, target = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(compress(lines[:2000]) + compress(lines[2000:])[:-20])
+    assert batch(fake, source, target) == 1
+    assert "ended before the end" in capsys.readouterr().err.splitlines()[-1]
+    found = [line["text"] for line in read_jsonl(target)]
+    assert found == [f"n{i}" for i in range(len(found))]
 
 
 def test_standard_input_and_output(fake: Service, tmp_path: Path) -> None:
@@ -190,6 +212,11 @@ def test_what_cannot_be_run_is_said_in_one_line(fake: Service, tmp_path: Path, c
         ("--temperature", "-1"): (2, "temperature"),
         ("--task", "translate"): (2, "--target-lang"),
         ("--task", "translate", "--target-lang", "de"): (2, "--max-tokens"),
+        ("--task", "chat", "--target-lang", "de"): (2, "--target-lang"),
+        ("--source-lang", "de"): (2, "--source-lang"),
+        ("--task", "fim", "--template", "{text}"): (2, "--template"),
+        ("--model-path", "a.pth"): (2, "--model-path"),
+        ("--errors", "-"): (2, "--errors"),
         ("--shard", "4/3"): (2, "i/n"),
         ("--nonsense",): (2, "--nonsense"),
         ("--url", "http://127.0.0.1:1"): (1, "127.0.0.1:1"),
@@ -199,6 +226,10 @@ def test_what_cannot_be_run_is_said_in_one_line(fake: Service, tmp_path: Path, c
         assert batch(fake, source, target, *flags) == code, flags
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.startswith("error: ") and word in message, message
+    bare = ["batch", str(source), "-o", str(target), "--url", fake.url, "--task", "score"]
+    for flag in (["--stop", "x"], ["--think"]):
+        assert main([*bare, *flag]) == 2
+        assert f"error: {flag[0]} " in capsys.readouterr().err
     assert batch(fake, tmp_path / "absent.jsonl", target) == 1
     assert batch(fake, source, tmp_path / "out.csv") == 1
     assert batch(fake, source, source) == 1
@@ -212,8 +243,6 @@ def test_glossary_terms_are_put_in_and_missing_ones_said(fake: Service, tmp_path
     source = write_jsonl(tmp_path / "in.jsonl", ["The State Pool keeps it", "a plain word", "a row"])
     flags = ("--task", "translate", "--target-lang", "de", "--source-lang", "en", "--glossary", str(terms))
     command = ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), "--url", fake.url, *flags]
-    from app import main
-
     assert main(command) == 0
     found = [line["translation"] for line in read_jsonl(tmp_path / "out.jsonl")]
     assert "Zustandsspeicher" in found[0] and "Zeile" in found[2] and "plain word" in found[1]
