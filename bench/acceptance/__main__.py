@@ -32,13 +32,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from bench.acceptance.load import hot_tenant, overload, rolling, slow_engine
 from bench.acceptance.moves import moved
 from bench.acceptance.sessions import database_down, deleted, partition, same_session
 from bench.acceptance.streams import kills
-from bench.serve import machine
+from bench.origin import origin
 
 Mode = Callable[[argparse.Namespace, list[str]], Awaitable[dict[str, Any]]]
 MODES: dict[str, Mode] = {
@@ -67,6 +68,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--seconds", type=float, default=10.0, help="of each part of a load")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="file for what the last line says")
+    parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_known_args(arguments)
 
@@ -75,7 +78,10 @@ def main() -> None:
     """Run the mode and print its figures."""
     options, flags = parse()
     figures = asyncio.run(MODES[options.mode](options, flags))
-    print(json.dumps({"bench": "acceptance", "mode": options.mode, **figures, "machine": machine()}))
+    last = {"bench": "acceptance", "mode": options.mode, **figures, **origin(options.commit)}
+    if options.out is not None:
+        options.out.write_text(json.dumps(last, indent=1) + "\n")
+    print(json.dumps(last))
     sys.exit(not figures["ok"])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 
 
 @dataclass
