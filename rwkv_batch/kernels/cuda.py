@@ -197,15 +197,17 @@ class CudaOps:
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if isinstance(layer.ffn_value, CudaQuantValue):
             hidden, is_squared = self._hidden_quantised(layer, layer.ffn_value, x, adapters)
+            of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
             y = self._value_quantised(layer.ffn_value, hidden, is_squared)
             if adapters is not None and not is_squared:
                 library().call("rwkv_relu_square", cuda_pointer(hidden), hidden.numel())
         else:
             hidden = self._hidden(layer, x, adapters)
+            of_experts = mix_experts(layer, x, hidden, adapters)
             y = self._value(layer, hidden)
         if adapters is not None:
             adapters.add(Beside(Target.FFN_VALUE, hidden, y))
-        return y
+        return y if of_experts is None else y + of_experts
 
     def _hidden(self, layer: CudaLayer, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
         rows, ffn = len(x), layer.ffn_key.weight.shape[0]
@@ -309,6 +311,26 @@ def _finish(adapters: LayerAdapters | None, x: Tensor, hidden: Tensor) -> None:
     if adapters is not None:
         assert isinstance(adapters, CudaLayerAdapters), "made by this backend's table"
         adapters.finish_squares(Beside(Target.FFN_KEY, x, hidden))
+
+
+def mix_experts(
+    layer: Layer, x: Tensor, hidden: Tensor, adapters: LayerAdapters | None, is_squared: bool = True
+) -> Tensor | None:
+    """Of tokens whose adapter has experts, hidden [T, 4C] becomes what these make of x [T, C], for the value map.
+
+    Others' stays, bit for bit. `is_squared`: else that map squares what it is given. Returns what is added to its
+    result [T, C], zero for the others; None: no token has experts.
+    """
+    if adapters is None:
+        return None
+    assert isinstance(adapters, CudaLayerAdapters), "made by this backend's table"
+    if not adapters.has_experts:
+        return None
+    added = torch.zeros_like(x)
+    adapters.mix_experts(x, layer.ffn_key(x), hidden, added)
+    if not is_squared:
+        adapters.take_roots(hidden)
+    return added
 
 
 def check_sizes(width: int, ffn: int) -> None:

@@ -1,9 +1,12 @@
-"""Adapters on a GPU: a table of where their pairs are, which graphs read, and the launches of csrc/adapters.cu."""
+"""Adapters on a GPU: a table of where their pairs are, which graphs read, and the launches of csrc/adapters.cu.
+
+Mixtures of experts (MoLE) are plain torch in fp32 beside the kernels, in steps that are no graphs.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,8 +14,8 @@ from torch import Tensor
 
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda_library import AdapterArgs, cuda_pointer, library
-from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable, Beside, LayerAdapters, StepAdapters
-from rwkv_batch.model.low_rank import MAX_RANK, LayerPairs, Target, padded
+from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable, Beside, LayerAdapters, StepAdapters, mixed
+from rwkv_batch.model.low_rank import MAX_RANK, Experts, LayerPairs, Target, padded
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
 
 TILE = 16
@@ -63,6 +66,8 @@ class CudaAdapterTable(AdapterTable):
         super().__init__(first, last, device, dtype)
         self.device = device
         self._memory: dict[int, Tensor] = {}
+        self._experts: dict[int, dict[int, Experts]] = {}
+        """of an adapter's number, by the stage's layer"""
         self._pairs: Tensor | None = None
 
     @property
@@ -76,8 +81,6 @@ class CudaAdapterTable(AdapterTable):
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
         """See AdapterTable."""
-        if any(layer.experts is not None for layer in layers.values()):
-            raise ValueError("mixtures of experts (MoLE) run with --kernels cpu or naive only")
         entries = torch.zeros(len(self.layers), len(Target), 3, dtype=torch.int64)
         pieces: list[Tensor] = []
         at = 0
@@ -90,12 +93,21 @@ class CudaAdapterTable(AdapterTable):
                 pieces += [a, b]
         memory = torch.cat(pieces or [torch.zeros(RANK_STEP, dtype=torch.float16)]).to(self.device)
         entries[..., :2] += memory.data_ptr()
+        experts = {i: layers[layer].experts for i, layer in enumerate(self.layers) if layer in layers}
+        routed = {i: one.to(self.device, torch.float32) for i, one in experts.items() if one is not None}
         self._memory[number] = memory
+        if routed:
+            self._experts[number] = routed
         self.table[number].copy_(entries)
 
     def drop(self, number: int) -> None:
         """See AdapterTable. Steps on their way have it still: memory goes to those behind them on the stream."""
         self._memory.pop(number, None)
+        self._experts.pop(number, None)
+
+    def is_routed(self, number: int) -> bool:
+        """See AdapterTable."""
+        return number in self._experts
 
     def of_step(self, inputs: StepInputs) -> StepAdapters | None:
         """See AdapterTable."""
@@ -106,15 +118,25 @@ class CudaAdapterTable(AdapterTable):
             count = fill_tiles(inputs.adapters.numpy(), tokens, numbers)
             both = on_device([*tokens[: count * TILE].tolist(), *numbers[:count].tolist()], torch.int32, self.device)
             tiles = AdapterTiles(both[: count * TILE].view(count, TILE), both[count * TILE :])
-        return None if tiles is None else CudaStepAdapters(self, tiles)
+        return None if tiles is None else CudaStepAdapters(self, tiles, self._routed(inputs))
+
+    def _routed(self, inputs: StepInputs) -> list[tuple[dict[int, Experts], Tensor]]:
+        """Of a step that is no graph, adapters with experts and the tokens [N] of each, on the device."""
+        if inputs.adapters is None or not self._experts:
+            return []
+        numbers = inputs.adapters.numpy()
+        found = ((layers, np.flatnonzero(numbers == number).tolist()) for number, layers in self._experts.items())
+        return [(layers, on_device(tokens, torch.int64, self.device)) for layers, tokens in found if tokens]
 
 
 class CudaStepAdapters:
     """What a step's tiles add."""
 
-    def __init__(self, table: AdapterTable, tiles: AdapterTiles) -> None:
+    def __init__(
+        self, table: AdapterTable, tiles: AdapterTiles, routed: Sequence[tuple[dict[int, Experts], Tensor]] = ()
+    ) -> None:
         assert isinstance(table, CudaAdapterTable), "the cuda kernels have a table of their own"
-        self.table, self.tiles = table, tiles
+        self.table, self.tiles, self.routed = table, tiles, routed
 
     def of_layer(self, number: int) -> LayerAdapters:
         """See StepAdapters."""
@@ -126,13 +148,27 @@ class CudaLayerAdapters:
 
     def __init__(self, step: CudaStepAdapters, layer: int) -> None:
         self._step, self._layer = step, layer
+        self._routed = [(layers[layer], tokens) for layers, tokens in step.routed if layer in layers]
 
     def add(self, *maps: Beside) -> None:
         """See LayerAdapters: x [T, in] and y [T, out] fp16, all maps of as many inputs."""
         self._launch(maps, squares=False)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether `mix_experts` changes anything."""
+        return bool(self._routed)
+
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
-        """Nothing for [T, C] of any tokens: this table takes no mixtures."""
+        """See LayerAdapters: x, y [T, C], key, hidden [T, F] fp16; computed in fp32."""
+        for experts, tokens in self._routed:
+            own, added = mixed(experts, x[tokens].float(), key[tokens].float())
+            hidden[tokens], y[tokens] = own.to(hidden.dtype), added.to(y.dtype)
+
+    def take_roots(self, hidden: Tensor) -> None:
+        """Of what `mix_experts` has left in hidden [T, F], for a product that squares what it is given."""
+        for _, tokens in self._routed:
+            hidden[tokens] = hidden[tokens].sqrt()
 
     def finish_squares(self, one: Beside) -> None:
         """max(v + b (a x), 0)^2 in place of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE) of each output v.

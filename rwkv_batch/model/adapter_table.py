@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
+from rwkv_batch.model.low_rank import Experts, LayerPairs, Target
 from rwkv_batch.model.step_inputs import StepInputs
 
 NO_ADAPTER = 0
@@ -56,7 +56,7 @@ class AdapterTable:
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
         """Take an adapter in under a number above 0 that no running row has."""
-        self._held[number] = [self._moved(layers.get(i, LayerPairs())) for i in self.layers]
+        self._held[number] = [layers.get(i, LayerPairs()).to(self._device, self._dtype) for i in self.layers]
 
     def drop(self, number: int) -> None:
         """Let go of an adapter that no running row has."""
@@ -66,6 +66,10 @@ class AdapterTable:
         """Of each layer of the stage."""
         return self._held[number]
 
+    def is_routed(self, number: int) -> bool:
+        """Whether graphs cannot hold steps of its rows: what a token meets is known on the device alone."""
+        return False
+
     def of_step(self, inputs: StepInputs) -> StepAdapters | None:
         """What the step's rows add; None: no row has an adapter."""
         if inputs.adapters is None:
@@ -73,19 +77,6 @@ class AdapterTable:
         numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
         places = [(inputs.adapters == number).nonzero().squeeze(1).to(self._device) for number in numbers]
         return _Groups([(self._held[number], place) for number, place in zip(numbers, places, strict=True)])
-
-    def _moved(self, layer: LayerPairs) -> LayerPairs:
-        experts = layer.experts
-        if experts is not None:
-            pairs = tuple({target: self._pair(pair) for target, pair in one.items()} for one in experts.pairs)
-            experts = Experts(self._here(experts.router), pairs, experts.active)
-        return LayerPairs({target: self._pair(pair) for target, pair in layer.pairs.items()}, experts)
-
-    def _pair(self, pair: Pair) -> Pair:
-        return Pair(self._here(pair.a), self._here(pair.b))
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype).contiguous()
 
 
 class _Groups:
@@ -129,13 +120,12 @@ def mixed(experts: Experts, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     top = scores.topk(experts.active, dim=1)
     gates = torch.zeros_like(scores).scatter(1, top.indices, torch.softmax(top.values.float(), dim=1).to(scores.dtype))
     hidden, y = torch.zeros_like(key), torch.zeros_like(x)
-    for e, pairs in enumerate(experts.pairs):
-        tokens = gates[:, e].nonzero().squeeze(1)
-        of_expert, gate = key[tokens], gates[tokens, e : e + 1]
+    for gate, pairs in zip(gates.split(1, dim=1), experts.pairs, strict=True):  # all tokens: to choose is to wait
+        of_expert = key
         if (pair := pairs.get(Target.FFN_KEY)) is not None:
-            of_expert = of_expert + (x[tokens] @ pair.a.T) @ pair.b.T
-        of_expert = torch.relu(of_expert).square()
-        hidden[tokens] += gate * of_expert
+            of_expert = key + (x @ pair.a.T) @ pair.b.T
+        of_expert = gate * torch.relu(of_expert).square()
+        hidden += of_expert
         if (pair := pairs.get(Target.FFN_VALUE)) is not None:
-            y[tokens] += gate * ((of_expert @ pair.a.T) @ pair.b.T)
+            y += (of_expert @ pair.a.T) @ pair.b.T
     return hidden, y

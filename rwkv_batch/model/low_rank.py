@@ -38,6 +38,10 @@ class Pair:
         """Of both."""
         return len(self.a)
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Pair:
+        """The same there, contiguous."""
+        return Pair(self.a.to(device, dtype).contiguous(), self.b.to(device, dtype).contiguous())
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -54,6 +58,11 @@ class Experts:
     active: int
     """how many are mixed for a token"""
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Experts:
+        """The same there, contiguous."""
+        pairs = tuple({target: pair.to(device, dtype) for target, pair in one.items()} for one in self.pairs)
+        return Experts(self.router.to(device, dtype).contiguous(), pairs, self.active)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPairs:
@@ -63,6 +72,11 @@ class LayerPairs:
     """weights that are left as they are have none"""
     experts: Experts | None = None
     """beside FFN_KEY and FFN_VALUE, which have no pairs then"""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LayerPairs:
+        """The same there, contiguous."""
+        experts = None if self.experts is None else self.experts.to(device, dtype)
+        return LayerPairs({target: pair.to(device, dtype) for target, pair in self.pairs.items()}, experts)
 
     @property
     def all_pairs(self) -> list[Pair]:

@@ -218,8 +218,10 @@ class ModelRunner:
         """A step's rows as they are launched: all together; with graphs, rows that decode after the others.
 
         Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
-        that has them is the last one.
+        that has them is the last one. Rows under an adapter that no graph can hold go before, decoding or not.
         """
+        routed = [row for row in rows if self._is_routed(row)]
+        rows = [row for row in rows if not self._is_routed(row)] if routed else rows
         mixtures = self._mixtures_apart(rows)
         if mixtures:
             apart = {id(row) for row in mixtures}
@@ -232,7 +234,13 @@ class ModelRunner:
             if reading and decoding and self._mixed_size(decoding, reading) is not None:
                 reading, decoding = [], decoding + reading
             parts = [reading, scored, *_parted_by_kind(mixtures), decoding]
+        parts = [[row for row in routed if row.scored], [row for row in routed if not row.scored], *parts]
         return [part for part in parts if part]
+
+    def _is_routed(self, row: ScheduledRow) -> bool:
+        """Whether the row's adapter keeps it out of the graphs that there are."""
+        adapter = row.sequence.adapter
+        return self._graphs is not None and adapter is not None and self.pipeline.is_routed(adapter.place)
 
     def _mixtures_apart(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
         """Mixtures that cannot be in a launch with the other rows: of those that decode, a graph holds so many."""
@@ -251,7 +259,8 @@ class ModelRunner:
         """
         step = Launched(rows, [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
-        if self._graphs is not None and self._is_for_graphs(self._graphs, rows):
+        is_routed = self._is_routed(rows[0])
+        if self._graphs is not None and not is_routed and self._is_for_graphs(self._graphs, rows):
             try:
                 if rows[-1].feeds_back:
                     self._launch_graph(self._graphs, step)
@@ -263,7 +272,7 @@ class ModelRunner:
         if any(row.scored for row in rows):
             self._launch_scored(step)
         else:
-            logits = mixed(self._forward(self._inputs(rows)), step.drawing)
+            logits = mixed(self._forward(self._inputs(rows), None if is_routed else self._logits), step.drawing)
             self._drawing.draw(step, logits, self._tokens)
         return step
 
@@ -278,16 +287,16 @@ class ModelRunner:
         self._drawing.draw(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [R, V] of a step of any rows: by a graph if there is one that holds it."""
+    def _forward(self, inputs: StepInputs, into: Tensor | None) -> Tensor:
+        """Logits [R, V] of a step of any rows: by a graph if there is one that holds it, else in `into` if they fit."""
         size = None if self._prefill_graphs is None else self._prefill_graphs.size_for(inputs)
         if self._prefill_graphs is not None and size is not None:
             try:
                 return self._prefill_graphs.run(inputs, size)
             except CaptureError as error:
                 self._give_up_graphs(error)
-        holds_all = self._logits is not None and len(inputs.logit_tokens) <= len(self._logits)
-        return self.pipeline.forward(inputs, self._logits if holds_all else None)
+        holds_all = into is not None and len(inputs.logit_tokens) <= len(into)
+        return self.pipeline.forward(inputs, into if holds_all else None)
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""

@@ -87,6 +87,10 @@ class Pipeline:
             self.drop_adapter(number)
             raise
 
+    def is_routed(self, number: int) -> bool:
+        """See `AdapterTable.is_routed`: whether that holds on any stage."""
+        return any(stage.adapters.is_routed(number) for stage in self.stages)
+
     def adapter_bytes(self, adapter: ServedAdapter) -> int:
         """Bytes that an adapter takes on all devices together, but for padding."""
         numbers = {i: sum(p.a.numel() + p.b.numel() for p in layer.all_pairs) for i, layer in adapter.layers.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
+from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest, PromptLogprobs
 from rwkv_batch.runner.drawing import Launched
@@ -23,6 +24,7 @@ from rwkv_batch.runner.model_runner import ModelRunner
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from test.adapter_files import random_experts, write_adapter
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
 from test.state_files import random_state, write_state
 
@@ -195,6 +197,26 @@ def test_logits_that_wait_for_a_mask_are_those_of_their_rows(model: Path, engine
     for row in late:
         assert run(engine, row).finishes[0].error is None
     assert job.wait().all_texts == wanted
+
+
+def test_rows_that_no_graph_can_hold_go_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows under an adapter with experts, some held to a grammar, mixtures among them; a graph has the others."""
+    monkeypatch.setattr(AdapterTable, "is_routed", lambda _table, number: number == 1)
+    write_adapter(model.parent / "experts.pth", random_experts(3, layers=3, width=128))
+    own: Any = {"served_adapters": (f"experts={model.parent / 'experts.pth'}:2.0",), "states": poet(model)}
+    form = Constraint(form=Form.REGEX, source="[a-z0-9]{30}")
+    rows = [ask(f"plain {i}", max_tokens=25, ignore_eos=True) for i in range(4)]
+    rows += [ask(f"routed {i}", adapter="experts", max_tokens=25, ignore_eos=True) for i in range(3)]
+    rows += [ask(f"held {i}", adapter="experts", constraint=form, sampling=SamplingParams(seed=i)) for i in range(2)]
+    rows += [ask("held as well", constraint=form), ask("both", mixture=BOTH, adapter="experts", max_tokens=9)]
+    rows += [ask("how likely", adapter="experts", max_tokens=2, prompt_logprobs=PromptLogprobs())]
+    with started_engine(model, **own) as whole:
+        wanted, without = run(whole, *rows).all_texts, run(whole, ask("routed 0", max_tokens=25, ignore_eos=True))
+    assert wanted[4] != without.all_texts[0]
+    with started_engine(model, overlap_on_cpu=True, **own) as engine:
+        engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
+        assert run(engine, *rows).all_texts == wanted
+        assert max(graphs(engine).steps) == 5, "the rows without an adapter"
 
 
 def test_text_that_is_certain_is_read_whatever_its_length(model: Path) -> None:

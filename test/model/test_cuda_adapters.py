@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rwkv_batch.kernels.cuda import mix_experts
 from rwkv_batch.kernels.cuda_adapters import NOBODY, TILE, CudaAdapterTable, fill_tiles, max_tiles
+from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
+from rwkv_batch.model.step_inputs import step_inputs
 
 
 @pytest.mark.parametrize(("tokens", "adapters"), product([0, 1, 5, 16, 17, 100, 320], [0, 1, 8, 200]))
@@ -46,7 +51,64 @@ def test_the_table_says_where_pairs_are() -> None:
     table.drop(3)
 
 
-def test_it_takes_no_experts() -> None:
-    table = CudaAdapterTable(0, 1, torch.device("cpu"), torch.float16)
-    with pytest.raises(ValueError, match="--kernels cpu or naive"):
-        table.put(1, {0: LayerPairs({}, Experts(torch.ones(1, 64), ({}, {}), 1))})
+def experts(seed: int, layers: int = 2) -> dict[int, LayerPairs]:
+    """Four experts in every channel mix of width 64, of which two are mixed; the last has no key pair."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pair(out: int, inputs: int) -> Pair:
+        return Pair(torch.randn(3, inputs, generator=generator) * 0.2, torch.randn(out, 3, generator=generator) * 0.2)
+
+    found = {}
+    for i in range(layers):
+        pairs = [{Target.FFN_KEY: pair(256, 64), Target.FFN_VALUE: pair(64, 256)} for _ in range(4)]
+        del pairs[3][Target.FFN_KEY]
+        router = torch.randn(3, 64, generator=generator)
+        found[i] = LayerPairs({Target.KEY: pair(64, 64)}, Experts(router, tuple(pairs), 2))
+    return found
+
+
+@pytest.mark.parametrize("is_squared", [True, False])
+def test_experts_as_plain_torch_has_them(is_squared: bool) -> None:
+    """Two adapters with experts among rows without; the tokens of others stay bit for bit."""
+    cpu = torch.device("cpu")
+    table, plain = CudaAdapterTable(0, 2, cpu, torch.float16), AdapterTable(0, 2, cpu, torch.float32)
+    for number in (2, 5):
+        table.put(number, experts(number)), plain.put(number, experts(number))
+    assert table.is_routed(2) and not table.is_routed(1) and not plain.is_routed(2)
+    numbers = [0, 2, 2, 5, 0, 2, 5, 0]
+    inputs = step_inputs([[1]] * 8, [0] * 8, list(range(2, 10)), [])
+    inputs.adapters = torch.tensor(numbers)
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(256, 64, generator=generator) / 8).half()
+    layer: Any = SimpleNamespace(ffn_key=lambda x: x @ weight.T)
+    x = torch.randn(8, 64, generator=generator).half()
+    before = torch.relu(layer.ffn_key(x)) if not is_squared else torch.relu(layer.ffn_key(x)).square()
+    hidden, wanted, added = before.clone(), before.float(), torch.zeros(8, 64)
+    of_step, true = table.of_step(inputs), plain.of_step(inputs)
+    assert of_step is not None and true is not None
+    got = mix_experts(layer, x, hidden, of_step.of_layer(1), is_squared)
+    true.of_layer(1).mix_experts(x.float(), layer.ffn_key(x).float(), wanted, added)
+    assert got is not None and (wanted - before.float()).norm() > 0.3 * wanted.norm()
+    for row, number in enumerate(numbers):
+        if number == 0:
+            assert torch.equal(hidden[row], before[row]) and not got[row].any()
+            continue
+        found = hidden[row].float() if is_squared else hidden[row].float().square()
+        assert (found - wanted[row]).norm() < 2e-3 * wanted[row].norm()
+        assert (got[row].float() - added[row]).norm() < 2e-3 * added[row].norm()
+
+
+def test_a_step_without_rows_of_theirs_has_no_experts() -> None:
+    table = CudaAdapterTable(0, 2, torch.device("cpu"), torch.float16)
+    table.put(1, {0: LayerPairs({Target.KEY: Pair(torch.ones(2, 64), torch.ones(64, 2))})})
+    table.put(2, {1: experts(2)[1]})
+    inputs = step_inputs([[1]] * 2, [0] * 2, [2, 3], [])
+    inputs.adapters = torch.tensor([1, 0])
+    x = torch.ones(2, 64).half()
+    for numbers, layer in (([1, 0], 1), ([2, 0], 0)):
+        inputs.adapters = torch.tensor(numbers)
+        of_step = table.of_step(inputs)
+        assert of_step is not None
+        assert mix_experts(SimpleNamespace(), x, x, of_step.of_layer(layer)) is None  # type: ignore[arg-type]
+    table.drop(2)
+    assert not table.is_routed(2)

@@ -19,7 +19,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.pipeline import Pipeline
-from test.adapter_files import MAPS, random_lora, write_adapter
+from test.adapter_files import MAPS, random_experts, random_lora, write_adapter
 
 LAYERS, WIDTH = 3, 192
 WEIGHTS = weights_from(random_weights(LAYERS, WIDTH, vocab=300, seed=3, dtype=torch.float32))
@@ -127,20 +127,9 @@ def test_an_adapter_that_fits_no_memory_is_on_no_stage(
         made.stages[0].adapters.pairs(1)
 
 
-def mole(seed: int, experts: int = 4, same: bool = False) -> dict[str, Tensor]:
-    """Experts in every channel mix as RWKV-Infer's trainer names them, and pairs beside two maps of the time mix."""
-    found: dict[str, Tensor] = {"moe_info": torch.tensor([experts, 2])}
-    for i in range(LAYERS):
-        at = f"blocks.{i}.ffn"
-        found[f"{at}.router.linear.weight"] = normal(experts - 1, WIDTH, seed=seed + i) * 3
-        for e in range(experts):
-            own = seed + 100 * i + (0 if same else e)
-            for name, out, inputs in (("key", 4 * WIDTH, WIDTH), ("value", WIDTH, 4 * WIDTH)):
-                found[f"{at}.expert_{e}.{name}.lora_A_expert_0"] = normal(6, inputs, seed=own)
-                found[f"{at}.expert_{e}.{name}.lora_B_expert_0"] = normal(out, 6, seed=own + 50)
-        found[f"blocks.{i}.att.key.lora_A"] = normal(4, WIDTH, seed=seed + 7)
-        found[f"blocks.{i}.att.key.lora_B"] = normal(WIDTH, 4, seed=seed + 8)
-    return found
+def mole(seed: int, same: bool = False) -> dict[str, Tensor]:
+    """Four experts in every channel mix, and pairs beside the keys of the time mix."""
+    return random_experts(seed, LAYERS, WIDTH, same=same, scale=0.1)
 
 
 def as_lora(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
