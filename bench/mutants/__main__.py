@@ -101,7 +101,8 @@ def main() -> None:
     results: dict[str, Result] = {}
     if arguments.again is not None:
         earlier = json.loads(arguments.again.read_text())["results"]
-        results = {one["name"]: one for one in earlier if one["verdict"] == "killed"}
+        # What took no time was not tried here, whoever wrote it.
+        results = {one["name"]: one for one in earlier if one["verdict"] == "killed" and one["seconds"] > 0}
     wanted = [m for m in MUTANTS if arguments.only in m.name and (m.in_ci or not arguments.ci)]
     # Those that a single test is known to see take a few seconds each: a run that is cut has tried most.
     chosen = sorted((m for m in wanted if m.name not in results), key=lambda mutant: "::" not in mutant.tests[0])

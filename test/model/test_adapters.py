@@ -211,6 +211,8 @@ def peft(folder: Path, parts: dict[str, dict[str, Tensor]], config: dict[str, An
         ({"lora_alpha": 32, "use_rslora": True}, 32 / R**0.5),
         ({"lora_alpha": 32, "alpha_pattern": {"att.key": 4}}, 4 / R),
         ({"lora_alpha": 32, "alpha_pattern": {"ffn.key": 4}}, 32 / R),
+        ({"lora_alpha": 32, "alpha_pattern": {"ffn.key|att.k[a-z]+": 4, "key": 5}}, 4 / R),
+        ({"lora_alpha": 32, "alpha_pattern": {r"(([a-z0-9.]+)+)+\x00": 4}}, 32 / R),  # for Python's `re`, a year's work
     ],
 )
 def test_a_folder_of_pefts_says_its_scale(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
@@ -237,6 +239,12 @@ def test_a_dora_of_pefts(tmp_path: Path) -> None:
         ({"lora_alpha": 8, "init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
         ({"lora_alpha": 8, "fan_in_fan_out": True}, "fan_in_fan_out"),
         ([], "no JSON object"),
+        ({"alpha_pattern": ["att.key"]}, "must be an object"),
+        ({"alpha_pattern": {"att.key": "4"}}, "'att.key' must be a number"),
+        ({"alpha_pattern": {"att.key": 10**400}}, "'att.key' cannot be followed"),
+        ({"alpha_pattern": {"(att.key": 4}}, r"'\(att.key' cannot be followed \(.*unclosed"),
+        ({"alpha_pattern": {"(a{999}){999}": 4}}, "exceeds size limit"),
+        ({"alpha_pattern": {f"a{i}+": 4 for i in range(17)}}, "more than 16 regular expressions"),
     ],
 )
 def test_configurations_that_cannot_be_followed(tmp_path: Path, config: Any, why: str) -> None:

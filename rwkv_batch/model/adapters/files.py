@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 from torch import Tensor
 
 from rwkv_batch.model.hugging_face import native_module
@@ -40,6 +41,12 @@ _ROUTER = re.compile(r"(?:^|\.)blocks\.(\d+)\.ffn\.router\.linear\.weight$")
 _MOE_INFO = "moe_info"
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _SHOWN = 3
+_PLAIN = re.compile(r"[\w.]+")
+_MOST_EXPRESSIONS = 16
+"""One may take 10 MB and a tenth of a second."""
+
+Alphas = tuple[tuple[str | SchemaValidator, float], ...]
+"""The end of a weight's name, or what it is matched with, and the alpha of those that match."""
 
 
 @dataclass(slots=True)
@@ -69,15 +76,15 @@ class Adapter:
     """of a mixture of experts (MoLE), by layer"""
     active: int = 0
     """experts that are mixed for a token; 0: the file does not say it"""
+    alphas: Alphas = ()
+    """of single weights; as with PEFT the first that matches counts"""
 
     def scale_of(self, target: str) -> float:
         """By which a pair of low-rank matrices acts. Raises FileError if nothing says it."""
         if self.scale is not None:
             return self.scale
-        alpha = self.config.get("lora_alpha")
-        for pattern, value in dict(self.config.get("alpha_pattern") or {}).items():
-            if re.search(rf"(?:^|\.){pattern}$", target):
-                alpha = value
+        own = (alpha for end, alpha in self.alphas if _ends(target, end))
+        alpha = next(own, self.config.get("lora_alpha"))
         if not isinstance(alpha, int | float):
             raise FileError(
                 f"adapter file {self.path} does not say its scale; give it behind the name, as FILE:2.0 (alpha / rank, "
@@ -117,7 +124,8 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
     if not parts and not experts:
         raise FileError(f"adapter file {path} has no tensors")
     digest = _digest(tensors, scale, config)
-    return Adapter(path, parts, scale, config, digest, experts, _active(path, tensors.get(_MOE_INFO)))
+    active = _active(path, tensors.get(_MOE_INFO))
+    return Adapter(path, parts, scale, config, digest, experts, active, _alphas(path.with_name(CONFIG), config))
 
 
 def _active(path: Path, info: Tensor | None) -> int:
@@ -176,6 +184,35 @@ def _config(path: Path) -> Mapping[str, Any]:
             "save it with path_initial_model_for_weight_conversion, as a plain LoRA"
         )
     return config
+
+
+def _alphas(file: Path, config: Mapping[str, Any]) -> Alphas:
+    """`alpha_pattern`: ends of weights' names, as regular expressions. Raises FileError.
+
+    Whoever brings the file may write any: they are Rust's, which take time in proportion to the name.
+    """
+    given = config.get("alpha_pattern") or {}
+    if not isinstance(given, dict):
+        raise FileError(f"{file}: alpha_pattern must be an object of names with their alphas")
+    if sum(not _PLAIN.fullmatch(pattern) for pattern in given) > _MOST_EXPRESSIONS:
+        raise FileError(f"{file}: alpha_pattern has more than {_MOST_EXPRESSIONS} regular expressions; write names out")
+    found: list[tuple[str | SchemaValidator, float]] = []
+    for pattern, alpha in given.items():
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise FileError(f"{file}: alpha_pattern {pattern[:80]!r} must be a number")
+        schema = core_schema.str_schema(pattern=rf"^(?:.*\.)?(?:{pattern})$", regex_engine="rust-regex")
+        try:
+            found.append((pattern if _PLAIN.fullmatch(pattern) else SchemaValidator(schema), float(alpha)))
+        except (SchemaError, OverflowError) as error:
+            why = str(error).splitlines()[-1].strip()
+            raise FileError(f"{file}: alpha_pattern {pattern[:80]!r} cannot be followed ({why})") from error
+    return tuple(found)
+
+
+def _ends(target: str, end: str | SchemaValidator) -> bool:
+    if isinstance(end, str):
+        return f".{target}".endswith(f".{end}")
+    return end.isinstance_python(target)
 
 
 def _digest(tensors: Mapping[str, Tensor], scale: float | None, config: Mapping[str, Any]) -> str:
