@@ -21,6 +21,7 @@ from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.strategy import StrategyError, parse_strategy
+from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.config import PoolConfig
 
 Section = type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
@@ -158,6 +159,15 @@ def _database(text: str) -> str:
     """A file's path: SQLite would make its lock beside a directory of that name, and then fail."""
     if text and Path(text).is_dir():
         raise SettingsError(f"must be a file, but {text} is a directory; give a file in it, like {text}/sessions.db")
+    return text
+
+
+def _checkpoint_store(text: str) -> str:
+    if text:
+        try:
+            parse_checkpoint_address(text)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
     return text
 
 
@@ -426,9 +436,16 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("l2_sessions", _COUNT, "parked sessions kept in host memory"),
         Flag("state_db", _database, "SQLite file of the sessions, or postgresql://… of a server; empty: memory only"),
         Flag("durability", _one_of("log", "turn", "lazy"), "what a turn commits before it is acknowledged"),
+        Flag(
+            "checkpoint_store",
+            _checkpoint_store,
+            "where stored states are kept beside the database: file:///FOLDER or s3://BUCKET/PREFIX?endpoint=URL, "
+            "keys from the environment; empty: in the database",
+        ),
+        Flag("checkpoint_store_min_mb", _number(0, 1e6), "MiB from which a state is kept there"),
         Flag("synchronous", _one_of("OFF", "NORMAL", "FULL"), "SQLite's synchronous"),
         Flag("session_ttl", _SECONDS, "seconds after which an unused session is deleted; 0: never"),
-        Flag("state_db_max_gb", _number(0, 1e6), "most the database may hold; 0: unlimited"),
+        Flag("state_db_max_gb", _number(0, 1e6), "most the database may hold, with its checkpoint store; 0: unlimited"),
         Flag("state_db_full", _one_of("evict", "refuse"), "at that limit: evict the oldest, or refuse new ones"),
         Flag("checkpoint_tokens", _POSITIVE, "log length at which a session's state is written again"),
         Flag("prefix_cache_slots", _COUNT, "cached prompt prefixes kept in slots; 0: no prefix cache"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import sys
 import zlib
@@ -41,7 +42,14 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 def checksum(data: bytes | memoryview, *numbers: int) -> bytes:
     """16 bytes over the data and the numbers that say where it belongs."""
-    digest = hashlib.blake2b(data, digest_size=16)
+    return checksum_of((data,), *numbers)
+
+
+def checksum_of(pieces: Sequence[bytes | memoryview], *numbers: int) -> bytes:
+    """The same, of data that is in pieces."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
     digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
     return digest.digest()
 
@@ -54,6 +62,11 @@ def piece_checksum(data: bytes | memoryview, at: int) -> int:
 def layout_text(layout: Layout) -> str:
     """The layout as stored beside each state; equal layouts give equal text, in part order."""
     return json.dumps([[name, dtype, list(shape)] for name, (dtype, shape) in layout.items()], separators=(",", ":"))
+
+
+def part_sizes(layout: Layout) -> dict[str, int]:
+    """Bytes of each part."""
+    return {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}
 
 
 def chunks_of(parts: dict[str, memoryview], order: Sequence[str]) -> Iterator[memoryview]:

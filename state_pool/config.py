@@ -51,6 +51,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name of this engine among those that share the database; "": it has the database for itself."""
     service: str = ""
     """What the engines that may share an SQLite file have in common; others are refused while one of them lives."""
+    checkpoint_store: str = ""
+    """file:///FOLDER or s3://BUCKET/PREFIX?endpoint=URL: where stored states are kept; "": in the database."""
+    checkpoint_store_min_mb: float = 1.0
+    """States smaller than this are kept in the database all the same."""
     prefix_seen_mb: int = 16
     """Recent prompts remembered (4 bytes a token), to notice a prefix that is met again."""
 

@@ -306,6 +306,8 @@ class StatePool:
         if now >= self._next_retry:
             self._next_retry = now + _RETRY_S
             self._turns.retry_deletes()
+            if self._store is not None:
+                self._store.sweep_objects()
             if self._cleaning is None:
                 self._turns.remove(self._expired() or self._crowded_out())
             else:

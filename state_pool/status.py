@@ -49,6 +49,7 @@ def _database(store: Store | None) -> dict[str, Any] | None:
         "queued_turns": small,
         "queued_states": states,
         "engines": store.engines,
+        "checkpoint_store": store.checkpoint_store,
         **_fields(store.writer.stats),
     }
 

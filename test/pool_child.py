@@ -23,7 +23,9 @@ MAX_OPEN = 3
 
 
 def crash_config(folder: Path, durability: str) -> PoolConfig:
-    """Tiers so small that every kind of move happens within a second."""
+    """Tiers so small that all moves happen within a second; states go to `objects`, if there is such a folder."""
+    objects = folder / "objects"
+    beside = {"checkpoint_store": objects.as_uri(), "checkpoint_store_min_mb": 0.0} if objects.is_dir() else {}
     return config_in(
         folder,
         durability=durability,
@@ -32,6 +34,7 @@ def crash_config(folder: Path, durability: str) -> PoolConfig:
         checkpoint_tokens=30,
         checkpoint_idle_s=0.05,
         transfer_states=2,
+        **beside,
     )
 
 

@@ -524,20 +524,20 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_effects.py::test_a_turn_goes_before_the_rest_of_a_state",
             ),
             (
-                "        self._garbage.extend(garbage)\n        self._succeeded",
+                "        self._discard(garbage)\n        self._succeeded",
                 "        self._succeeded",
                 "pieces of deleted states are never collected",
                 "test/state_pool/test_pool_effects.py::test_pieces_of_a_deleted_state_are_collected",
             ),
             (
-                "            if old is not None:\n                self._garbage.append(old)\n",
-                "",
+                "        self._discard(old)\n        with self._changed",
+                "        with self._changed",
                 "pieces of replaced states are never collected",
                 "test/state_pool/test_pool_effects.py::test_pieces_of_a_replaced_state_are_collected",
             ),
             (
-                "            self._staging = None\n            self._garbage.append(staging.state)\n        in_doubt",
-                "            self._staging = None\n        in_doubt",
+                "                self._give_up(staging)\n            self._changed.notify()\n",
+                "                pass\n            self._changed.notify()\n",
                 "pieces of failed states are never collected",
                 "test/state_pool/test_pool_effects.py::test_pieces_of_a_state_that_failed_are_collected",
             ),
@@ -548,8 +548,8 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_faults.py::test_a_delete_overtakes_a_state_that_waits_to_be_written",
             ),
             (
-                "                self._staging = None\n                self._garbage.append(staged.state)\n",
-                "                self._staging = None\n",
+                "            self._give_up(staged)\n            self._report",
+                "            self._report",
                 "pieces of deleted, half written states are never collected",
             ),
             (
@@ -571,8 +571,8 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_threads.py::test_a_number_that_sqlite_cannot_hold_is_its_jobs_failure",
             ),
             (
-                "            if self._staging is not staging:\n                return  # a delete",
-                "            if False:\n                return  # a delete",
+                "            if not self._staged.finish(staging):\n                return  # a delete",
+                "            if not self._staged.finish(staging) and False:\n                return  # a delete",
                 "a delete that overtook a state is told as a success of it",
             ),
         ],
@@ -583,8 +583,8 @@ MUTANTS: list[Mutant] = [
         ("test/state_pool/test_pool_threads.py", SINGLE_WORLDS, FIRST_WORLDS, FAULTS, PORTABLE, WORLDS),
         [
             (
-                '                self._connection.execute("ROLLBACK")\n',
-                "                pass\n",
+                '            self._connection.execute("ROLLBACK")\n',
+                "            pass\n",
                 "the reader sees the database of its first read",
             ),
             (

@@ -15,6 +15,7 @@ from state_pool.disk.operations import (
     DeleteOldest,
     Quarantined,
     Release,
+    StoredObject,
 )
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound
@@ -48,8 +49,8 @@ class Applier:
         begin_among_others(self._connection)
         self._member.check()
 
-    def apply(self, job: Small) -> list[int]:
-        """A small job; returns the states whose pieces are garbage now."""
+    def apply(self, job: Small) -> list[statements.OldState]:
+        """A small job; returns the states that are garbage now."""
         connection = self._connection
         match job:
             case Append():
@@ -73,8 +74,10 @@ class Applier:
                 return statements.delete_sessions(connection, directory.oldest(connection, job))
         return []
 
-    def point_to(self, job: Checkpoint, state: int, num_bytes: int) -> int | None:
-        """Make the pieces that were written the session's state; returns the number of the one it replaces."""
+    def point_to(
+        self, job: Checkpoint, state: int, num_bytes: int, stored: StoredObject | None
+    ) -> list[statements.OldState]:
+        """Make the pieces that were written, or the object, the session's state; returns what it replaces."""
         connection, session = self._connection, job.session
         self._check(job)
         if job.commits is not None and self._retain:
@@ -88,6 +91,7 @@ class Applier:
             fingerprint=self._fingerprint,
             layout=self._layout,
             num_bytes=num_bytes,
+            stored=stored,
         )
         old = statements.put_state(connection, row)
         statements.trim_turns(connection, session.row, session.turn, session.num_tokens, self._retain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
+from state_pool.disk.checkpoint_store import CheckpointStoreAway
 from state_pool.disk.state_store import ServerAway
 
 
@@ -16,6 +17,8 @@ def is_outside(error: Exception) -> bool:
 
 def in_words(error: Exception) -> str:
     """What failed, and what to do about it."""
+    if isinstance(error, CheckpointStoreAway):
+        return str(error)
     if not isinstance(error, sqlite3.Error):
         return f"{type(error).__name__}: {error}"
     text = str(error)

@@ -92,6 +92,15 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             _DIRECTORY,
         ),
     ),
+    (
+        "states that are objects of a checkpoint store, and what the keys of this database's objects begin with",
+        (
+            "ALTER TABLE states ADD COLUMN object_key TEXT",
+            "ALTER TABLE states ADD COLUMN object_checksum BLOB",
+            "CREATE INDEX states_in_objects ON states(bytes) WHERE object_key IS NOT NULL",
+            "CREATE TABLE checkpoint_home(id INTEGER PRIMARY KEY, name TEXT NOT NULL)",
+        ),
+    ),
 )
 """(name, statements), in order; the first is version 1. Never change one that was released: add another."""
 

@@ -117,6 +117,25 @@ class DeleteOldest:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What a state's row says of the object that has its bytes."""
+
+    key: str
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPlace:
+    """A state that is to be fetched."""
+
+    state: int
+    session: int
+    stored: StoredObject
+    sizes: Mapping[str, int]
+    """Bytes of each part, in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A session's state as it was stored, verified, with what to replay after it."""
 

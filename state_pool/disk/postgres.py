@@ -33,7 +33,7 @@ _MEASURE_S = 5.0
 _OTHER_WORDS = (
     ("BEGIN IMMEDIATE", "BEGIN"),
     (" INDEXED BY sessions_by_updated", ""),
-    ("NOT IN (SELECT value FROM json_each(?))", "NOT IN (SELECT value::bigint FROM json_array_elements_text(?::json))"),
+    ("(SELECT value FROM json_each(?))", "(SELECT value::bigint FROM json_array_elements_text(?::json))"),
 )
 _SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _TYPES = (("INTEGER", "BIGINT"), ("REAL", "DOUBLE PRECISION"), ("BLOB", "BYTEA"), (" WITHOUT ROWID", ""))

@@ -6,13 +6,16 @@ import logging
 import queue
 import sqlite3
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from state_pool.arena import Arena
 from state_pool.crash_points import reach
+from state_pool.disk.checkpoint_objects import CheckpointObjects, DamagedObject
 from state_pool.disk.directory import find_session
-from state_pool.disk.operations import ListQuery, Loaded, StoredSession
+from state_pool.disk.operations import ListQuery, Loaded, ObjectPlace, StoredSession
 from state_pool.disk.state_store import Connection
-from state_pool.disk.statements import count_sessions, list_sessions
+from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
@@ -31,15 +34,36 @@ OnFound = Callable[[list[StoredSession] | DatabaseUnreadable], None]
 """Called with the session and those that it is rebuilt from, nearest first; empty: there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A session whose state is an object that is to be fetched."""
+
+    place: ObjectPlace
+    replay: list[int]
+    num_tokens: int
+
+
+_Found = TypeVar("_Found")
+
+
 class Reader:
     """Answers one question after another; outcomes come back through `deliver`, on the engine thread."""
 
-    def __init__(self, connection: Connection, arena: Arena, deliver: Deliver, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        arena: Arena,
+        deliver: Deliver,
+        on_death: Callable[[], None],
+        objects: CheckpointObjects | None = None,
+    ) -> None:
+        """`objects`: where states are that are not in the database."""
+        self._objects = objects
         self._connection = connection
         self._arena = arena
         self._loader = Loader(connection, arena.layout, arena.fingerprint, arena.vocab)
         self._deliver = deliver
-        self._jobs: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], Callable[[], None] | None] | None] = queue.SimpleQueue()
         self._thread = PoolThread("state-pool-reader", self._run, on_death)
 
     @property
@@ -49,7 +73,7 @@ class Reader:
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Ask for a session; the pool bounds how many are asked for at once."""
-        self._jobs.put(lambda: self._load(row, on_loaded))
+        self._jobs.put(lambda: self._load(row, on_loaded, {}))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Ask for a page of the list of sessions; the pool bounds how many are asked for at once."""
@@ -66,13 +90,49 @@ class Reader:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._deliver(job())
+            if (outcome := job()) is not None:
+                self._deliver(outcome)
         self._connection.close()
 
-    def _load(self, row: int, on_loaded: OnLoaded) -> Callable[[], None]:
-        result = self._try(row)
+    def which_used(self, states: list[int], told: Callable[[set[str] | None], None]) -> None:
+        """Ask which objects rows of these states name; `told` is called on the reader's thread, at worst with None."""
+        self._jobs.put(lambda: self._which_used(states, told))
+
+    def _which_used(self, states: list[int], told: Callable[[set[str] | None], None]) -> None:
+        try:
+            used = keys_used(self._connection, states)
+        except sqlite3.Error as error:  # a server that is away, say: whoever asked begins anew some day
+            logger.warning("the objects that are in use could not be looked up: %s", error)
+            told(None)
+        else:
+            told(used)
+
+    def _load(self, row: int, on_loaded: OnLoaded, useless: dict[int, SessionUnusable]) -> Callable[[], None] | None:
+        result = self._try(row, useless)
+        if isinstance(result, _Elsewhere):
+            self._fetch(row, on_loaded, useless, result)
+            return None
         reach("before_promotion")
         return lambda: on_loaded(result)
+
+    def _fetch(self, row: int, on_loaded: OnLoaded, useless: dict[int, SessionUnusable], found: _Elsewhere) -> None:
+        """Have the state's object fetched; without it, what the database has by then has to do.
+
+        That may be a later state, whose commit has had this object deleted, or the whole log.
+        """
+        assert self._objects is not None
+
+        def fetched(outcome: dict[str, bytes] | Exception) -> None:
+            if not isinstance(outcome, Exception):
+                result = self._caught(lambda: self._loaded(outcome, found.replay, found.num_tokens))
+                reach("before_promotion")
+                self._deliver(lambda: on_loaded(result))
+                return
+            logger.error("the stored state of the session with row %d cannot be used: %s", row, outcome)
+            without = {**useless, found.place.state: _why_not(outcome)}
+            self._jobs.put(lambda: self._load(row, on_loaded, without))
+
+        self._objects.get(found.place, fetched)
 
     def _list(self, query: ListQuery, on_listed: OnListed) -> Callable[[], None]:
         page: Listed | DatabaseUnreadable
@@ -95,15 +155,25 @@ class Reader:
             found = _unreadable("look a session up", error)
         return lambda: on_found(found)
 
-    def _try(self, row: int) -> LoadResult:
+    def _try(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
+        return self._caught(lambda: self._read(row, useless))
+
+    def _read(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
+        self._connection.execute("BEGIN")
         try:
-            self._connection.execute("BEGIN")
-            try:
-                parts, replay = self._loader.read(row)
-                found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
-            finally:
-                self._connection.execute("ROLLBACK")
+            parts, replay = self._loader.read(row, useless)
+            found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
+        finally:
+            self._connection.execute("ROLLBACK")
+        if not isinstance(parts, ObjectPlace):
             return self._loaded(parts, replay, int(found[0]))
+        if self._objects is None:
+            return SessionUnusable("its state is in a checkpoint store; start with --checkpoint-store to read it")
+        return _Elsewhere(parts, replay, int(found[0]))
+
+    def _caught(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
+        try:
+            return read()
         except SessionUnusable as error:
             return error
         except sqlite3.OperationalError as error:
@@ -123,6 +193,13 @@ class Reader:
         except ValueError as error:
             return SessionUnusable(f"the stored state does not fit this model ({error})")
         return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay), num_tokens)
+
+
+def _why_not(error: Exception) -> SessionUnusable:
+    """What a state whose object was not got is told to be."""
+    if isinstance(error, DamagedObject):
+        return Damaged(f"{error}; delete the session to begin anew")
+    return SessionUnusable(f"the session could not be read ({error}); try again")
 
 
 def _unreadable(what: str, error: Exception) -> DatabaseUnreadable:

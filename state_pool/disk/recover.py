@@ -2,6 +2,7 @@
 
 Reads the damaged file and changes nothing in it. A session comes over if its state and its log, and those of
 the dialogues it continues, agree with their checksums; whatever else the file held is left behind and named.
+States in a checkpoint store stay there and are not looked at.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
         lost = [f"number {row}" for row in _copy_sessions(source, target)]
         with contextlib.suppress(sqlite3.DatabaseError):  # as far as it can be read, and an old file has none
             _copy(source, target, "dialogue_numbers", "TRUE", ())
+            _copy(source, target, "checkpoint_home", "TRUE", ())
         target.execute(_NUMBERS_OF_SESSIONS)
         saved: list[str] = []
         for row, name, dialogue in target.execute(
@@ -56,8 +58,8 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
             shown = name if dialogue < 0 else f"{name}:{dialogue}"
             (saved if _is_whole(target, row) else lost).append(shown)
         for (row,) in target.execute("SELECT id FROM sessions WHERE quarantined = 'lost'").fetchall():
-            for state in delete_sessions(target, (row,)):
-                while not delete_chunks(target, state, 1000):
+            for old in delete_sessions(target, (row,)):
+                while not delete_chunks(target, old.state, 1000):
                     pass
         target.execute("COMMIT")
     return saved, lost

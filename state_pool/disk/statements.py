@@ -7,10 +7,11 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from state_pool.codec import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, pack_tokens, piece_checksum
 from state_pool.disk.directory import check_fence
-from state_pool.disk.operations import Append, ListQuery, SessionRow
+from state_pool.disk.operations import Append, ListQuery, SessionRow, StoredObject
 from state_pool.disk.state_store import Connection
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import ROOT, SessionKey
@@ -95,21 +96,45 @@ class StateRow:
     fingerprint: str
     layout: str
     num_bytes: int
+    stored: StoredObject | None = None
+    """The object that has the bytes; None: chunks in the database."""
 
     def checksum(self) -> bytes:
         """Over everything that decides whether and where the state may be used."""
         numbers = (self.state, self.session, self.turn, self.num_tokens, self.num_bytes, LAYOUT_VERSION)
-        return checksum(f"{self.fingerprint}\n{self.layout}".encode(), *numbers)
+        words = f"{self.fingerprint}\n{self.layout}"
+        if self.stored is not None:
+            words += f"\n{self.stored.key}\n{self.stored.checksum.hex()}"
+        return checksum(words.encode(), *numbers)
 
 
-def put_state(connection: Connection, row: StateRow) -> int | None:
-    """Make staged chunks the session's state; returns the number of the state they replace."""
-    old = connection.execute("SELECT id FROM states WHERE session = ?", (row.session,)).fetchone()
+class OldState(NamedTuple):
+    """A state that no row points to any more: its chunks, or its object, are garbage."""
+
+    state: int
+    object_key: str | None
+    num_bytes: int
+
+
+_OLD = "SELECT id, object_key, bytes FROM states WHERE session = ?"
+
+
+def put_state(connection: Connection, row: StateRow) -> list[OldState]:
+    """Make staged chunks, or an object, the session's state; returns the one that it replaces.
+
+    A state of an earlier turn than the stored one replaces nothing and is itself returned.
+    """
+    key, checksum_ = (None, None) if row.stored is None else (row.stored.key, row.stored.checksum)
+    new = OldState(row.state, key, row.num_bytes)
+    found = connection.execute("SELECT turn FROM states WHERE session = ?", (row.session,)).fetchone()
+    if found is not None and int(found[0]) > row.turn:
+        return [new]
+    old = [OldState(*columns) for columns in connection.execute(_OLD, (row.session,)).fetchall()]
     connection.execute("DELETE FROM states WHERE session = ?", (row.session,))
     connection.execute(
         "INSERT INTO states(id, session, turn, num_tokens, fingerprint, "
-        "layout_version, layout, bytes, checksum, created) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "layout_version, layout, bytes, checksum, created, object_key, object_checksum) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             row.state,
             row.session,
@@ -121,9 +146,11 @@ def put_state(connection: Connection, row: StateRow) -> int | None:
             row.num_bytes,
             row.checksum(),
             time.time(),
+            key,
+            checksum_,
         ),
     )
-    return None if old is None else int(old[0])
+    return old
 
 
 def trim_turns(connection: Connection, session: int, turn: int, num_tokens: int, retain: int) -> None:
@@ -153,16 +180,16 @@ def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry
     return merged[query.offset - first :][: query.limit]
 
 
-def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[int]:
-    """Remove sessions; returns the states whose chunks are garbage now."""
+def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[OldState]:
+    """Remove sessions; returns the states that are garbage now."""
     for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
     return sweep_hidden(connection, rows)
 
 
-def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[int]:
+def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[OldState]:
     """Really remove hidden sessions that no child needs; a child with a state of its own needs no parent."""
-    garbage: list[int] = []
+    garbage: list[OldState] = []
     if among is None:
         among = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
     left = sorted(among, reverse=True)  # children mostly have larger numbers than their parents, and go first
@@ -173,7 +200,7 @@ def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> 
         left = needed
 
 
-def _removed(connection: Connection, row: int, garbage: list[int]) -> bool:
+def _removed(connection: Connection, row: int, garbage: list[OldState]) -> bool:
     """Remove a hidden session, unless a child needs it; adds the state it had to the garbage."""
     needed = connection.execute(
         "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
@@ -181,7 +208,7 @@ def _removed(connection: Connection, row: int, garbage: list[int]) -> bool:
     ).fetchone()
     if needed is not None:
         return False
-    garbage += [int(found[0]) for found in connection.execute("SELECT id FROM states WHERE session = ?", (row,))]
+    garbage += [OldState(*found) for found in connection.execute(_OLD, (row,))]
     for statement in (
         "DELETE FROM states WHERE session = ?",
         "DELETE FROM turns WHERE session = ?",
@@ -203,6 +230,21 @@ def delete_chunks(connection: Connection, state: int, limit: int) -> bool:
         (low, low + CHUNKS_PER_STATE, limit, state),
     ).rowcount
     return gone < limit
+
+
+def keys_used(connection: Connection, states: Sequence[int]) -> set[str]:
+    """Keys of the objects that these states have."""
+    found = connection.execute(
+        "SELECT object_key FROM states WHERE object_key IS NOT NULL AND id IN (SELECT value FROM json_each(?))",
+        (json.dumps(list(states)),),
+    )
+    return {str(key) for (key,) in found.fetchall()}
+
+
+def object_bytes(connection: Connection) -> int:
+    """Bytes of all states that are objects; reads an index only."""
+    found = connection.execute("SELECT coalesce(sum(bytes), 0) FROM states WHERE object_key IS NOT NULL").fetchone()
+    return int(found[0])
 
 
 def orphaned_states(connection: Connection, first: int = 0, last: int | None = None) -> list[int]:

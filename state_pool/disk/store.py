@@ -6,20 +6,27 @@ import contextlib
 import dataclasses
 import queue
 import sqlite3
+import time
 from collections.abc import Callable
+from typing import Any
 
 from state_pool.arena import Arena
+from state_pool.codec import part_sizes
 from state_pool.config import PoolConfig
 from state_pool.disk.applier import Small
+from state_pool.disk.checkpoint_objects import CheckpointObjects, home_in, open_checkpoint_store
 from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import stored_sessions
 from state_pool.disk.membership import Membership, strike_all
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, StoredSession
 from state_pool.disk.reader import OnFound, OnListed, OnLoaded, Reader
-from state_pool.disk.state_store import StateStore
+from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.sessions import Session, SessionIndex, SessionKey
+
+SWEEP_S = 3600.0
+"""Between two looks for objects that no session has."""
 
 
 class CompletionQueue:
@@ -62,6 +69,8 @@ class Store:
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._database = _database_of(config)
         self.path, self.shared, self.is_server = self._database.name, self._database.shared, self._database.is_server
+        self._objects: CheckpointObjects | None = None
+        self._next_sweep = 0.0
         with contextlib.ExitStack() as opened:
             opened.callback(self._database.close)
             try:
@@ -88,6 +97,9 @@ class Store:
         member = Membership(connection, database.engine) if database.shared else None
         reader = database.open_reader()
         opened.callback(reader.close)
+        if config.checkpoint_store:
+            self._objects = _objects_of(config, connection, deliver)
+            opened.callback(self._objects.close)
         self.writer = Writer(
             database,
             connection,
@@ -99,9 +111,11 @@ class Store:
             on_death=deliver.wake,
             member=member,
             sweep=database.is_first,
+            objects=self._objects,
+            puts_objects=sum(part_sizes(arena.layout).values()) >= config.checkpoint_store_min_mb * (1 << 20),
         )
         database.admit_others()
-        self._reader = Reader(reader, arena, deliver, deliver.wake)
+        self._reader = Reader(reader, arena, deliver, deliver.wake, self._objects)
 
     def fill(self, index: SessionIndex) -> None:
         """Enter every stored session, oldest first; where the database is shared, it is asked for each instead."""
@@ -122,7 +136,8 @@ class Store:
     @property
     def failure(self) -> str | None:
         """Why one of the threads is gone; what it had to do is never done."""
-        return self.writer.failure or self._reader.failure
+        of_objects = None if self._objects is None else self._objects.failure
+        return self.writer.failure or self._reader.failure or of_objects
 
     @property
     def takes_state(self) -> bool:
@@ -131,18 +146,18 @@ class Store:
 
     @property
     def degraded(self) -> str | None:
-        """Why the last write failed; None since one succeeded."""
-        return self.writer.stats.degraded
+        """Why the last write failed, or the checkpoint store could not be used; None since one succeeded."""
+        return self.writer.stats.degraded or (None if self._objects is None else self._objects.stats.trouble)
 
     @property
     def over_limit(self) -> bool:
         """Whether the database holds more than `state_db_max_gb`."""
-        return bool(self._limit_bytes) and self.writer.stats.used_bytes > self._limit_bytes
+        return bool(self._limit_bytes) and self.excess_bytes > 0
 
     @property
     def excess_bytes(self) -> int:
         """Bytes over that limit."""
-        return self.writer.stats.used_bytes - self._limit_bytes
+        return self.writer.stats.used_bytes + self.writer.stats.object_bytes - self._limit_bytes
 
     @property
     def shrinking(self) -> bool:
@@ -182,10 +197,25 @@ class Store:
         """Read a page of the list; sessions whose delete is not on disk yet are left out."""
         self._reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
 
+    @property
+    def checkpoint_store(self) -> dict[str, Any] | None:
+        """What the checkpoint store is called, and what was done with it; None: there is none."""
+        objects = self._objects
+        return None if objects is None else {"name": objects.name, **dataclasses.asdict(objects.stats)}
+
+    def sweep_objects(self) -> None:
+        """Once an hour, one engine for all: have the objects deleted that no session has."""
+        now, ours = time.monotonic(), self.writer.member is None or self.looks_after_all
+        if self._objects is not None and ours and now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_S
+            self._objects.sweep(self._reader.which_used)
+
     def close(self) -> None:
         """Write what is queued and let go of the file. Blocks."""
         self._reader.close()
         self.writer.close()
+        if self._objects is not None:
+            self._objects.close()
         self._database.close()
 
     def _until_deleted(self, job: Delete, done: Done) -> Done:
@@ -221,6 +251,13 @@ def _database_of(config: PoolConfig) -> StateStore:
             "another has not written yet; use log or turn"
         )
     return database
+
+
+def _objects_of(config: PoolConfig, connection: Connection, deliver: CompletionQueue) -> CheckpointObjects:
+    """Raises DatabaseUnusable."""
+    store = open_checkpoint_store(config.checkpoint_store)
+    home = home_in(store, connection)
+    return CheckpointObjects(store, home, config.transfer_states, deliver.wake)
 
 
 def session_of(stored: StoredSession) -> Session:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Mapping
 
 from state_pool.codec import (
     CHUNKS_PER_STATE,
-    ITEM_BYTES,
     LAYOUT_VERSION,
     Layout,
     checksum,
     join_parts,
     layout_text,
+    part_sizes,
     piece_checksum,
     unpack_tokens,
 )
+from state_pool.disk.operations import ObjectPlace, StoredObject
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
@@ -38,15 +39,19 @@ class Loader:
         self._fingerprint = fingerprint
         self._vocab = vocab
 
-    def read(self, row: int) -> tuple[dict[str, bytes] | None, list[int]]:
-        """A session's state by parts, or None for the zero state, and the token ids that follow it.
+    def read(
+        self, row: int, useless: Mapping[int, SessionUnusable] | None = None
+    ) -> tuple[dict[str, bytes] | ObjectPlace | None, list[int]]:
+        """A session's state by parts, or where they are, or None for the zero state, and the token ids that follow it.
 
-        The caller has begun a transaction, so that all of it is of one moment.
+        The caller has begun a transaction, so that all of it is of one moment. `useless`: states by their numbers
+        whose objects could not be fetched, and why.
 
         Raises SessionUnusable (another model's state without the whole history) or Damaged.
         """
         replay: list[int] = []
-        parts, fingerprint = None, None
+        parts: dict[str, bytes] | ObjectPlace | None = None
+        fingerprint = None
         wanted: int | None = row
         while wanted is not None:
             found = self._connection.execute(_SESSION, (wanted,)).fetchone()
@@ -55,7 +60,7 @@ class Loader:
                     "a dialogue that this session continues is missing from the database; delete it to begin anew"
                 )
             parent, turn, fingerprint = found
-            parts, base, why_not = self._state(wanted)
+            parts, base, why_not = self._state(wanted, useless or {})
             replay = self._log(wanted, base, int(turn), why_not) + replay
             if parts is not None:
                 break
@@ -72,23 +77,31 @@ class Loader:
             raise SessionUnusable(f"the session belongs to another model ({what}); start that one, or delete it")
         raise Damaged(f"{what}; delete the session to begin anew")
 
-    def _state(self, session: int) -> tuple[dict[str, bytes] | None, int, SessionUnusable | None]:
+    def _state(
+        self, session: int, useless: Mapping[int, SessionUnusable]
+    ) -> tuple[dict[str, bytes] | ObjectPlace | None, int, SessionUnusable | None]:
         """(parts, the turn they follow, None), or (None, 0, why the stored state cannot be used)."""
         found = self._connection.execute(
-            "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum "
-            "FROM states WHERE session = ?",
+            "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, "
+            "object_key, object_checksum FROM states WHERE session = ?",
             (session,),
         ).fetchone()
         if found is None:
             return None, 0, None
-        state, turn, num_tokens, fingerprint, version, layout, num_bytes, digest = found
-        row = StateRow(state, session, turn, num_tokens, fingerprint, layout, num_bytes)
+        state, turn, num_tokens, fingerprint, version, layout, num_bytes, digest, key, key_checksum = found
+        stored = None if key is None else StoredObject(key, bytes(key_checksum or b""))
+        row = StateRow(state, session, turn, num_tokens, fingerprint, layout, num_bytes, stored)
         if version == LAYOUT_VERSION and row.checksum() != digest:
             return None, 0, Damaged("the stored state's description is damaged; delete the session to begin anew")
         if (why_not := self._mismatch(fingerprint, version, layout)) is not None:
             return None, 0, why_not
+        if int(state) in useless:
+            return None, 0, useless[int(state)]
+        sizes = part_sizes(stored_layout(layout))
+        if stored is not None:
+            return ObjectPlace(int(state), session, stored, sizes), int(turn), None
         try:
-            return self._parts(int(state), part_sizes(stored_layout(layout))), int(turn), None
+            return self._parts(int(state), sizes), int(turn), None
         except Damaged as damage:
             return None, 0, damage
 
@@ -144,11 +157,6 @@ class Loader:
                 f"turn {expected + 1} of {last} is missing from the session's log; delete it to begin anew"
             )
         return tokens
-
-
-def part_sizes(layout: Layout) -> dict[str, int]:
-    """Bytes of each part."""
-    return {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}
 
 
 def stored_layout(text: str) -> Layout:

@@ -7,17 +7,20 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from state_pool.codec import Layout, chunks_of
+from state_pool.codec import Layout, chunks_of, part_sizes
 from state_pool.crash_points import reach
 from state_pool.disk import statements
 from state_pool.disk.applier import Applier, Small
+from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
 from state_pool.disk.faults import in_words, is_outside
 from state_pool.disk.membership import BEAT_S, DeclaredLost, Membership, first_state_of
-from state_pool.disk.operations import Append, Checkpoint, Delete, Done
+from state_pool.disk.operations import Append, Checkpoint, Delete, Done, StoredObject
+from state_pool.disk.staging import StagedStates, Staging
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerAway, StateStore
+from state_pool.disk.statements import OldState
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.wal import WalMover, move
 from state_pool.errors import DirectoryUnreachable, PoolError, SessionNotFound, TurnInDoubt, TurnNotStored
@@ -36,6 +39,8 @@ _GARBAGE_ROUNDS = 8
 """Under constant load, garbage is collected in one of so many rounds."""
 _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
+_COUNT_AGAIN_S = 60.0
+"""Bytes of objects are counted from change to change; what other engines change, so often."""
 
 Deliver = Callable[[Callable[[], None]], None]
 """Hands a callback to the engine thread."""
@@ -52,21 +57,10 @@ class WriterStats:
     failures: int = 0
     used_bytes: int = 0
     """Bytes of the database in use, free pages not counted."""
+    object_bytes: int = 0
+    """Bytes of states that are objects of a checkpoint store."""
     degraded: str | None = None
     """Why the last write failed; None since one succeeded."""
-
-
-@dataclass(slots=True, eq=False)
-class _Staging:
-    """A state being written: chunks first, then the row that points to them."""
-
-    job: Checkpoint
-    done: Done
-    state: int = 0
-    """Its number, from the first piece on."""
-    chunks: deque[memoryview] = field(default_factory=deque)
-    number: int = 0
-    num_bytes: int = 0
 
 
 class Writer:
@@ -85,27 +79,33 @@ class Writer:
         on_death: Callable[[], None],
         member: Membership | None = None,
         sweep: bool = True,
+        objects: CheckpointObjects | None = None,
+        puts_objects: bool = False,
     ) -> None:
-        """`member`: this engine among those that share the database; `sweep`: no other has it open yet."""
+        """`member`: this engine among those that share the database; `sweep`: no other has it open yet;
+        `objects`: where states are beside the database; `puts_objects`: new ones too."""
         self.stats = WriterStats()
         self.member = member
         self._database = database
         self._connection = connection
         self._layout = layout
+        self._state_bytes = sum(part_sizes(layout).values())
         self._applier = Applier(connection, layout, fingerprint, retain, member)
         self._queue = queue
         self._deliver = deliver
         self._changed = threading.Condition()
         self._small: deque[tuple[Small, Done]] = deque()
-        self._states: deque[_Staging] = deque()
-        self._staging: _Staging | None = None
+        self._staged = StagedStates()
+        self._objects = objects
+        self._puts_objects = puts_objects
+        self._next_count = 0.0
         self._stopping = False
         self._wal_bytes = 0
         self.next_row, self._next_state = statements.first_numbers(connection)
         if member is not None:
             self.next_row = member.first_row
         self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
-        self._garbage.extend(self._sweep_at_start() if sweep else ())
+        self._discard(self._sweep_at_start() if sweep else ())
         self._measure()
         self._rest_to_move = False
         self._rounds = 0
@@ -124,7 +124,7 @@ class Writer:
     @property
     def queued(self) -> tuple[int, int]:
         """(small jobs, states) that wait or are being written."""
-        return len(self._small), len(self._states) + (self._staging is not None)
+        return len(self._small), len(self._staged)
 
     @property
     def takes_state(self) -> bool:
@@ -147,7 +147,7 @@ class Writer:
     def submit_state(self, job: Checkpoint, done: Done) -> None:
         """Queue a state; ask `takes_state` first."""
         with self._changed:
-            self._states.append(_Staging(job, done))
+            self._staged.waiting.append(Staging(job, done))
             self._changed.notify()
 
     def close(self) -> None:
@@ -159,16 +159,16 @@ class Writer:
 
     def _forget_states(self, rows: set[int]) -> None:
         """A delete overtakes states of the same sessions: they must not come back afterwards."""
-        gone = [staged for staged in self._states if staged.job.session.row in rows]
-        if self._staging is not None and self._staging.job.session.row in rows:
-            gone.append(self._staging)
-        for staged in gone:
-            if staged in self._states:
-                self._states.remove(staged)
-            else:
-                self._staging = None
-                self._garbage.append(staged.state)
+        for staged in self._staged.forget(rows):
+            self._give_up(staged)
             self._report(staged.done, SessionNotFound("the session was deleted while its state was being stored"))
+
+    def _give_up(self, staged: Staging) -> None:
+        """Nothing points to what was written of the state; what is being put goes when it has been."""
+        if staged.stored is not None and self._objects is not None:
+            self._objects.delete(staged.stored.key)
+        elif staged.number:
+            self._garbage.append(staged.state)
 
     # -- writer thread ---------------------------------------------------------------------------------
 
@@ -183,7 +183,8 @@ class Writer:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._small or self._states or self._staging or self._garbage or self._rest_to_move)
+        staged = self._staged.waiting or self._staged.current
+        return bool(self._small or staged or self._garbage or self._rest_to_move)
 
     @property
     def _patience(self) -> float | None:
@@ -195,13 +196,11 @@ class Writer:
     def _round(self) -> bool:
         """The turns that wait, then one piece of the rest; False when told to stop and nothing is left."""
         with self._changed:
-            if not (self._has_work or self._stopping):
+            if not (self._has_work or (self._stopping and not self._staged.uploading)):
                 self._changed.wait(self._patience)
-            idle = not self._has_work
+            idle = not (self._has_work or self._staged.uploading)
             group = [self._small.popleft() for _ in range(min(len(self._small), GROUP_LIMIT))]
-            if self._staging is None and self._states:
-                self._staging = self._states.popleft()
-            staging = self._staging
+            staging = self._staged.next()
         if self.member is not None and self.member.beat_due:
             self._beat(self.member)
         if group:
@@ -238,7 +237,7 @@ class Writer:
         return True
 
     def _transaction(self, jobs: list[Small]) -> Exception | None:
-        garbage: list[int] = []
+        garbage: list[OldState] = []
         try:
             self._begin()
             for job in jobs:
@@ -249,7 +248,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - a number that SQLite cannot hold, say: the jobs' failure
             self._roll_back(error)
             return error
-        self._garbage.extend(garbage)
+        self._discard(garbage)
         self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
         return None
@@ -290,9 +289,12 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - others will notice by themselves
             self._roll_back(error)
 
-    def _begin_pieces(self, staging: _Staging) -> None:
+    def _begin_pieces(self, staging: Staging) -> None:
         self._begin()
-        if staging.number == 0:
+        if staging.stored is not None:  # under whichever number; its fence says whether it counts
+            if time.time() > staging.put_at + ORPHAN_AGE_S / 2:
+                raise TurnNotStored("so long after its state was put it may be taken for an orphan; it is stored again")
+        elif staging.number == 0:
             staging.state = self._new_state()
         elif self.member is not None and not self.member.owns(staging.state):
             raise TurnNotStored("this engine was taken for lost while it stored a state; the state is stored again")
@@ -303,11 +305,35 @@ class Writer:
         self._next_state += 1
         return self._next_state - 1
 
-    def _write_state(self, staging: _Staging) -> None:
+    def _upload(self, staging: Staging, objects: CheckpointObjects) -> None:
+        """Have the state's object put while turns and other states go on; then its row is written."""
+        reach("before_checkpoint")
+        staging.state = self._new_state()
+        staging.num_bytes, staging.put_at = self._state_bytes, time.time()
+
+        def put(outcome: StoredObject | Exception) -> None:
+            reach("within_checkpoint")
+            if isinstance(outcome, Exception):
+                self._state_failed(staging, outcome)
+                return
+            with self._changed:
+                staging.stored = outcome
+                if not self._staged.uploaded(staging):
+                    self._give_up(staging)
+                self._changed.notify()
+
+        with self._changed:
+            if self._staged.is_uploading(staging):
+                objects.put(staging.state, staging.job.session.row, staging.job.host, list(self._layout), put)
+
+    def _write_state(self, staging: Staging) -> None:
         """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
+        if self._puts_objects and self._objects is not None and staging.stored is None:
+            self._upload(staging, self._objects)
+            return
         written = 0
         try:
-            if staging.number == 0:
+            if staging.number == 0 and staging.stored is None:
                 reach("before_checkpoint")
                 staging.chunks.extend(chunks_of(staging.job.host.parts(), list(self._layout)))
                 staging.num_bytes = sum(len(chunk) for chunk in staging.chunks)
@@ -318,7 +344,7 @@ class Writer:
                 staging.number += 1
                 reach("within_checkpoint")
             done = not staging.chunks
-            old = self._applier.point_to(staging.job, staging.state, staging.num_bytes) if done else None
+            old = self._applier.point_to(staging.job, staging.state, staging.num_bytes, staging.stored) if done else []
             self._commit()
         except Exception as error:  # noqa: BLE001 - of copies and of SQLite; the state's failure, not the thread's
             self._roll_back(error)
@@ -328,25 +354,26 @@ class Writer:
         if not staging.chunks:
             self._state_written(staging, old)
 
-    def _state_written(self, staging: _Staging, old: int | None) -> None:
+    def _state_written(self, staging: Staging, old: list[OldState]) -> None:
         reach("after_checkpoint")
         self.stats.states += 1
         self.stats.state_bytes += staging.num_bytes
+        if staging.stored is not None:
+            self.stats.object_bytes += staging.num_bytes
+        self._discard(old)
         with self._changed:
-            if self._staging is not staging:
+            if not self._staged.finish(staging):
                 return  # a delete overtook it; its Delete job removes the row
-            self._staging = None
-            if old is not None:
-                self._garbage.append(old)
         self._report(staging.done, None)
 
-    def _state_failed(self, staging: _Staging, error: Exception) -> None:
-        with self._changed:
-            if self._staging is not staging:
-                return
-            self._staging = None
-            self._garbage.append(staging.state)
+    def _state_failed(self, staging: Staging, error: Exception) -> None:
         in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # else nothing pointed to the pieces
+        with self._changed:
+            if not self._staged.finish(staging):
+                return
+            if staging.stored is None or not in_doubt:  # an object that a row may name is left to a sweep
+                self._give_up(staging)
+            self._changed.notify()
         self._report(staging.done, self._failure(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
@@ -356,7 +383,7 @@ class Writer:
             self._begin()
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             if empty and len(self._garbage) == 1:
-                self._garbage.extend(statements.sweep_hidden(self._connection))
+                self._discard(statements.sweep_hidden(self._connection))
             self._connection.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 - what is left is found again
             self._roll_back(error)
@@ -366,7 +393,17 @@ class Writer:
             self._garbage.popleft()
         self._wal_bytes += _TRANSACTION_BYTES
 
-    def _sweep_at_start(self) -> list[int]:
+    def _discard(self, garbage: Iterable[OldState]) -> None:
+        """No row points to these any more, and that is committed."""
+        for old in garbage:
+            if old.object_key is None:
+                self._garbage.append(old.state)
+                continue
+            self.stats.object_bytes -= old.num_bytes
+            if self._objects is not None:
+                self._objects.delete(old.object_key)
+
+    def _sweep_at_start(self) -> list[OldState]:
         self._connection.execute("BEGIN IMMEDIATE")
         garbage = statements.sweep_hidden(self._connection)
         self._connection.execute("COMMIT")
@@ -402,6 +439,10 @@ class Writer:
 
     def _measure(self) -> None:
         self.stats.used_bytes = self._database.used_bytes(self._connection)
+        now = time.monotonic()
+        if self._objects is not None and now >= self._next_count:
+            self.stats.object_bytes = statements.object_bytes(self._connection)
+            self._next_count = now + _COUNT_AGAIN_S
 
     def _roll_back(self, error: Exception) -> None:
         self.stats.failures += 1

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from test.object_server import ObjectServer, served
+from test.object_server import missing as object_server_missing
 from test.postgres import Server, missing
 
 
@@ -17,3 +19,12 @@ def postgres() -> Iterator[Server]:
     server = Server()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[ObjectServer]:
+    """An S3-compatible server."""
+    if (why := object_server_missing()) is not None:
+        pytest.skip(why)
+    with served() as server:
+        yield server

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from state_pool.crash_points import POINTS
+from state_pool.disk import checkpoint_objects
 from state_pool.sessions import LINEAR
 from test.pool_child import crash_config
 from test.pool_fakes import Driver, FakeArena, state_of
@@ -114,6 +115,30 @@ def test_killed_at_every_named_point(tmp_path: Path, durability: str) -> None:
         assert code == (0 if point in unreached else -signal.SIGKILL), f"{point} was not reached"
         ledger.check()
     assert ledger.known
+
+
+@pytest.mark.parametrize("durability", ["log", "turn"])
+def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is put, behind that, before the commit that names it, and before what it replaces is deleted."""
+    (tmp_path / "objects").mkdir()
+    ledger = Ledger(tmp_path, durability)
+    for seed, point in enumerate(("before_checkpoint", "within_checkpoint", "before_commit", "after_checkpoint")):
+        child = start_child(tmp_path, durability, seed, f"{point}:{5 + 3 * seed}")
+        assert child.wait(timeout=60) == -signal.SIGKILL, f"{point} was not reached"
+        ledger.check()
+    assert ledger.known
+    monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
+    driver = Driver(FakeArena(num_slots=12), ledger.config)
+    store = driver.pool._store
+    assert store is not None and store._objects is not None
+    objects = store._objects
+    driver.until(lambda: store._next_sweep > 0 and objects._sweeping is None)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+        named = {key for (key,) in connection.execute("SELECT object_key FROM states")}
+    there = {one.key for batch in objects._store.list(objects._home) for one in batch}
+    assert len(there - named) == 1, "the one that marks the place"
+    assert named <= there and objects.stats.orphans > 0
+    driver.pool.close()
 
 
 @pytest.mark.parametrize("durability", ["log", "turn"])

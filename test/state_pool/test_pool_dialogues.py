@@ -59,7 +59,10 @@ def test_nor_after_the_file_was_brought_up_to_date(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as connection:
         connection.execute("DROP TABLE dialogue_numbers")
         connection.execute("DROP INDEX sessions_by_updated")
-        for table in ("engines", "engine_numbers", "directory"):
+        connection.execute("DROP INDEX states_in_objects")
+        for column in ("object_key", "object_checksum"):
+            connection.execute(f"ALTER TABLE states DROP COLUMN {column}")
+        for table in ("engines", "engine_numbers", "directory", "checkpoint_home"):
             connection.execute(f"DROP TABLE {table}")
         for column in ("origin_name", "origin_digest"):
             connection.execute(f"ALTER TABLE sessions DROP COLUMN {column}")

@@ -148,7 +148,7 @@ def test_no_branch_from_what_is_unusable_or_deleted(tmp_path: Path) -> None:
 
 
 def test_no_branch_beyond_the_disk_limit(tmp_path: Path) -> None:
-    driver = opened(tmp_path, state_db_max_gb=0.00013, state_db_full="refuse", durability="turn")
+    driver = opened(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
     driver.turn("s", [1], branch_from=0)
     driver.until(lambda: store_of(driver).over_limit or bool(driver.turn("s", [1])))
     for parent in (0, 1):

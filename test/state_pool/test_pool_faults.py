@@ -360,8 +360,8 @@ def test_the_disk_cap_evicts_the_oldest(tmp_path: Path) -> None:
 
 
 def test_the_disk_cap_refuses_new_sessions(tmp_path: Path) -> None:
-    driver = reopen(tmp_path, state_db_max_gb=0.00013, state_db_full="refuse", l1_sessions=1, l2_sessions=1)
-    with pytest.raises(PoolFull, match=r"limit of 0\.00013 GB"):
+    driver = reopen(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", l1_sessions=1, l2_sessions=1)
+    with pytest.raises(PoolFull, match=r"limit of 0\.00015 GB"):
         for i in range(60):
             driver.turn(f"s{i}", [i])
             driver.settle()

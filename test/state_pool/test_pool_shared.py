@@ -34,16 +34,20 @@ STORES = [
     "sqlite-log",
     "sqlite-turn",
     pytest.param("postgres-log", marks=pytest.mark.cluster),
-    pytest.param("postgres-turn", marks=pytest.mark.cluster),
+    pytest.param("postgres-turn-objects", marks=pytest.mark.cluster),
 ]
+"""Which database, what a turn commits, and whether its state is an object beside the database."""
 
 
 @pytest.fixture(params=STORES)
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
     """Makes engines over one database; at the end they are closed, and must have kept their books."""
     made: list[Driver] = []
-    store, durability = request.param.split("-")
+    store, durability, *objects = request.param.split("-")
     base = {"state_db": request.getfixturevalue("postgres").database()} if store == "postgres" else {}
+    if objects:
+        (tmp_path / "objects").mkdir()
+        base |= {"checkpoint_store": (tmp_path / "objects").as_uri(), "checkpoint_store_min_mb": 0.0}
 
     def make(name: str, **changes: object) -> Driver:
         config = config_in(tmp_path, **base, durability=durability, engine=name, service="here", **changes)

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from state_pool.disk.staging import Staging
 from state_pool.disk.store import Store
-from state_pool.disk.writer import Writer, _Staging
+from state_pool.disk.writer import Writer
 from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 
@@ -82,7 +83,7 @@ def test_a_replay_is_no_longer_than_the_log_may_grow(tmp_path: Path, monkeypatch
     driver = small_pool(tmp_path, checkpoint_tokens=30)
     write, rounds = Writer._write_state, iter(range(10**9))
 
-    def slowly(writer: Writer, staging: _Staging) -> None:
+    def slowly(writer: Writer, staging: Staging) -> None:
         if next(rounds) % 50 == 0:
             write(writer, staging)
         else:

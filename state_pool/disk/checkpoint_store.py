@@ -1,0 +1,56 @@
+"""Where whole states are kept as objects beside the database: a folder that engines share, or an S3-compatible server.
+
+An object is written once, under a name that was never used, read whole, and deleted; which of them count only the
+database knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+BATCH = 1000
+"""Objects told at once by a listing."""
+
+
+class CheckpointStoreAway(Exception):  # noqa: N818 - names what happened
+    """The store does not answer, or refuses; what is in it is not known."""
+
+
+class ObjectMissing(Exception):  # noqa: N818 - names what happened
+    """The store answers that there is no such object."""
+
+
+class Listed(NamedTuple):
+    """An object that is there."""
+
+    key: str
+    age_s: float
+    """Since it was written, by the clock here."""
+
+
+class CheckpointStore(Protocol):
+    """Methods block, for a bounded time, and raise CheckpointStoreAway. Any thread."""
+
+    name: str
+    """What it is called in messages and in /status; nothing secret."""
+
+    def prepare(self, home: str) -> None:
+        """Objects whose keys begin with `home` and a slash will be put."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep an object: whole or not at all, and when this returns, for good."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Raises ObjectMissing."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """An object that is not there is deleted."""
+        ...
+
+    def list(self, home: str) -> Iterator[list[Listed]]:
+        """All objects whose keys begin so, some at a time, those among them that are half written."""
+        ...

@@ -1,0 +1,310 @@
+"""Whole states as objects beside the database: in a folder, and on an S3-compatible server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.checkpoint_address import parse_checkpoint_address
+from state_pool.codec import checksum_of
+from state_pool.disk import checkpoint_objects, s3
+from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
+from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway
+from state_pool.disk.folder import FolderStore
+from state_pool.disk.operations import ObjectPlace, StoredObject
+from state_pool.disk.statements import StateRow, put_state
+from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
+from test.object_server import KEY, SECRET
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+
+Engines = Callable[..., Driver]
+IN_A_BUCKET = pytest.param("s3", marks=pytest.mark.cluster)
+
+
+@pytest.fixture(name="address")
+def _address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty store."""
+    if getattr(request, "param", "file") == "s3":
+        return str(request.getfixturevalue("object_server").bucket())
+    (tmp_path / "objects").mkdir()
+    return (tmp_path / "objects").as_uri()
+
+
+@pytest.fixture
+def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
+    """Makes engines; at the end they are closed, and must have kept their books."""
+    made: list[Driver] = []
+
+    def make(**changes: object) -> Driver:
+        given = {"durability": "turn", "checkpoint_store": address, "checkpoint_store_min_mb": 0.0, **changes}
+        made.append(Driver(FakeArena(), config_in(tmp_path, **given)))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        if driver.pool._store is not None and not driver.pool._store.writer._stopping:
+            driver.settle()
+            assert driver.pool.check_integrity() == []
+            driver.pool.close()
+
+
+def keys_in(store: CheckpointStore, home: str) -> list[str]:
+    """Of states, without the object that marks the place."""
+    return sorted(one.key for batch in store.list(home) for one in batch if "of-this-database" not in one.key)
+
+
+def objects_of(driver: Driver) -> CheckpointObjects:
+    assert driver.pool._store is not None and driver.pool._store._objects is not None
+    return driver.pool._store._objects
+
+
+def stored_keys(driver: Driver) -> list[str]:
+    """What is in the store."""
+    return keys_in(objects_of(driver)._store, objects_of(driver)._home)
+
+
+def named_keys(tmp_path: Path) -> list[str]:
+    """What the database names."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
+        found = connection.execute("SELECT object_key FROM states WHERE object_key IS NOT NULL ORDER BY object_key")
+        return [key for (key,) in found]
+
+
+def restarted(driver: Driver, engines: Engines, **changes: object) -> Driver:
+    driver.settle()
+    driver.pool.close()
+    return engines(**changes)
+
+
+@pytest.mark.parametrize("address", ["file", IN_A_BUCKET], indirect=True)
+def test_states_go_there_and_come_back(engines: Engines, tmp_path: Path) -> None:
+    one = engines()
+    for name in ("a", "b", "c"):
+        for turn in range(3):
+            one.turn(name, [turn, 7])
+    one.delete("b")
+    two = restarted(one, engines)
+    assert len(named_keys(tmp_path)) == 2
+    assert stored_keys(two) == named_keys(tmp_path)  # what was replaced, and what was deleted, is gone
+    for name in ("a", "c"):
+        assert np.array_equal(two.state(name), state_of([0, 7, 1, 7, 2, 7]))
+    told = two.pool.stats()["database"]
+    assert told["checkpoint_store"]["gets"] == 2 and told["object_bytes"] == 2 * 128
+    assert two.pool.stats()["degraded"] is None
+
+
+@pytest.mark.parametrize("address", ["file", IN_A_BUCKET], indirect=True)
+def test_what_no_row_names_is_swept_when_it_is_old(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engines()
+    one.turn("s", [1])
+    objects = objects_of(one)
+    for number in range(3):
+        objects._store.put(f"{objects._home}/{number:016x}-left", b"by a crash")
+    two = restarted(one, engines)
+    two.until(lambda: objects_of(two)._sweeping is None)
+    assert len(stored_keys(two)) == 4  # they might be another engine's, on their way to their rows
+    monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
+    monkeypatch.setattr("state_pool.disk.folder.BATCH", 2)
+    three = restarted(two, engines)
+    three.until(lambda: objects_of(three).stats.orphans == 3 and objects_of(three)._sweeping is None)
+    assert stored_keys(three) == named_keys(tmp_path)
+    assert np.array_equal(three.state("s"), state_of([1]))
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+@pytest.mark.parametrize("whole_log", [False, True])
+def test_an_object_that_is_no_use_is_told_and_done_without_where_the_log_is_whole(
+    engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str, *, whole_log: bool
+) -> None:
+    kept = {"durability": "log", "retain_tokens": -1} if whole_log else {}
+    one = restarted(engines(**kept), engines, **kept)
+    one.turn("s", [1, 2])
+    one.turn("t", [3])
+    two = restarted(one, engines, **kept)
+    store, key = objects_of(two)._store, named_keys(tmp_path)[0]
+    store.delete(key)
+    if harm == "damaged":
+        store.put(key, b"\0" * 128)
+    with caplog.at_level(logging.ERROR):
+        if whole_log:
+            assert np.array_equal(two.state("s"), state_of([1, 2]))
+        else:
+            with pytest.raises(SessionUnusable, match=rf"{harm}.*delete the session"):
+                two.state("s")
+            assert two.pool.stats()["quarantined_count"] == 1
+    assert harm in caplog.text and key in caplog.text
+    assert np.array_equal(two.state("t"), state_of([3]))
+
+
+def test_a_store_that_is_away_condemns_nothing(engines: Engines, tmp_path: Path) -> None:
+    """Not its sessions, nor the turns that the log keeps; what is tried later goes through."""
+    one = restarted(engines(), engines)
+    one.turn("s", [1])
+    two = restarted(one, engines, durability="log", checkpoint_tokens=2)
+    (tmp_path / "objects").rename(tmp_path / "away")
+    with pytest.raises(SessionUnusable, match="try again"):
+        two.state("s")
+    two.turn("t", [2, 3])  # its checkpoint is due
+    two.until(lambda: two.pool.stats()["degraded"] is not None)
+    assert "checkpoint store file:" in two.pool.stats()["degraded"]
+    (tmp_path / "away").rename(tmp_path / "objects")
+    assert np.array_equal(two.state("s"), state_of([1]))
+    two.until(lambda: two.pool.stats()["degraded"] is None)
+    three = restarted(two, engines)
+    assert len(named_keys(tmp_path)) == 2
+    assert np.array_equal(three.state("t"), state_of([2, 3]))
+
+
+def test_a_turn_whose_state_cannot_be_put_is_not_acknowledged(engines: Engines, tmp_path: Path) -> None:
+    one = engines()
+    one.turn("s", [1])
+    (tmp_path / "objects").rename(tmp_path / "away")
+    with pytest.raises(TurnNotStored, match="the checkpoint store file:"):
+        one.turn("s", [2])
+    (tmp_path / "away").rename(tmp_path / "objects")
+    assert np.array_equal(one.state("s"), state_of([1]))
+    one.turn("s", [3])
+    assert np.array_equal(restarted(one, engines).state("s"), state_of([1, 3]))
+
+
+def test_a_delete_overtakes_a_state_that_is_being_put(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, go, put = engines(), threading.Event(), FolderStore.put
+
+    def held(self: FolderStore, key: str, data: bytes) -> None:
+        go.wait()
+        put(self, key, data)
+
+    monkeypatch.setattr(FolderStore, "put", held)
+    lease = one.ready(one.pool.checkout("s"))
+    slot, outcome = one.compute(lease, [1]), Outcome()
+    one.pool.record(lease, [1], outcome)
+    one.pool.checkin(lease, slot)
+    store = one.pool._store
+    assert store is not None
+    one.until(lambda: bool(store.writer._staged.uploading))
+    one.pool.delete("s")
+    go.set()
+    one.until(lambda: outcome.known)
+    two = restarted(one, engines)
+    assert two.list_sessions().total == 0
+    assert named_keys(tmp_path) == stored_keys(two) == []
+
+
+def test_an_object_that_is_replaced_while_it_is_fetched_is_read_anew(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engines()
+    one.turn("s", [1])
+    two = restarted(one, engines)
+    get, fetched = CheckpointObjects.get, []
+
+    def late(self: CheckpointObjects, place: ObjectPlace, done: OnFetched) -> None:
+        if not fetched:
+            replace_object(tmp_path, self._store, place)
+        fetched.append(place.stored.key)
+        get(self, place, done)
+
+    monkeypatch.setattr(CheckpointObjects, "get", late)
+    assert np.array_equal(two.state("s"), state_of([1]))
+    assert len(fetched) == 2 and two.pool.stats()["quarantined_count"] == 0
+
+
+def replace_object(tmp_path: Path, store: CheckpointStore, place: ObjectPlace) -> None:
+    """As another engine does that stores the same session's state."""
+    data, state, key = store.get(place.stored.key), place.state + 1, f"{place.stored.key}-later"
+    stored = StoredObject(key, checksum_of([data], state, place.session))
+    store.put(key, data)
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+        found = connection.execute("SELECT turn, num_tokens, fingerprint, layout, bytes FROM states").fetchone()
+        put_state(connection, StateRow(state, place.session, *found, stored))
+        connection.commit()
+    store.delete(place.stored.key)
+
+
+def test_another_store_than_the_databases_is_refused(engines: Engines, tmp_path: Path) -> None:
+    one = engines()
+    one.turn("s", [1])
+    one.settle()
+    one.pool.close()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DatabaseUnusable, match="none of the states that the session database"):
+        engines(checkpoint_store=(tmp_path / "other").as_uri())
+    with pytest.raises(DatabaseUnusable, match="no such folder"):
+        engines(checkpoint_store=(tmp_path / "mount").as_uri())
+    without = engines(checkpoint_store="")
+    with pytest.raises(SessionUnusable, match="start with --checkpoint-store"):
+        without.state("s")
+    assert np.array_equal(restarted(without, engines).state("s"), state_of([1]))
+
+
+def test_small_states_stay_in_the_database_and_either_kind_is_read(engines: Engines, tmp_path: Path) -> None:
+    one = engines()
+    one.turn("there", [1])
+    two = restarted(one, engines, checkpoint_store_min_mb=1.0)
+    two.turn("here", [2])
+    assert len(stored_keys(two)) == 1
+    three = restarted(two, engines)
+    assert np.array_equal(three.state("there"), state_of([1]))
+    assert np.array_equal(three.state("here"), state_of([2]))
+    three.turn("here", [3])
+    assert len(stored_keys(three)) == 2
+
+
+def test_what_is_there_counts_towards_the_limit(engines: Engines) -> None:
+    one = engines(state_db_max_gb=0.001, state_db_full="refuse")
+    one.turn("s", [1])
+    assert one.pool._store is not None and not one.pool._store.over_limit
+    one.pool._store.writer.stats.object_bytes += 1_000_000
+    assert one.pool._store.over_limit
+
+
+@pytest.mark.cluster
+def test_a_bucket_whose_server_is_away_is_told_and_no_key_with_it(
+    engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del engines
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setattr(s3, "RETRIES", 0)
+    caplog.set_level(logging.DEBUG)
+    address = "s3://states/prefix?endpoint=http://127.0.0.1:9"
+    if s3.obstore is not None:
+        with pytest.raises(CheckpointStoreAway) as away:
+            open_checkpoint_store(address).get("a")
+        with pytest.raises(DatabaseUnusable, match="s3://states/prefix") as refused:
+            Driver(FakeArena(), config_in(tmp_path, checkpoint_store=address))
+        assert not any(word in str(away.value) + str(refused.value) + caplog.text for word in (KEY, SECRET))
+    monkeypatch.setattr(s3, "obstore", None)
+    with pytest.raises(DatabaseUnusable, match="requirements-cluster"):
+        open_checkpoint_store(address)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("/shared/folder", "must be file:///"),
+        ("file://shared/folder", "three slashes"),
+        ("file:relative", "three slashes"),
+        ("s3:///prefix", "the bucket's name"),
+        ("s3://key:secret@bucket/x", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/x?endpont=http://h", "knows no 'endpont'"),
+        ("s3://bucket/x?endpoint=h:9000", "http:// or https://"),
+        ("s3://bucket/x?endpoint=http://key:secret@h", "without a password"),
+    ],
+)
+def test_addresses_that_name_no_store(given: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        parse_checkpoint_address(given)
+    assert "secret@" not in str(refused.value)
