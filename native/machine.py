@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -63,6 +64,18 @@ def cores() -> int:
     except (OSError, ValueError):
         return allowed
     return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
+
+
+def free_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that programs may still take: what the machine has, or less under a cgroup v2 limit; None: not told."""
+    free: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = next(one for one in Path(meminfo).read_text().splitlines() if one.startswith("MemAvailable:"))
+        free.append(int(line.split()[1]) << 10)
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limit, used = ((Path(cgroup) / name).read_text() for name in ("memory.max", "memory.current"))
+        free.append(max(0, int(limit) - int(used)))
+    return min(free, default=None)
 
 
 @functools.cache

@@ -8,12 +8,13 @@ import msgspec
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import Body, Fields
+from routes.loaded import Kind, routes_of
+from routes.request.bodies import Body
 from routes.request.model_names import adapter_names
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
 from routes.response.response_models import AdapterEntry, AdapterList
-from routes.route import Route, Upload
+from routes.route import Upload
 from rwkv_batch.calls import AdapterInfo, AddAdapter, ListAdapters, RemoveAdapter
 from rwkv_batch.errors import ErrorKind
 
@@ -36,12 +37,6 @@ class AdapterBody(Body):
     )
 
 
-class AdapterQuery(Fields):
-    """Which adapter is meant."""
-
-    name: str = Field(min_length=1, description="The adapter's name.")
-
-
 def _shown(context: Context, info: AdapterInfo) -> dict[str, Any]:
     return {**msgspec.structs.asdict(info), "models": adapter_names(context.config.model_name, info.name)}
 
@@ -62,41 +57,13 @@ async def remove_adapter(context: Context, upload: Upload) -> Reply:
     return json_answer(_shown(context, await ask(context, RemoveAdapter(upload.query.name))))
 
 
-_AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
-ROUTES = (
-    Route(
-        "GET",
-        PATH,
-        list_adapters,
-        None,
-        "The adapters that requests may name.",
-        answer=AdapterList,
-        errors=_AWAY,
-        waits_for_engine=True,
-    ),
-    Route(
-        "POST",
-        PATH,
-        add_adapter,
-        AdapterBody,
-        "Load an adapter that requests may name.",
-        answer=AdapterEntry,
-        errors=(ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED, *_AWAY),
-        example={"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
-        is_admin=True,
-        waits_for_engine=True,
-    ),
-    Route(
-        "DELETE",
-        f"{PATH}/{{name}}",
-        remove_adapter,
-        None,
-        "Forget an adapter.",
-        query=AdapterQuery,
-        answer=AdapterEntry,
-        errors=(ErrorKind.ADAPTER_NOT_FOUND, *_AWAY),
-        example={"name": "french"},
-        is_admin=True,
-        waits_for_engine=True,
-    ),
+KIND = Kind(
+    PATH,
+    "adapter",
+    AdapterBody,
+    AdapterEntry,
+    AdapterList,
+    ErrorKind.ADAPTER_NOT_FOUND,
+    {"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
 )
+ROUTES = routes_of(KIND, list_adapters, add_adapter, remove_adapter)

@@ -8,13 +8,14 @@ import msgspec
 from pydantic import Field
 
 from routes.context import Context
-from routes.request.bodies import Body, Fields, MixedState
+from routes.loaded import Kind, routes_of
+from routes.request.bodies import Body, MixedState
 from routes.request.decode_defaults import Defaults, as_defaults
 from routes.request.model_names import state_names
 from routes.response.event_stream import ask
 from routes.response.reply import Reply, json_answer
 from routes.response.response_models import TunedStateEntry, TunedStateList
-from routes.route import Route, Upload
+from routes.route import Upload
 from rwkv_batch.calls import AddState, ListStates, RemoveState, StateInfo
 from rwkv_batch.errors import ErrorKind
 
@@ -42,12 +43,6 @@ class StateBody(Body):
     )
 
 
-class StateQuery(Fields):
-    """Which state is meant."""
-
-    name: str = Field(min_length=1, description="The state's name.")
-
-
 def _shown(context: Context, info: StateInfo) -> dict[str, Any]:
     shown = {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
     shown["defaults"] = info.defaults.given
@@ -73,42 +68,14 @@ async def remove_state(context: Context, upload: Upload) -> Reply:
     return json_answer(_shown(context, await ask(context, RemoveState(upload.query.name))))
 
 
-_AWAY = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
-ROUTES = (
-    Route(
-        "GET",
-        PATH,
-        list_states,
-        None,
-        "The tuned states.",
-        answer=TunedStateList,
-        errors=_AWAY,
-        waits_for_engine=True,
-    ),
-    Route(
-        "POST",
-        PATH,
-        add_state,
-        StateBody,
-        "Load a tuned state.",
-        answer=TunedStateEntry,
-        errors=(ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED, *_AWAY),
-        example={"name": "pirate", "file": "states/pirate.pth"},
-        takes_form=True,
-        is_admin=True,
-        waits_for_engine=True,
-    ),
-    Route(
-        "DELETE",
-        f"{PATH}/{{name}}",
-        remove_state,
-        None,
-        "Forget a tuned state.",
-        query=StateQuery,
-        answer=TunedStateEntry,
-        errors=(ErrorKind.STATE_NOT_FOUND, *_AWAY),
-        example={"name": "pirate"},
-        is_admin=True,
-        waits_for_engine=True,
-    ),
+KIND = Kind(
+    PATH,
+    "tuned state",
+    StateBody,
+    TunedStateEntry,
+    TunedStateList,
+    ErrorKind.STATE_NOT_FOUND,
+    {"name": "pirate", "file": "states/pirate.pth"},
+    takes_form=True,
 )
+ROUTES = routes_of(KIND, list_states, add_state, remove_state)

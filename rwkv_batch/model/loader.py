@@ -16,6 +16,7 @@ from rwkv_batch.model.linear import Linear, QuantLinear
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
 from rwkv_batch.model.older.layer import OlderLayer
+from rwkv_batch.model.older.source import square_maps
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.weights import Weights
@@ -146,10 +147,7 @@ class LayerLoader:
             ln1=self.norm(f"blocks.{i}.ln1"),
             ln2=self.norm(f"blocks.{i}.ln2"),
             att_mix=torch.stack([self.vector(f"{att}.x_{name}") for name in MIX_ORDER]),
-            receptance=self.linear(f"{att}.receptance.weight"),
-            key=self.linear(f"{att}.key.weight"),
-            value=self.linear(f"{att}.value.weight"),
-            output=self.linear(f"{att}.output.weight"),
+            **square_maps(self, att),
             w0=self.vector(f"{att}.w0"),
             w1=self._low_rank(f"{att}.w1"),
             w2=self._low_rank(f"{att}.w2"),

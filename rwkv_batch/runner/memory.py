@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from native import machine
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.errors import StartupError
@@ -23,6 +24,8 @@ CPU_BATCH_BESIDE = 6
 """For each compute thread. The demo model on two: steps of 7 ms in place of 22 with 60 rows, at 0.6 of their speed."""
 CPU_SLOTS_SHARE = 0.25
 """Share of the machine's memory that slots may take on a CPU."""
+CPU_SLOTS_OF_FREE = 0.5
+"""Share of what is free of it that slots of another model may take."""
 
 
 class Memory:
@@ -80,7 +83,9 @@ class Memory:
     def _free_bytes(self, device: torch.device) -> int:
         """Memory of a device that slots may take."""
         if device.type != "cuda":
-            return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
+            share = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SLOTS_SHARE)
+            free = machine.free_memory() if self._config.gives_way else None
+            return share if free is None else min(share, int(free * CPU_SLOTS_OF_FREE))
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - self._config.gpu_memory_utilization) * total)
 

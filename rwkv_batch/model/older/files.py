@@ -9,10 +9,9 @@ from torch import Tensor
 
 from rwkv_batch.model.older import rwkv4, rwkv5, rwkv6
 from rwkv_batch.model.older.layer import ChannelMix, OlderLayer, TimeMix
-from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.older.source import SQUARE, TensorSource
 from rwkv_batch.model.shape import ModelShape
 
-SQUARE = ("receptance", "key", "value", "output")
 _OLDER = re.compile(r"\.att\.time_(maa_|mix_|faaaa|first|decay)")
 _ATT = "blocks.0.att"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.older.layer import sigmoid
-from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.older.source import TensorSource, square_maps
 from rwkv_batch.model.plain import longest_first
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
@@ -75,8 +75,5 @@ def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix4:
         mix_r=1 - source.vector(f"{att}.time_mix_r"),
         decay=-torch.exp(source.vector(f"{att}.time_decay")),
         first=source.vector(f"{att}.time_first"),
-        receptance=source.linear(f"{att}.receptance.weight"),
-        key=source.linear(f"{att}.key.weight"),
-        value=source.linear(f"{att}.value.weight"),
-        output=source.linear(f"{att}.output.weight"),
+        **square_maps(source, att),
     )

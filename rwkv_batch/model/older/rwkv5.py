@@ -11,7 +11,7 @@ from rwkv_batch.model.layer import Norm
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.older.heads import head_norm, wkv_heads
 from rwkv_batch.model.older.layer import silu
-from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.older.source import TensorSource, square_maps
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -83,10 +83,7 @@ def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix5:
         mix_g=1 - source.vector(f"{att}.time_mix_g") if gated else None,
         decay=decay.view(by_head).expand(whole).contiguous().unsqueeze(0),
         bonus=first.view(by_head).expand(whole).contiguous(),
-        receptance=source.linear(f"{att}.receptance.weight"),
-        key=source.linear(f"{att}.key.weight"),
-        value=source.linear(f"{att}.value.weight"),
         gate=source.linear(f"{att}.gate.weight") if gated else None,
-        output=source.linear(f"{att}.output.weight"),
+        **square_maps(source, att),
         ln_x=source.norm(f"{att}.ln_x"),
     )

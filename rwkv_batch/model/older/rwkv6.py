@@ -11,7 +11,7 @@ from rwkv_batch.model.layer import Norm
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.older.heads import head_norm, wkv_heads
 from rwkv_batch.model.older.layer import silu
-from rwkv_batch.model.older.source import TensorSource
+from rwkv_batch.model.older.source import TensorSource, square_maps
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -91,10 +91,7 @@ def time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix6:
         decay_w1=source.linear(f"{att}.time_decay_w1", transpose=True),
         decay_w2=source.linear(f"{att}.time_decay_w2", transpose=True),
         bonus=source.vector(f"{att}.time_faaaa").view(shape.heads, shape.head_size),
-        receptance=source.linear(f"{att}.receptance.weight"),
-        key=source.linear(f"{att}.key.weight"),
-        value=source.linear(f"{att}.value.weight"),
         gate=source.linear(f"{att}.gate.weight"),
-        output=source.linear(f"{att}.output.weight"),
+        **square_maps(source, att),
         ln_x=source.norm(f"{att}.ln_x"),
     )

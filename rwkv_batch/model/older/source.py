@@ -9,6 +9,8 @@ from torch import Tensor
 from rwkv_batch.model.layer import Norm
 from rwkv_batch.model.linear import Linear
 
+SQUARE = ("receptance", "key", "value", "output")
+
 
 class TensorSource(Protocol):
     """Tensors of a weight file, by name, on a stage's device and in its types. Raises KeyError."""
@@ -32,3 +34,8 @@ class TensorSource(Protocol):
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
         """Several matrices kept as one tensor [number, out, in], or [number, in, out] with `transpose`."""
         ...
+
+
+def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
+    """The four maps [C, C] that the time mix of every version has, by the fields' names."""
+    return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}

@@ -1,0 +1,45 @@
+"""Slots by memory: those of another model are counted from what the machine has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from native import machine
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
+from rwkv_batch.runner.memory import CPU_SLOTS_OF_FREE, Memory
+
+SLOT = 1 << 20
+PIPELINE: Any = SimpleNamespace(devices=[torch.device("cpu")], concurrency=1, slot_bytes_on=lambda _device: SLOT)
+
+
+def rows(free: int | None, gives_way: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}[name])
+    monkeypatch.setattr(machine, "free_memory", lambda: free)
+    return Memory(EngineConfig(model_path="", gives_way=gives_way), PIPELINE).limits().max_running
+
+
+def test_another_model_takes_part_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows(100 * SLOT, False, monkeypatch) == rows(None, True, monkeypatch) == 256
+    few = rows(300 * SLOT, True, monkeypatch)
+    assert 0 < few < 300 * CPU_SLOTS_OF_FREE
+    with pytest.raises(StartupError, match="too little memory"):
+        rows(10 * SLOT, True, monkeypatch)
+
+
+def test_what_is_free_is_the_least_of_the_limits(tmp_path: Path) -> None:
+    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
+    assert machine.free_memory(str(meminfo), str(group)) is None
+    meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:  5000 kB\n")
+    group.mkdir()
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1000\n")
+    assert machine.free_memory(str(meminfo), str(group)) == 5000 << 10
+    (group / "memory.max").write_text("3000\n")
+    assert machine.free_memory(str(meminfo), str(group)) == 2000
