@@ -99,6 +99,7 @@ async def partition(options: argparse.Namespace, flags: list[str]) -> dict[str, 
                 moved += sum(one.is_good for one in meanwhile)
                 await asyncio.to_thread(engines.wait_ready)
                 faults += await ledger.check()
+            stale = await asyncio.to_thread(engines.metric, "rwkv_pool_counters_stale_turns")
     told = [answer for _, answer in ledger.turns if not answer.is_good]
     longest = max(answer.whole_s for _, answer in ledger.turns)
     return {
@@ -107,6 +108,7 @@ async def partition(options: argparse.Namespace, flags: list[str]) -> dict[str, 
         "stopped": options.rounds,
         "turns": {"acknowledged": len(ledger.turns) - len(told), "refused": len(told), "while_it_stood_still": moved},
         "refused_as": dict(Counter(one.error[:160] for one in told)),
+        "stale_turns": stale,
         "longest_turn_s": round(longest, 2),
     }
 

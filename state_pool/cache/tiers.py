@@ -37,7 +37,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What has been moved since the start."""
+    """What has been moved since the start, and what was refused."""
 
     demotions: int = 0
     promotions: int = 0
@@ -45,6 +45,8 @@ class TierCounters:
     lost: int = 0
     left_to_log: int = 0
     """States forgotten because the log gives them back, while the disk was behind."""
+    stale_turns: int = 0
+    """Turns that were not kept, because another engine had their session by then."""
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     bytes_from_disk: int = 0

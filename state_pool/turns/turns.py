@@ -14,7 +14,15 @@ from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete, DeleteNamed
 from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable, TurnNotStored
+from state_pool.errors import (
+    PoolError,
+    PoolFull,
+    SessionBusy,
+    SessionNotFound,
+    SessionUnusable,
+    StaleEpoch,
+    TurnNotStored,
+)
 from state_pool.sessions import (
     ROOT,
     Lease,
@@ -282,6 +290,7 @@ class Turns:
         """The turn's fate is known. A failure is told now; a success when whoever asks next finds the turn."""
         if session.deleted:
             error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")
+        self._tiers.counters.stale_turns += isinstance(error, StaleEpoch)
         turn.outcome = error or True
         session.acquired = session.acquired and error is not None  # the commit has released it
         if error is not None:

@@ -184,6 +184,7 @@ def test_one_that_was_cut_off_computes_and_acknowledges_nothing(engines: Engines
     struck_off(one)
     two.turn("s", [3])
     assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
+    assert [engine.pool.stats()["counters"]["stale_turns"] for engine in (one, two)] == [1, 0]
     assert np.array_equal(one.state("s"), state_of([1, 3]))
     one.turn("s", [4])
     assert np.array_equal(two.state("s"), state_of([1, 3, 4]))
