@@ -1,7 +1,7 @@
 """Which tests see which wrong change.
 
     python -m bench.mutants [--only TEXT] [--jobs 2] [--wide] [--ci] [--out FILE [--again FILE]]
-                            [--timeout 600] [--test-timeout 120] [--seconds S] [--cores-each 0]
+                            [--timeout 600] [--test-timeout 120] [--seconds S] [--runs N] [--cores-each 0]
 
 Each mutant of `bench/mutants/*.py` is applied alone to a copy of the tree, never in place, and its expected tests run,
 single tests and files apart, until the first failure; it counts if the test fails again alone, and passes without the change. `--wide`: a survivor
@@ -9,7 +9,7 @@ also meets every other test that starts no service. `--only`: those whose name c
 runs. A run that takes longer than `--timeout` is told apart: the change made something wait for ever, or the machine
 is slow. `--out` is written after each mutant, so that a run that is cut keeps what it has; with `--again` what an
 earlier file has as killed is not tried again. After `--seconds` no further mutant is begun. `--cores-each`: each copy
-of the tree runs on so many cores of its own.
+of the tree runs on so many cores of its own. `--runs 1`, then `--again` without it: first all that quick tests see.
 
 The table says which test saw what; the last line is JSON (`mutants`: those tried, `of`: those there are), exit status 1
 if fewer than nine in ten of the tried were seen.
@@ -42,6 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run of tests")
     parser.add_argument("--test-timeout", type=float, default=120.0, help="seconds for one test")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no mutant is begun")
+    parser.add_argument(
+        "--runs", type=int, help="runs of a mutant's tests, the first; what they do not see stays untried"
+    )
     parser.add_argument("--cores-each", type=int, default=0)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--ci", action="store_true")
@@ -53,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Outcome]:
     """Try all, as many at a time as asked for; in the order in which they end."""
-    limits = Limits(arguments.timeout, arguments.test_timeout)
+    limits = Limits(arguments.timeout, arguments.test_timeout, arguments.runs)
     unchanged, until = Unchanged(limits), time.monotonic() + arguments.seconds
     with Trees(arguments.jobs, arguments.cores_each) as trees, ThreadPoolExecutor(arguments.jobs) as pool:
 
@@ -62,10 +65,14 @@ def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Ou
                 return None
             try:
                 with trees.taken() as tree:
-                    return try_mutant(tree, mutant, unchanged, limits, arguments.wide)
+                    outcome = try_mutant(tree, mutant, unchanged, limits, arguments.wide)
             except (RuntimeError, ValueError) as error:  # of this mutant's tests alone: the others are tried
                 print(f"NOT TRIED {mutant.name}: {error}", flush=True)
                 return None
+            if arguments.runs is None or outcome.verdict == "killed":
+                return outcome
+            print(f"not seen by its first tests: {mutant.name} ({outcome.seconds:g} s)", flush=True)
+            return None
 
         for done in as_completed([pool.submit(attempt, mutant) for mutant in chosen]):
             if (outcome := done.result()) is not None:

@@ -494,8 +494,9 @@ MUTANTS: list[Mutant] = [
             ),
             (
                 "if self._jobs.get(job.job_id) is job:\n                self._end_job(job, FinishReason.TIMEOUT)",
-                "if True:\n                self._end_job(job, FinishReason.TIMEOUT)",
+                "if job.job_id in self._jobs:\n                self._end_job(self._jobs[job.job_id], FinishReason.TIMEOUT)",
                 "a deadline ends a later job of the same id",
+                "test/engine/test_row_ends.py::test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id",
             ),
             (
                 "            if row in job.live:  # else it ended",

@@ -46,6 +46,8 @@ class Limits:
 
     run_s: float = 600.0
     test_s: float = 120.0
+    runs: int | None = None
+    """of a mutant's tests, single ones and files apart; None: all"""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def try_mutant(tree: Tree, mutant: Mutant, unchanged: Unchanged, limits: Limits,
     """Run the expected tests against a mutant, then the others if `wide`. Raises ValueError if it does not apply."""
     began = time.monotonic()
     change = Change(tree, mutant)
-    for tests in [*_runs(mutant.tests), *([list(WIDE)] if wide else [])]:
+    for tests in [*_runs(mutant.tests), *([list(WIDE)] if wide else [])][: limits.runs]:
         if seen_by := confirmed_failure(change, tests, unchanged, limits):
             break
     return Outcome(mutant, seen_by, round(time.monotonic() - began, 1))

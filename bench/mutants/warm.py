@@ -83,7 +83,8 @@ def main() -> None:
                 os._exit(code)
         os.write(1, b"%d\n" % child)
         _, status = os.waitpid(child, 0)
-        os.write(1, b"%d\n" % os.waitstatus_to_exitcode(status))
+        with contextlib.suppress(BrokenPipeError):  # who asked has ended
+            os.write(1, b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.request import FinishReason, Priority, PromptLogprobs
+from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, Running, ask, submit, tiny_model, turn
 
@@ -203,6 +203,25 @@ def test_a_turn_that_is_still_drawing_times_out(loop: Stepped) -> None:
     loop.engine.jobs.expire(time.monotonic() + 2000.0)
     assert loop.end(job).finishes[0].reason is FinishReason.TIMEOUT
     loop.check_idle(free)
+
+
+def test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id(loop: Stepped) -> None:
+    loop.end(named(loop, "same", ask("a", max_tokens=1), timeout_s=100.0))
+    later = named(loop, "same", ask("a", **ENDLESS))
+    loop.step()
+    loop.engine.jobs.expire(time.monotonic() + 101)
+    loop.step(2)
+    assert not later.done.is_set()
+    loop.cancel(later)
+    loop.end(later)
+    loop.check_idle()
+
+
+def named(loop: Stepped, job_id: str, *rows: GenerateRequest, **fields: Any) -> Running:
+    """A job with this id."""
+    running = Running(Job(job_id=job_id, rows=list(rows), **fields))
+    loop.engine.submit(running.job, running.sink, running.admitted)
+    return running
 
 
 def test_a_turn_that_ends_while_it_gives_way_is_read_to_its_end(model: Path) -> None:
