@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from native import cache_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0
 NO_TLS = False
@@ -74,7 +76,10 @@ class Service:
         command = [sys.executable, *(["-P"] if "/" in program else []), str(ROOT / program)]
         command += ["--port", str(self.port), *arguments]
         command += ["--state-db", str(self.state_db if state_db is None else state_db)]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
+        built = cache_folder.VARIABLE  # what is compiled is kept, wherever that is
+        clean = {n: value for n, value in os.environ.items() if n == built or not n.startswith("RWKV_")}
+        if "PYTHONPATH" in environment:
+            environment["PYTHONPATH"] += f"{os.pathsep}{clean.get('PYTHONPATH', '')}"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**clean, **environment}

@@ -243,8 +243,7 @@ class StateManager:
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.unpin(hit))
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
-        borders = self.pool.prefix_cache_points(sequence.token_ids, observed=True, base=sequence.base)
-        sequence.cache_points = [border for border in borders if border > sequence.num_computed_tokens]
+        sequence.cache_points = self.pool.prefix_cache_points(sequence.token_ids, observed=True, base=sequence.base)
 
     # With each step ------------------------------------------------------------------------------------------
 

@@ -442,6 +442,7 @@ class Clients:
         demand(not missing, f"{name}: {missing} of its scores are missing")
         if request.session is None:
             demand(finish.prompt_tokens == len(prompt_of(request, i)), f"{name}: {finish.prompt_tokens} prompt tokens")
+            demand(request.use_prefix_cache or not finish.cached_tokens, f"{name}: it began from a cached state")
             return
         self.counts["turns"] += 1
         turn = self._world.ledger.turns[asked.sequences[row]]
