@@ -1,14 +1,16 @@
 """What constrained rows cost, and what they cost the rows beside them: the engine alone.
 
-    python -m bench.grammar [--model-path FILE | --shape 0.1b] [--rows 64] [--seconds 10]     # on a GPU: --rows 320
+    python -m bench.grammar [--model-path FILE | --shape 0.1b] [--rows 64] [--seconds 3] [--rounds 3]  # GPU: --rows 320
 
-All rows decode without end; none, half or all of them are held to a schema (objects in a list that never closes), the
-halves by turns. Measured after a warm-up, over `--seconds`: tokens/s in all, and of a row with and without a
-constraint. `ratio` is against the line without constraints; `others_ratio` that of the rows without one. Beside it,
-without a model: making the vocabulary and the first schema ready, a schema after that, and masks of random texts, of
-one row and of as many rows in a step, at the median and at worst. What bounds it: masks are computed while a GPU runs
-a step, so they cost nothing as long as they take less; then their way to it (8 KB a row) and writing -inf where they
-forbid (256 KB a row). On a CPU they take turns with the step. The last line is JSON.
+All rows decode without end; none, half or all of them (every other row) are held to a schema: objects in a list that
+never closes. The three shares take turns in each round. Measured after a warm-up, over `--seconds`: tokens/s in all and
+of a row with and without a constraint. `ratio` is against the round's line without constraints, `others_ratio` that of
+the rows without one, `processor_ratio` that of this process's processor time for a token: what else runs on the machine
+does not change it, and on a CPU, whose cores a step keeps busy, it is that of the rate. All are medians of the rounds.
+Beside it, without a model: making the vocabulary and the first schema ready, a schema after that, and masks of random
+texts, of one row and of as many rows in a step, at the median and at worst. What bounds it: masks are computed while a
+GPU runs a step, so they cost nothing as long as they take less; then their way to it (8 KB a row) and writing -inf
+where they forbid (256 KB a row). On a CPU they take turns with the step. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the engine's process; before torch is loaded
 import torch
 
 from app import with_model
@@ -105,26 +109,50 @@ def _refused(refusal: Any) -> None:
 
 
 def measure(engine: Engine, rows: int, share: int, seconds: float) -> dict[str, Any]:
-    """Rates of one share of constrained rows, in percent."""
+    """Rates of one share of constrained rows, in percent; processor time in ms a token."""
     job = Rows(engine, f"share{share}", rows, share)
     warm = time.perf_counter()
     while min(job.tokens) < 4 and time.perf_counter() - warm < WAIT_S:
         time.sleep(0.05)
-    time.sleep(min(3.0, seconds / 2))
-    before, steps, started = list(job.tokens), engine.speed.steps, time.perf_counter()
+    time.sleep(min(1.0, seconds / 2))
+    before, steps, busy, started = list(job.tokens), engine.speed.steps, time.process_time(), time.perf_counter()
     time.sleep(seconds)
-    after, steps, spent = list(job.tokens), engine.speed.steps - steps, time.perf_counter() - started
+    after, steps, busy = list(job.tokens), engine.speed.steps - steps, time.process_time() - busy
+    spent = time.perf_counter() - started
     job.stop()
     gained = [(b - a) / spent for a, b in zip(before, after, strict=True)]
     held = [rate for rate, is_held in zip(gained, job.held, strict=True) if is_held]
     free = [rate for rate, is_held in zip(gained, job.held, strict=True) if not is_held]
     return {
         "constrained_percent": share,
-        "tokens_s": round(sum(gained), 1),
-        "steps_s": round(steps / spent, 2),
-        "tokens_s_a_constrained_row": round(statistics.mean(held), 2) if held else None,
-        "tokens_s_a_free_row": round(statistics.mean(free), 2) if free else None,
+        "tokens_s": sum(gained),
+        "steps_s": steps / spent,
+        "tokens_s_a_constrained_row": statistics.mean(held) if held else None,
+        "tokens_s_a_free_row": statistics.mean(free) if free else None,
+        "processor_ms_a_token": busy * 1e3 / max(1, sum(after) - sum(before)),
     }
+
+
+def measure_in_turns(engine: Engine, rows: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """A line for each share: medians of the rounds, and of their ratios."""
+    lines: dict[int, list[dict[str, Any]]] = {share: [] for share in SHARES}
+    for _ in range(rounds):
+        for share in SHARES:
+            line = measure(engine, rows, share, seconds)
+            free = lines[0][-1] if share else line
+            line["ratio"] = line["tokens_s"] / free["tokens_s"]
+            line["processor_ratio"] = free["processor_ms_a_token"] / line["processor_ms_a_token"]
+            if line["tokens_s_a_free_row"]:
+                line["others_ratio"] = line["tokens_s_a_free_row"] / free["tokens_s_a_free_row"]
+            lines[share].append(line)
+    return [
+        {
+            name: round(statistics.median(line[name] for line in found), 3)
+            for name, value in found[0].items()
+            if value is not None
+        }
+        for found in lines.values()
+    ]
 
 
 def followed(matcher: Matcher, mask: np.ndarray[Any, Any], draw: random.Random) -> bool:
@@ -170,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each share")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each share in a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=SIZES, help="random weights of this shape, instead of --model-path")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     args, rest = parser.parse_known_args(arguments)
@@ -184,15 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine = Engine(settings.engine)
         engine.start()
         try:
-            lines = [measure(engine, args.rows, share, args.seconds) for share in SHARES]
+            lines = measure_in_turns(engine, args.rows, args.seconds, args.rounds)
             device, status = engine.machine.device, engine.status()
         finally:
             engine.stop()
-    free = lines[0]
     for line in lines:
-        line["ratio"] = round(line["tokens_s"] / free["tokens_s"], 3)
-        if line["tokens_s_a_free_row"]:
-            line["others_ratio"] = round(line["tokens_s_a_free_row"] / free["tokens_s_a_free_row"], 3)
         print(json.dumps(line), flush=True)
     shown = {name: status[name] for name in ("devices", "dtype", "model_shape", "decode_graphs", "samplers")}
     result = {"bench": "grammar", **origin(), **shown, "rows": args.rows, "lines": lines}

@@ -125,15 +125,17 @@ class CpuSampler:
         address = binding.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
         if rows and not 0 <= min(seats) <= max(seats) < len(self._params):
             raise IndexError(f"seats {seats} of {len(self._params)}")
-        if masks is not None:
-            self._forbid(address, rows, masks)
+        words = None if masks is None else self._words(rows, masks)
         params = [self._params[seat] for seat in seats]
         asked = [row for row, p in enumerate(params) if p.top_logprobs is not None]
+        if asked and words is not None:
+            self._forbid(address, rows, words)
         before = raw_logprobs(logits, asked)
         tokens = torch.empty(rows, dtype=torch.int64)
         self._library["sampler_sample"](
             self._handle,
             ctypes.c_void_p(address),
+            ctypes.c_void_p(words),
             ctypes.c_int64(rows),
             (ctypes.c_int64 * rows)(*seats),
             ctypes.c_void_p(tokens.data_ptr()),
@@ -144,9 +146,12 @@ class CpuSampler:
         most = max(params[row].top_logprobs or 0 for row in asked)
         return Sampled(tokens, before.of(tokens, min(most, self._vocab)))
 
-    def _forbid(self, logits: int, rows: int, masks: Tensor) -> None:
-        """Set logits at that address to -inf where the bits of masks are 0."""
-        words = binding.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
+    def _words(self, rows: int, masks: Tensor) -> int:
+        """Address of masks [rows, V/32] int32."""
+        return binding.pointer(masks, "masks", torch.int32, (rows, -(-self._vocab // 32)), self._device)
+
+    def _forbid(self, logits: int, rows: int, words: int) -> None:
+        """Set logits at that address to -inf where the bits of the masks at `words` are 0."""
         self._library["sampler_forbid"](
             ctypes.c_void_p(logits),
             ctypes.c_void_p(words),

@@ -260,7 +260,7 @@ def parted(drawing: list[ScheduledRow]) -> tuple[list[int], list[int]]:
 
 
 def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
-    """Some rows of [R, ...]; the tensor itself if they are all, in order."""
-    if len(rows) == len(tensor) and rows == list(range(len(tensor))):
-        return tensor
+    """Some rows of [R, ...]; where they are neighbours in order, the tensor's own memory."""
+    if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+        return tensor[rows[0] : rows[0] + len(rows)]
     return tensor[on_device(rows, torch.int64, tensor.device)]

@@ -215,7 +215,8 @@ class ModelRunner:
         return self._drawing.is_making or (self._graphs is not None and self._graphs.is_recording)
 
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
-        """A step's rows as they are launched: all together; with graphs, rows that decode after the others.
+        """A step's rows as they are launched: all together, those with a constraint last, so that the logits of both
+        kinds lie together; with graphs, rows that decode after the others.
 
         Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
         that has them is the last one. Rows under an adapter that no graph can hold go before, decoding or not.
@@ -226,8 +227,9 @@ class ModelRunner:
         if mixtures:
             apart = {id(row) for row in mixtures}
             rows = [row for row in rows if id(row) not in apart]
-        parts = [mixtures, rows]
-        if self._graphs is not None:
+        if self._graphs is None:
+            parts = [mixtures, sorted(rows, key=_is_held)]
+        else:
             reading, decoding = _parted_by_kind(rows)
             scored = [row for row in reading if row.scored]  # graphs leave their logits and nothing else
             reading = [row for row in reading if not row.scored]
@@ -485,6 +487,11 @@ def cpu_part(replicas: int) -> int:
 def _parted_by_kind(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
     """Rows that read tokens the host knows, and those that decode, whose tokens a graph finds on the device."""
     return [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
+
+
+def _is_held(row: ScheduledRow) -> bool:
+    """Whether a constraint says what it may draw."""
+    return row.sequence.matcher is not None
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

@@ -52,13 +52,16 @@ struct Cut {
   }
 };
 
+// Chunks of which nothing can be drawn add nothing.
 inline double total_mass(const Row& row) {
   double lanes[16] = {};
   const float shift = row.largest * row.scale;
   int token = 0;
-  for (; token + 16 <= row.vocab; token += 16)
-    for (int lane = 0; lane < 16; ++lane)
-      lanes[lane] += exp_nonpositive(row.logits[token + lane] * row.scale - shift);
+  for (; token + kChunk <= row.vocab; token += kChunk) {
+    if ((*row.maxima)[token / kChunk] == kNegativeInfinity) continue;
+    for (int at = token; at < token + kChunk; at += 16)
+      for (int lane = 0; lane < 16; ++lane) lanes[lane] += exp_nonpositive(row.logits[at + lane] * row.scale - shift);
+  }
   double sum = 0;
   for (; token < row.vocab; ++token) sum += row.mass(row.logits[token]);
   for (double lane : lanes) sum += lane;

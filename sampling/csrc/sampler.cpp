@@ -70,15 +70,36 @@ inline float largest_of(const float* logits, int& nans) {
   return largest;
 }
 
+// Makes what the mask forbids of `size` tokens -inf, unless that is all of them; returns whether any is allowed.
+// `words`: of the mask, from the first of these tokens on.
+inline bool forbid(float* logits, const uint32_t* words, int size) {
+  uint32_t any = 0, all = ~0u;
+  for (int at = 0; at < size; at += 32) any |= words[at / 32], all &= words[at / 32];
+  if (!any || all == ~0u) return any;
+  for (int at = 0; at < size; at += 32) {
+    const uint32_t bits = words[at / 32];
+    const int count = std::min(32, size - at);
+    for (int i = 0; i < count; ++i) logits[at + i] = bits >> i & 1 ? logits[at + i] : kNegativeInfinity;
+  }
+  return true;
+}
+
 // The largest logit, and that of each chunk. NaN is made -inf and too large values kMaxLogit.
-float scan(float* logits, int vocab, std::vector<float>& maxima) {
+// What the mask forbids (null: nothing) counts as -inf; it is made so where its chunk has anything that is allowed.
+float scan(float* logits, const uint32_t* mask, int vocab, std::vector<float>& maxima) {
   const int whole = vocab / kChunk;
   maxima.assign((vocab + kChunk - 1) / kChunk, kNegativeInfinity);
   int odd = 0;
-  for (int chunk = 0; chunk < whole; ++chunk) maxima[chunk] = largest_of<kChunk>(logits + chunk * kChunk, odd);
-  for (int token = whole * kChunk; token < vocab; ++token) {
-    maxima[whole] = logits[token] > maxima[whole] ? logits[token] : maxima[whole];
-    odd |= logits[token] != logits[token];
+  for (int chunk = 0; chunk < whole; ++chunk) {
+    if (mask && !forbid(logits + chunk * kChunk, mask + chunk * (kChunk / 32), kChunk)) continue;
+    maxima[chunk] = largest_of<kChunk>(logits + chunk * kChunk, odd);
+  }
+  const int rest = whole * kChunk;
+  if (rest < vocab && (!mask || forbid(logits + rest, mask + rest / 32, vocab - rest))) {
+    for (int token = rest; token < vocab; ++token) {
+      maxima[whole] = logits[token] > maxima[whole] ? logits[token] : maxima[whole];
+      odd |= logits[token] != logits[token];
+    }
   }
   const float largest = *std::max_element(maxima.begin(), maxima.end());
   if (!odd && largest <= kMaxLogit) return largest;
@@ -86,6 +107,15 @@ float scan(float* logits, int vocab, std::vector<float>& maxima) {
     logits[token] = logits[token] != logits[token] ? kNegativeInfinity : std::min(logits[token], kMaxLogit);
   for (float& maximum : maxima) maximum = std::min(maximum, kMaxLogit);
   return std::min(largest, kMaxLogit);
+}
+
+// Makes all of a chunk -inf where nothing of it can be drawn, for those who read every logit.
+void clear_empty_chunks(float* logits, int vocab, const std::vector<float>& maxima) {
+  for (size_t chunk = 0; chunk < maxima.size(); ++chunk) {
+    if (maxima[chunk] > kNegativeInfinity) continue;
+    const int begin = static_cast<int>(chunk) * kChunk;
+    std::fill(logits + begin, logits + std::min(begin + kChunk, vocab), kNegativeInfinity);
+  }
 }
 
 int32_t first_of(const Row& row) {
@@ -191,7 +221,7 @@ int32_t best_of_all(const Row& row, const Seat& seat) {
   return best.token;
 }
 
-int32_t draw_cut(const Row& row, const Seat& seat, Scratch& scratch) {
+int32_t draw_cut(float* logits, const Row& row, const Seat& seat, Scratch& scratch) {
   const Parameters& p = seat.parameters;
   Limits limits{p.top_k, std::numeric_limits<double>::infinity()};
   if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);
@@ -206,6 +236,7 @@ int32_t draw_cut(const Row& row, const Seat& seat, Scratch& scratch) {
       return best_of(row, seat, list);
     }
   }
+  clear_empty_chunks(logits, row.vocab, *row.maxima);
   const Cut cut = cut_by_radix(row, limits, list);
   if (cut.kept > 2 * kHead) return best_of_vocab(row, seat, &cut, scratch);
   list.clear();
@@ -214,17 +245,18 @@ int32_t draw_cut(const Row& row, const Seat& seat, Scratch& scratch) {
   return best_of(row, seat, list);
 }
 
-int32_t draw(float* logits, int vocab, const Seat& seat, Scratch& scratch) {
+int32_t draw(float* logits, const uint32_t* mask, int vocab, const Seat& seat, Scratch& scratch) {
   adjust(logits, seat);
-  const float largest = scan(logits, vocab, scratch.maxima);
+  const float largest = scan(logits, mask, vocab, scratch.maxima);
   if (largest == kNegativeInfinity) return 0;
   const Row row{logits, vocab, largest, seat.parameters.scale, &scratch.maxima};
   switch (seat.parameters.kind) {
     case kCut:
-      return draw_cut(row, seat, scratch);
+      return draw_cut(logits, row, seat, scratch);
     case kOpen:
       return best_of_all(row, seat);
     case kNoise:
+      clear_empty_chunks(logits, vocab, scratch.maxima);
       return best_of_vocab(row, seat, nullptr, scratch);
     default:
       return first_of(row);
@@ -271,15 +303,18 @@ EXPORT void sampler_admit(Sampler* sampler, int64_t seat, const sampling::Parame
   taken.bias_values.assign(bias_values, bias_values + parameters->num_bias);
 }
 
-// logits [rows, vocab] fp32 are overwritten; seats [rows] are distinct; tokens [rows] is the result.
-EXPORT void sampler_sample(Sampler* sampler, float* logits, int64_t rows, const int64_t* seats, int64_t* tokens,
-                           int32_t threads) {
+// logits [rows, vocab] fp32 are overwritten; masks [rows, ceil(vocab / 32)] or null; seats [rows] are distinct;
+// tokens [rows] is the result.
+EXPORT void sampler_sample(Sampler* sampler, float* logits, const uint32_t* masks, int64_t rows, const int64_t* seats,
+                           int64_t* tokens, int32_t threads) {
+  const int64_t words = (sampler->vocab + 31) / 32;
   sampler->scratch.resize(std::max<size_t>(sampler->scratch.size(), threads));
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1)
   for (int64_t row = 0; row < rows; ++row) {
     sampling::Seat& seat = sampler->seats[seats[row]];
     sampling::Scratch& scratch = sampler->scratch[omp_get_thread_num()];
-    const int32_t token = sampling::draw(logits + row * sampler->vocab, sampler->vocab, seat, scratch);
+    const uint32_t* mask = masks ? masks + row * words : nullptr;
+    const int32_t token = sampling::draw(logits + row * sampler->vocab, mask, sampler->vocab, seat, scratch);
     sampling::count(seat, token, sampler->penalty_exempt);
     tokens[row] = token;
   }
@@ -295,11 +330,10 @@ EXPORT void sampler_forbid(float* logits, const uint32_t* masks, int64_t rows, i
   const int64_t words = (vocab + 31) / 32;
 #pragma omp parallel for num_threads(threads) if (rows > 1)
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t word = 0; word < words; ++word) {
-      const uint32_t bits = masks[row * words + word];
-      float* at = logits + row * vocab + 32 * word;
-      const int64_t count = std::min<int64_t>(32, vocab - 32 * word);
-      for (int64_t i = 0; i < count; ++i) at[i] = bits >> i & 1 ? at[i] : sampling::kNegativeInfinity;
+    for (int64_t begin = 0; begin < vocab; begin += sampling::kChunk) {
+      float* at = logits + row * vocab + begin;
+      const int size = static_cast<int>(std::min<int64_t>(sampling::kChunk, vocab - begin));
+      if (!sampling::forbid(at, masks + row * words + begin / 32, size)) std::fill(at, at + size, sampling::kNegativeInfinity);
     }
   }
 }

@@ -223,6 +223,33 @@ def test_a_row_that_moves_in_with_drawn_tokens_goes_on_as_where_it_was(make: Mak
         assert torch.equal(moved.sample(step.clone(), seats).token_ids, expected)
 
 
+def _packed(bits: Tensor) -> Tensor:
+    """[R, V] bool -> masks [R, ceil(V / 32)] int32."""
+    rows, vocab = bits.shape
+    padded = torch.zeros(rows, -(-vocab // 32) * 32, dtype=torch.int64)
+    padded[:, :vocab] = bits
+    words = (padded.view(rows, -1, 32) << torch.arange(32)).sum(dim=2)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 130), (2000, 4080), (4095, 4099)])
+def test_whole_parts_of_a_vocabulary_that_a_mask_forbids_are_never_drawn(make: Make, first: int, last: int) -> None:
+    """Whatever their logits: those of what may be drawn are flat, so that rows which cut nothing draw among many."""
+    params, vocab = [*mixed_params(), SamplingParams(top_p=0.99, seed=3)], 4099
+    sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
+    for seat, own in enumerate(params):
+        naive.admit(seat, own)
+    generator = torch.Generator().manual_seed(first)
+    bits = torch.zeros(len(params), vocab, dtype=torch.bool)
+    bits[:, first:last] = True
+    for _ in range(4):
+        logits = torch.rand(len(params), vocab, generator=generator)
+        logits[~bits] += 20
+        tokens = sampler.sample(logits.clone(), list(range(len(params))), _packed(bits)).token_ids
+        assert bits.gather(1, tokens.unsqueeze(1)).all()
+        assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), _packed(bits)).token_ids)
+
+
 @pytest.mark.parametrize("allowed", [1, 3, 60, 3000, 60_000])
 def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None:
     """In vocabularies of many chunks, few of which a mask may leave anything of."""
@@ -236,8 +263,7 @@ def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None
         bits = torch.zeros(len(params), vocab, dtype=torch.bool)
         for row in bits:
             row[torch.randperm(vocab, generator=generator)[:allowed]] = True
-        words = (bits.view(len(params), -1, 32).long() << torch.arange(32)).sum(dim=2)
-        masks = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        masks = _packed(bits)
         tokens = sampler.sample(logits.clone(), list(range(len(params))), masks).token_ids
         assert bits.gather(1, tokens.unsqueeze(1)).all()
         assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), masks).token_ids)
