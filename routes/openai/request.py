@@ -156,6 +156,7 @@ class ConversationBody(OpenAIBody, TemplateFields):
             continues=self.continues,
             names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
             is_call=begins_with_call(toolbox, thinks=self.thinks, continues=self.continues),
+            must_call=toolbox is not None and toolbox.must_call,
         )
 
     @property

@@ -30,6 +30,8 @@ class AnswerForm:
     """of functions that may be called"""
     is_call: bool = False
     """with the opening of a call"""
+    must_call: bool = False
+    """calls and nothing else, but for a thought"""
 
 
 class AnswerParting:
@@ -37,12 +39,12 @@ class AnswerParting:
 
     def __init__(self, form: AnswerForm) -> None:
         self._parting = Parting(form.thinks, form.continues or form.is_call)
-        self._calls = CallParting(form.names, form.is_call) if form.names else None
+        self._calls = CallParting(form.names, form.is_call, form.must_call) if form.names else None
 
     @property
     def has_called(self) -> bool:
-        """Whether a call has begun."""
-        return self._calls is not None and self._calls.count > 0
+        """Whether there are calls, and the text does not end inside one."""
+        return self._calls is not None and self._calls.has_called
 
     def feed(self, text: str, final: bool) -> Parts:
         """What `text` makes certain; everything that is left with `final`."""

@@ -81,12 +81,15 @@ class ValueEnd:
 class CallParting:
     """One row's answer. White space before a call and after the last is dropped; the pieces' borders do not matter.
 
-    What begins like a call and is none, or calls what is not offered, stays text.
+    What is none, or calls what is not offered, stays text. A call that the answer's end cuts is told if its name is
+    whole, with as much of its arguments as there is; else it is no text either, and not told.
     """
 
-    def __init__(self, names: Iterable[str], is_open: bool = False) -> None:
-        """`names`: what may be called; `is_open`: the prompt ended with FENCE, so the text begins behind it."""
+    def __init__(self, names: Iterable[str], is_open: bool = False, must_call: bool = False) -> None:
+        """`names`: what may be called; `is_open`: the prompt ended with FENCE, so the text begins behind it;
+        `must_call`: there is no text but calls."""
         self._names = frozenset(names)
+        self._must_call = must_call
         self._held = ""
         self._blank = ""
         """white space that is dropped if a call comes next"""
@@ -101,12 +104,17 @@ class CallParting:
         self.count = 0
         """calls that have begun"""
 
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, and the text does not end inside one."""
+        return self.count > 0 and self._place not in (_Place.HEAD, _Place.ARGUMENTS)
+
     def feed(self, text: str, final: bool) -> Spoken:
         """What `text` makes certain; everything that is left with `final`."""
         self._held += text
         while self._step(final):
             pass
-        if final and not self.count:
+        if final and self._place is _Place.TEXT and not (self.count or self._must_call):
             self._text.append(self._blank)
         spoken = Spoken("".join(self._text), self._pieces)
         self._text, self._pieces = [], []
@@ -145,7 +153,8 @@ class CallParting:
             self._place, self._opening, self._closing = _Place.HEAD, found[0], _CLOSINGS[found[0]]
             self._end, self._looked = ValueEnd(), 0
             return True
-        sure = len(self._held) if final else _before_opening(self._held)
+        only_calls = self._must_call or self.count  # behind a call come only more of them
+        sure = len(self._held) if final and not only_calls else _before_opening(self._held)
         self._say(self._held[:sure])
         self._held = self._held[sure:]
         return False
@@ -162,7 +171,7 @@ class CallParting:
         end = self._end.find(self._held[self._looked :])
         if end is None:
             self._looked = len(self._held)
-            return self._is_none() if final else False
+            return False
         calls = list(_calls(self._held[: self._looked + end], self._names))
         if not calls:
             return self._is_none()

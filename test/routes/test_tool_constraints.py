@@ -192,6 +192,27 @@ def test_a_call_that_max_tokens_cuts(client: OpenAI) -> None:
         json.loads(call.function.arguments)
 
 
+def test_a_call_that_is_cut_before_its_name_is_no_content(client: OpenAI) -> None:
+    for most in (1, 3):
+        choice = asked(client, max_tokens=most).choices[0]
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
+        chunks = list(asked(client, max_tokens=most, stream=True))
+        told = [chunk.choices[0].delta for chunk in chunks]
+        assert not any(delta.content or delta.tool_calls for delta in told)
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_stop_inside_a_call_is_no_whole_call(client: OpenAI) -> None:
+    """Its finish says that the arguments are cut; `arguments` stands before the name is certain."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choice = asked(client, stop=["city"], tool_choice=named).choices[0]
+    assert choice.finish_reason == "stop"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"')
+    choice = asked(client, stop=["name"], tool_choice=named).choices[0]
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", "", None)
+
+
 def test_auto_leaves_text_as_it_is(client: OpenAI) -> None:
     plain = {
         "seed": 3,

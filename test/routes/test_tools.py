@@ -63,6 +63,11 @@ ANSWERS = [
     ('```json\n{"name": "f", "arguments": {"a": "cut o', "", [("f", '{"a": "cut o')]),
     ('```json\n{"name": "h", "arguments": {}}\n```', '```json\n{"name": "h", "arguments": {}}\n```', []),
     ('Some ```json\n{"x": 1}\n``` here\n', 'Some ```json\n{"x": 1}\n``` here\n', []),
+    ('```json\n{"name": "f", "argum', "", []),
+    ('Let me see.\n```json\n{"na', "Let me see.", []),
+    ("Let me see.\n```json", "Let me see.", []),
+    (CALL + '\n```json\n{"name": "g"', "", [("f", '{"city": "Paris"}')]),
+    (CALL + "\n```js", "", [("f", '{"city": "Paris"}')]),
     ("```json5 and <tool_ca", "```json5 and <tool_ca", []),
     ("```json```json\n" + CALL.removeprefix("```json"), "```json", [("f", '{"city": "Paris"}')]),
 ]
@@ -78,7 +83,14 @@ def test_calls_are_parted_wherever_the_text_is_cut(text: str, content: str, call
 
 def test_an_answer_that_the_prompt_has_opened_as_a_call() -> None:
     assert parted([CALL.removeprefix("```json")], is_call=True) == ("", [("f", '{"city": "Paris"}')])
-    assert parted(['\n{"na'], is_call=True) == ('\n{"na', [])
+    assert parted(['\n{"na'], is_call=True) == ("", [])
+
+
+def test_the_beginning_of_an_opening_is_text_unless_the_answer_has_to_be_a_call() -> None:
+    for must_call, content in ((False, "```js"), (True, "")):
+        parting = AnswerParting(AnswerForm(thinks=True, names=NAMES, must_call=must_call))
+        parts = parting.feed("Hm.</think>\n```js", final=True)
+        assert (parts.reasoning, parts.content) == ("Hm.", content)
 
 
 FRAGMENTS = (
