@@ -501,9 +501,9 @@ MUTANTS: list[Mutant] = [
                 "a call that the prompt has opened is text",
             ),
             (
-                "            return self._is_none() if final else False\n",
-                "            return False\n",
-                "half a call is lost",
+                "            self._looked = len(self._held)\n            return False\n",
+                "            self._looked = len(self._held)\n            return self._is_none() if final else False\n",
+                "half a call is text",
             ),
         ],
     ),

@@ -12,6 +12,14 @@ def test_texts_that_masks_allow_are_valid() -> None:
     assert not wrong, "\n".join(wrong)
     assert counted["served"] >= 40 and counted["finished"] >= 35, counted
     assert any(name.startswith("refused") for name in counted), "some keywords cannot be held to"
+    assert not counted["dead end"]
+
+
+def test_schemas_without_an_end_are_refused_before_an_answer_finds_out() -> None:
+    """Of the first thousand schemas, those that have led to points from which nothing is allowed."""
+    random_ones = dict(numbered(543))
+    counted, _ = walk(((number, random_ones[number]) for number in (36, 345, 518, 542)), walks=2)
+    assert list(counted.values()) == [4] and "no value can end" in next(iter(counted)), counted
 
 
 def test_answers_of_a_random_model_are_valid() -> None:

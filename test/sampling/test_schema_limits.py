@@ -11,6 +11,7 @@ import pytest
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
+from sampling.grammar.endless import check_ends
 from sampling.grammar.errors import GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.grammar.trial import Trials
@@ -101,3 +102,53 @@ def test_what_no_text_matches_is_refused(compiler: GrammarCompiler, constraint: 
 def test_one_of_is_refused_in_words_of_the_request(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match="more than one branch of oneOf may match; write anyOf"):
         compiler.compile(schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
+
+
+LIST = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+PAIR = {"type": "array", "items": {"$ref": "#/$defs/pair"}, "minItems": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"$ref": "#"}, ""),
+        (LIST, ""),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+         ".properties.a"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}], "$defs": {"pair": PAIR}}, ".anyOf[1]"),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, ""),
+        ({"allOf": [{"type": "object"}, {"$ref": "#/allOf/1"}]}, ""),
+    ],
+)  # fmt: skip
+def test_a_schema_whose_values_never_end_is_refused_by_its_place(
+    compiler: GrammarCompiler, value: Any, place: str
+) -> None:
+    for strict in (True, False):
+        with pytest.raises(GrammarError, match="no value can end") as refusal:
+            compiler.compile(schema(value, strict=strict))
+        assert refusal.value.place == place
+
+
+@pytest.mark.parametrize(
+    ("schema_value", "answer"),
+    [
+        ({**LIST, "required": []}, {"next": {"next": {}}}),
+        ({**LIST, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, {"next": {"next": None}}),
+        ({**PAIR, "$defs": {"pair": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}}, [[]]),
+        ({"type": "null", "$defs": {"unused": {"$ref": "#/$defs/unused"}}}, None),
+    ],
+)
+def test_a_schema_that_refers_to_itself_and_ends_is_served(
+    compiler: GrammarCompiler, schema_value: Any, answer: Any
+) -> None:
+    assert takes(compiler, schema(schema_value), answer)
+
+
+@pytest.mark.parametrize("links", [300, 3000])
+def test_long_chains_of_references_are_looked_at_within_bounds(compiler: GrammarCompiler, links: int) -> None:
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(links)}
+    whole = {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"type": "null"}}}
+    check_ends(whole)
+    if links < 1000:
+        with pytest.raises(GrammarError, match="no value can end"):
+            check_ends({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{links}": {"$ref": "#/$defs/d0"}}})
