@@ -87,7 +87,7 @@ def toolbox(
         if function.name in names[:at]:
             raise _refusal(f"has two functions of the name {function.name}", "tools")
         if function.parameters.get("type", "object") != "object":
-            raise _refusal(f'{function.field}.type must be "object"', "tools")
+            raise _refusal('must be "object"', f"{function.field}.type")
     for name in only or ():
         if name not in names:
             raise _refusal(f"names {name!r}, which is not among the tools", "tool_choice")

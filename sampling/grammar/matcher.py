@@ -55,11 +55,14 @@ class Matcher:
     def advance(self, token: int) -> bool:
         """Take the token drawn; returns whether the text is whole and nothing may follow.
 
-        Raises GrammarError for a token that the grammar does not allow: no other had a chance to be drawn.
+        Raises GrammarError for a token that the grammar does not allow, since no other had a chance to be drawn, and
+        where what is certain behind it passes `LIMITS` (compiler.py).
         """
         state = self.state
         if not state.consume_token(token):
-            raise GrammarError(f"no token was left that the grammar allows: {in_one_line(state.get_error())}")
+            why = in_one_line(state.get_error())
+            what = "takes too much to follow" if "(limit " in why else "no token was left that the grammar allows"
+            raise GrammarError(f"{what}: {why}")
         return bool(state.is_stopped())
 
     def certain(self) -> list[int]:
