@@ -5,10 +5,14 @@ could go on, against the bare `EngineClient`, in turns on one machine; `--stream
 engine: on a CPU the client shares its cores, so the ratio holds what following costs in CPU time. `ratio` is the median
 of those of the pairs; `cpu_ratio` compares the CPU seconds of engine and client together, and holds on a machine that
 others use at the same time, where wall time does not. `ok`: it is 0.98 at least, by either.
+`ray`: tokens a second of an engine that is a Ray actor against one behind a socket, in turns on one machine, from the
+same process; `--streams` jobs of one row. Both hold their memory at once (on a GPU:
+`--gpu-memory-utilization 0.4`). `ok`: 0.95, likewise. Needs requirements-cluster.txt.
 `pair`: tokens a second of a service with two engines against one with one, `--streams` streams for each engine. On a
 machine with two GPUs each engine has one; on a CPU they share the cores, and it says nothing.
 
     python -m bench.replicas cost --streams 64
+    python -m bench.replicas ray --streams 64
     python -m bench.replicas pair --streams 320 --model-path /dev/shm/random.pth
 
 Further flags are the service's. The last line is JSON.
@@ -31,10 +35,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from app import with_model
 from bench.http_load import Load, over_http
 from bench.serve import machine, service
+from cluster.actors.address import ClusterAddress, EngineAddress
+from cluster.actors.plan import ClusterPlan
 from cluster.fleet import Fleet, FleetLimits
+from demo.ray_nodes import RayNodes
 from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
@@ -46,13 +55,13 @@ from settings import parse_settings
 from supervisor.service import ENGINE_FACTORY, engine_process
 
 ROUTE = "/v1/chat/completions"
-LEAST_RATIO = 0.98
+LEAST_RATIO, LEAST_RATIO_OVER_RAY = 0.98, 0.95
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "pair"))
+    parser.add_argument("what", choices=("cost", "ray", "pair"))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -121,18 +130,25 @@ def cost(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             link.start("bench")
         while not (client.is_connected and fleet.is_connected):
             time.sleep(0.05)
-        tokens_per_s(client, options, -1)
-        speeds: dict[str, list[float]] = {"direct": [], "fleet": []}
-        used: dict[str, list[float]] = {"direct": [], "fleet": []}
-        for turn in range(options.rounds):
-            order = (("direct", client), ("fleet", fleet))
-            for place, (name, engine) in enumerate(order if turn % 2 else reversed(order)):
-                before = time.process_time() + cpu_s(pid)
-                speeds[name].append(round(tokens_per_s(engine, options, 2 * turn + place), 1))
-                used[name].append(round(time.process_time() + cpu_s(pid) - before, 3))
-    ratio = statistics.median(map(operator.truediv, speeds["fleet"], speeds["direct"]))
-    cpu_ratio = statistics.median(map(operator.truediv, used["direct"], used["fleet"]))
-    is_ok = max(ratio, cpu_ratio) >= LEAST_RATIO
+        return in_turns({"direct": (client, pid), "fleet": (fleet, pid)}, options, LEAST_RATIO)
+
+
+def in_turns(ways: dict[str, tuple[EngineProtocol, int]], options: argparse.Namespace, least: float) -> dict[str, Any]:
+    """Each way to an engine of that process by turns; the ratios are the second one's to the first one's."""
+    for number, (engine, _) in enumerate(ways.values()):
+        tokens_per_s(engine, options, -1 - number)
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    used: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.rounds):
+        order = list(ways.items())
+        for place, (name, (engine, pid)) in enumerate(order if turn % 2 else reversed(order)):
+            before = time.process_time() + cpu_s(pid)
+            speeds[name].append(round(tokens_per_s(engine, options, 2 * turn + place), 1))
+            used[name].append(round(time.process_time() + cpu_s(pid) - before, 3))
+    first, second = ways
+    ratio = statistics.median(map(operator.truediv, speeds[second], speeds[first]))
+    cpu_ratio = statistics.median(map(operator.truediv, used[first], used[second]))
+    is_ok = max(ratio, cpu_ratio) >= least
     return {
         "ok": is_ok, "ratio": round(ratio, 4), "cpu_ratio": round(cpu_ratio, 4), "tokens_per_s": speeds, "cpu_s": used,
     }  # fmt: skip
@@ -142,6 +158,41 @@ def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used, all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def one_actor(flags: list[str]) -> Iterator[tuple[EngineClient, int]]:
+    """An engine in a Ray cluster of one node, which is started for it; gives a client and the engine's process id."""
+    from cluster.actors.link import to_actor
+    from cluster.actors.roster import Roster
+
+    config = with_model(parse_settings(["--state-db", "", *flags], os.environ)).engine
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        nodes = RayNodes(Path(folder))
+        os.environ.update(nodes.environment)
+        try:
+            node = nodes.start(os.cpu_count() or 1, torch.cuda.device_count())
+            place = ClusterAddress(nodes.address, node, "bench")
+            roster = Roster(ClusterPlan(cluster=place, replicas=1, config=config, factory=ENGINE_FACTORY), LogStyle())
+            roster.ensure()
+            while [one.status for one in roster.look()] != [ModelStatus.READY]:
+                time.sleep(0.2)
+            client = EngineClient(to_actor(EngineAddress(place, "engine-0")))
+            client.start("bench")
+            yield client, roster.look()[0].pid
+            client.stop()
+        finally:
+            nodes.close()
+
+
+def over_ray(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """The two links to engines of one machine, in turns."""
+    with one_engine(flags) as (address, pid), one_actor(flags) as (actor, actor_pid):
+        local = EngineClient(at_socket(address))
+        local.start("bench")
+        while not (local.is_connected and actor.is_connected):
+            time.sleep(0.05)
+        return in_turns({"socket": (local, pid), "ray": (actor, actor_pid)}, options, LEAST_RATIO_OVER_RAY)
 
 
 # Two engines --------------------------------------------------------------------------------------------------
@@ -164,7 +215,7 @@ def pair(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run what is asked for and print it."""
     options, flags = parse()
-    figures = {"cost": cost, "pair": pair}[options.what](options, flags)
+    figures = {"cost": cost, "ray": over_ray, "pair": pair}[options.what](options, flags)
     sys.stdout.write(json.dumps({"what": options.what, **figures, "machine": machine()}) + "\n")
 
 

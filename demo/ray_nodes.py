@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 START_S = 120.0
+ATTEMPTS = 3
+"""Ray gives its own processes some 15 s to start, which a busy machine may not have."""
 OBJECT_STORE_BYTES = 80_000_000
 
 
@@ -51,30 +53,39 @@ class RayNodes:
         """Of the head."""
         return f"127.0.1.1:{self.port}"
 
-    def start(self, cpus: int = 1) -> str:
-        """One more node with so many CPUs; returns its address once it is there."""
+    def start(self, cpus: int = 1, gpus: int = 0) -> str:
+        """One more node with so many CPUs and GPUs; returns its address once it is there."""
         ip = f"127.0.1.{len(self._nodes) + 1}"
         place = ["--head", f"--port={self.port}"] if not self._nodes else [f"--address={self.address}"]
         place += [f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"] if not self._nodes else []
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", *place, "--block", f"--node-ip-address={ip}", f"--num-cpus={cpus}"]
-        command += ["--num-gpus=0", "--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
-        log = self.folder / f"{ip}.log"
-        with log.open("wb") as output:
+        command += [f"--num-gpus={gpus}", "--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        for _ in range(ATTEMPTS):
+            if self._has_started(ip, command):
+                return ip
+            self.kill(ip)
+        raise RuntimeError(f"the Ray node did not start:\n{self._log(ip).read_text()}")
+
+    def _has_started(self, ip: str, command: list[str]) -> bool:
+        with self._log(ip).open("wb") as log:
             self._nodes[ip] = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **self.environment}
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **self.environment}
             )
         deadline = time.monotonic() + START_S
-        while "Ray runtime started" not in log.read_text():
+        while "Ray runtime started" not in self._log(ip).read_text():
             if self._nodes[ip].poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the Ray node did not start:\n{log.read_text()}")
+                return False
             time.sleep(0.1)
-        return ip
+        return True
+
+    def _log(self, ip: str) -> Path:
+        return self.folder / f"{ip}.log"
 
     def kill(self, ip: str) -> None:
         """End every process of a node at once, as when its machine loses power."""
         node = self._nodes[ip]
-        for pid in descendants(node.pid):
+        for pid in descendants(node.pid) if node.poll() is None else ():  # its number may be another's by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         node.wait()

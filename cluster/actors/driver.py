@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call of a process that has left starts a cluster of its own
     # What a broken link costs at most; heartbeats of our own notice it sooner (`cluster.member`).
     "RAY_grpc_client_keepalive_time_ms": "2000",
     "RAY_grpc_client_keepalive_timeout_ms": "2000",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, Se
 from settings import SettingsError, parse_settings
 from state_pool.config import PoolConfig
 from supervisor.cluster_engines import ClusterEngines
+from test.serving import ROOT
 
 CLUSTER = ClusterAddress("10.0.0.1:6379", "10.0.0.2", "chat")
 CONFIG = EngineConfig(model_path="/models/a.pth", pool=PoolConfig(state_db="postgresql://h/d", service="s"))
@@ -77,6 +80,19 @@ def test_each_engine_has_its_devices_and_its_name_in_the_database() -> None:
     assert [plan.devices_of(number) for number in range(3)] == [("cuda:0",), ("cuda:1",), ("cuda:0",)]
     assert plan.config_of("engine-1", ("cuda:1",)).pool.engine == "engine-1"
     assert "/models/a.pth" in plan.serves and "PostgreSQL" in plan.serves
+
+
+@pytest.mark.cluster
+def test_a_process_that_is_in_no_cluster_begins_none() -> None:
+    pytest.importorskip("ray")
+    says = "Ray has not been started"
+    program = (
+        "from cluster.actors.driver import load_ray\n"
+        "ray = load_ray()\n"
+        "try:\n    ray.get_actor('engine-0', 'chat')\nexcept ray.exceptions.RaySystemError as error:\n    print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert says in told.stdout, told.stderr
 
 
 class PlayedChild:
