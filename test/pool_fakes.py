@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from state_pool.session_page import SessionPage
 from state_pool.sessions import Lease, LeaseState
 
 STATE_WORDS = 32
+_LOOK_AGAIN_S = 0.0005
 
 
 @dataclass
@@ -147,7 +149,8 @@ class Driver:
 
     def __init__(self, arena: FakeArena, config: PoolConfig) -> None:
         self.arena = arena
-        self.pool = StatePool(arena, config)
+        self._woken = threading.Event()
+        self.pool = StatePool(arena, config, self._woken.set)
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Poll until it holds."""
@@ -155,7 +158,8 @@ class Driver:
         while not condition():
             assert time.monotonic() < deadline, "the pool did not get there"
             self.pool.poll()
-            time.sleep(0)
+            self._woken.wait(_LOOK_AGAIN_S)  # one that spins keeps the pool's threads from their work
+            self._woken.clear()
 
     def ready(self, lease: Lease) -> Lease:
         """Wait for a lease; raises its error."""

@@ -65,6 +65,11 @@ class Server:
             assert time.monotonic() < deadline and self._process.poll() is None, (self.folder / "log").read_text()
             time.sleep(0.05)
 
+    @property
+    def runs(self) -> bool:
+        """Whether it was started, and not killed since."""
+        return self._process is not None
+
     def kill(self) -> None:
         """As when its machine loses power, but for the disk: all its processes end at once."""
         if self._process is not None:

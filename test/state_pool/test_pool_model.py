@@ -380,7 +380,7 @@ def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
     """1,000 sessions, 4 in slots and 8 in host memory, with forks, cancels, deletes and restarts at random."""
     draw = random.Random(7)
     world = World(durability, delay=2)
-    for step in range(6000):
+    for step in range(3000):
         name = f"s{draw.randrange(1000)}"
         action = draw.random()
         tokens = [draw.randrange(65536) for _ in range(draw.randrange(1, 24))]
@@ -396,8 +396,8 @@ def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
         elif action < 0.97:
             world.delete(name, draw.random() < 0.1)
         world.step()
-        if step % 2000 == 1999:
-            world.restart(orderly=step > 4000)
+        if step % 1000 == 999:
+            world.restart(orderly=step > 2000)
     assert len(world.model) > 250
     world.end()
 

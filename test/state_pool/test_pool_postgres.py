@@ -21,19 +21,17 @@ from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNot
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
-from test.postgres import Server, missing
+from test.postgres import Server
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    """A server that a test may kill."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    started = Server()
-    yield started
-    started.close()
+def server(postgres: Server) -> Iterator[Server]:
+    """The server of all tests here, which this one may kill: nobody else has a connection now."""
+    yield postgres
+    if not postgres.runs:
+        postgres.start()
 
 
 def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
