@@ -170,7 +170,8 @@ class EngineClient:
     @property
     def num_heard(self) -> int:
         """What has come on this connection, in pieces of which a long message has many."""
-        return self._newest.num_pieces if self._newest is not None else 0
+        newest = self._newest
+        return 0 if newest is None else newest.num_pieces
 
     @property
     def num_jobs(self) -> int:
@@ -250,6 +251,8 @@ class EngineClient:
             logger.exception("the connection to the engine failed; reconnecting")
         finally:
             link.close()
+            with self._lock:
+                self._newest = None  # its descriptor goes with it, and not when this client does
             if is_there:
                 self._report_engine_lost()
 

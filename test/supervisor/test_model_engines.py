@@ -188,6 +188,34 @@ def test_streams_of_a_model_end_whole_when_it_is_unloaded(fake: Service) -> None
     wait_for(lambda: len(_engines(fake)) == 1, 20, "its engine has ended")
 
 
+def test_rounds_beside_streams_harm_none_and_leave_nothing(fake: Service) -> None:
+    """Models that come and go: every stream is whole, and what the service holds is what it held."""
+    body = {"contents": ["abc"], "max_tokens": 400, "chunk_size": 1, "stream": True}
+    texts: list[str] = []
+
+    def listen() -> None:
+        with fake.stream(CHAT, body) as stream:
+            texts.append("".join(stream.iter_text()))
+
+    def one_round(number: int) -> None:
+        load(fake, "good.pth", f"round-{number}")
+        assert unload(fake, f"round-{number}")["status"] == "unloaded"
+        wait_for(lambda: len(_engines(fake)) == 1, 20, "its engine has ended")
+
+    one_round(0)
+    files, kilobytes = _held(fake)
+    listeners = [threading.Thread(target=listen) for _ in range(8)]
+    for listener in listeners:
+        listener.start()
+    for number in range(1, 4):
+        one_round(number)
+    for listener in listeners:
+        listener.join(60)
+    assert len(texts) == 8 and all(text.count("abc") == 400 and '"error"' not in text for text in texts)
+    wait_for(lambda: _held(fake)[0] <= files, 20, "no more files are open than were")
+    assert _held(fake)[1] - kilobytes < 50_000, "KiB of memory: less than a process has"
+
+
 def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
     arguments = ("--models-dir", str(folder), "--model-idle-s", "1.5", "--http-workers", "1")
     service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
@@ -362,6 +390,14 @@ def test_no_model_takes_a_name_that_means_the_services_own(tmp_path: Path, name:
     models = table_of(tmp_path, NoProcesses())
     assert "here already" in str(models.obey(ModelCommand(1, ModelWish(name=name, file="x.pth"))))
     assert models.table == ()
+
+
+def _held(service: Service) -> tuple[int, int]:
+    """(open files, KiB of memory of their own) of the supervisor and the processes that serve."""
+    processes = [Path(f"/proc/{pid}") for pid in (service.process.pid, *service.pids().values())]
+    lines = [line for process in processes for line in (process / "status").read_text().splitlines()]
+    files = sum(len(list((process / "fd").iterdir())) for process in processes)
+    return files, sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def _engines(service: Service) -> set[int]:
