@@ -44,6 +44,18 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         running.close()
 
 
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with the fake engine, shared like `service`."""
+    from test.bulk.runs import fake_service
+
+    running = fake_service(tmp_path_factory.mktemp("fake"))
+    try:
+        yield running
+    finally:
+        running.close()
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays; without it a full collection is quick, and comes soon after an engine has ended."""
     gc.collect()

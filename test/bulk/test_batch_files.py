@@ -6,7 +6,7 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,8 @@ import pytest
 import zstandard
 
 from app import main
-from test.bulk.runs import batch, errors_of, fake_service, read_jsonl, started, write_jsonl
+from test.bulk.runs import batch, errors_of, read_jsonl, started, write_jsonl
 from test.serving import Service
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = fake_service(tmp_path_factory.mktemp("fake"))
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def said(text: str) -> str:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from app import main
-from test.bulk.runs import fake_service, read_jsonl, write_jsonl
+from test.bulk.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, Service
 
 PAGE = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
 SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n"
 
 
-def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run_as_printed(fake: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     commands = [shlex.split(line) for line in block.group(1).splitlines() if line.startswith("python")]
@@ -28,13 +28,9 @@ def test_commands_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "lines.txt.gz").write_bytes(gzip.compress(b"One.\nTwo.\nOne.\n"))
     (tmp_path / "film.srt").write_text(SRT)
     monkeypatch.chdir(tmp_path)
-    service = fake_service(tmp_path)
-    try:
-        for command in commands:
-            assert command[:3] == ["python", "app.py", "batch"]
-            assert main([*command[2:], "--url", service.url]) == 0, command
-    finally:
-        service.close()
+    for command in commands:
+        assert command[:3] == ["python", "app.py", "batch"]
+        assert main([*command[2:], "--url", fake.url]) == 0, command
     assert [set(line) for line in read_jsonl(tmp_path / "titles.jsonl")] == [{"text", "title"}] * 6
     assert len(read_jsonl(tmp_path / "news.1.jsonl")) == 3
     assert (tmp_path / "answers.csv").read_text().startswith("id,question,answer\n1,Why?,")

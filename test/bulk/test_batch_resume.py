@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from test.bulk.runs import batch, errors_of, fake_service, read_jsonl, started, 
 from test.serving import Service
 
 BAD = {"text": ["no text"]}
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = fake_service(tmp_path_factory.mktemp("fake"))
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def lines_of(count: int) -> list[Any]:
@@ -175,7 +165,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(fake: Service, tmp_pa
     assert read_jsonl(target) == wanted(1000)
 
 
-def test_the_service_goes_away_and_the_run_can_go_on(tmp_path: Path) -> None:
+def test_the_service_goes_away_and_the_run_can_go_on(fake: Service, tmp_path: Path) -> None:
     running = fake_service(tmp_path)
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(300)), tmp_path / "out.jsonl"
     process = started(running, source, target, "--max-in-flight", "1", "--retry", "0")
@@ -184,11 +174,7 @@ def test_the_service_goes_away_and_the_run_can_go_on(tmp_path: Path) -> None:
     running.close()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and b"goes on from here" in errors
-    again = fake_service(tmp_path)
-    try:
-        assert batch(again, source, target) == 3
-    finally:
-        again.close()
+    assert batch(fake, source, target) == 3
     assert read_jsonl(target) == wanted(300)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,8 @@ import pytest
 
 from bulk.glossary import Glossary, load_glossary
 from bulk.records import RunError
-from test.bulk.runs import batch, errors_of, fake_service, read_jsonl, write_jsonl
+from test.bulk.runs import batch, errors_of, read_jsonl, write_jsonl
 from test.serving import Service
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = fake_service(tmp_path_factory.mktemp("fake"))
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def refusal(capsys: Any) -> str:

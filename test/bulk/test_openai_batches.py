@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,6 @@ CHAT, NATIVE = "/v1/chat/completions", "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = fake_service(tmp_path_factory.mktemp("fake"))
-    try:
-        yield running
-    finally:
-        running.close()
-
-
 def client_of(service: Service, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key=key, max_retries=0)
 
@@ -58,11 +49,11 @@ def native_line(index: int, max_tokens: int = 3) -> dict[str, Any]:
     return {"custom_id": f"c{index}", "method": "POST", "url": NATIVE, "body": body}
 
 
-def begun(client: openai.OpenAI, lines: list[Any], **fields: Any) -> Any:
+def begun(client: openai.OpenAI, lines: list[Any], endpoint: Any = CHAT, **fields: Any) -> Any:
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     file = client.files.create(file=("lines.jsonl", content), purpose="batch")
     fields.setdefault("completion_window", "24h")
-    return client.batches.create(input_file_id=file.id, endpoint=CHAT, **fields)
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, **fields)
 
 
 def ended(client: openai.OpenAI, batch_id: str) -> Any:
@@ -103,6 +94,21 @@ def test_upload_create_poll_download(service: Service) -> None:
     found = client.files.retrieve(done.output_file_id)
     assert (found.purpose, found.filename) == ("batch_output", f"{batch.id}_output.jsonl")
     assert batch.id in [one.id for one in client.batches.list(limit=3)]
+
+
+def test_responses_and_scores_are_answered_too(service: Service) -> None:
+    client = client_of(service)
+    asked = {
+        "/v1/responses": {"model": "rwkv7", "input": "Hi", "max_output_tokens": 3},
+        "/v1/score": {"contents": ["Hi"], "candidates": ["a", "b"]},
+    }
+    batches = {
+        url: begun(client, [{"custom_id": "c", "method": "POST", "url": url, "body": body}], url)
+        for url, body in asked.items()
+    }
+    answers = {url: lines_of(client, ended(client, one.id).output_file_id) for url, one in batches.items()}
+    assert answers["/v1/responses"]["c"]["response"]["body"]["output"][0]["type"] == "message"
+    assert len(answers["/v1/score"]["c"]["response"]["body"]["scores"][0]["candidates"]) == 2
 
 
 def test_files_are_listed_read_and_deleted(fake: Service) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -24,17 +23,7 @@ from console.command import _talk, build_parser, remembered
 from console.commands import Console
 from console.conversation import ConsoleError, printable
 from settings import parse_settings
-from test.bulk.runs import fake_service
 from test.serving import ROOT, Service
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    running = fake_service(tmp_path_factory.mktemp("fake"))
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def spoken(*turns: str) -> Console:

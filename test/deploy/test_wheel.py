@@ -59,15 +59,10 @@ class Installed:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    wheels, target, elsewhere = folder / "wheels", folder / "target", folder / "elsewhere"
-    subprocess.run(
-        [*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", str(wheels), str(folder / "tree")],
-        check=True,
-        timeout=120,
-    )
-    (wheel,) = wheels.iterdir()
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True, timeout=120)
+    target, elsewhere = folder / "target", folder / "elsewhere"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    command = [*pip, "--no-build-isolation", "--no-deps", "--target", str(target), str(folder / "tree")]
+    subprocess.run(command, check=True, timeout=120)
     shutil.rmtree(folder / "tree")
     elsewhere.mkdir()
     made = Installed(target, elsewhere)
