@@ -28,8 +28,11 @@ PATH = "/openai/v1/batches"
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/score",
     "/openai/v1/chat/completions",
     "/openai/v1/completions",
+    "/openai/v1/responses",
     "/v2/chat/completions",
     "/big_batch/completions",
     "/FIM/v1/batch-FIM",
