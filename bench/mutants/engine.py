@@ -578,11 +578,13 @@ MUTANTS: list[Mutant] = [
                 "            self.pool.abandon_cache_point(prefix, sequence.base)\n            if fresh",
                 "            if fresh",
                 "rows wait for ever for a prefix that was refused",
+                "test/engine/test_row_ends.py::test_a_border_whose_state_is_not_cached_is_not_awaited",
             ),
             (
                 "            if fresh is not None:\n                self.pool.free(fresh)\n            return",
                 "            return",
                 "a slot leaks when the prefix cache refuses",
+                "test/engine/test_row_ends.py::test_a_border_whose_state_is_not_cached_is_not_awaited",
             ),
             (
                 "SharedSlot(slot, lambda: self.pool.free(slot), len(children))",
@@ -693,6 +695,7 @@ MUTANTS: list[Mutant] = [
                 "or len(self.token_ids) - self.prompt_end >= self.request.max_tokens:",
                 "or False:",
                 "a row reads past its last token",
+                "test/engine/test_scheduler.py::test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step",
             ),
             (
                 "return self.lease is None or self.spare_slot != NO_SLOT",

@@ -107,6 +107,25 @@ def test_a_border_of_a_cancelled_row_is_not_awaited(loop: Stepped) -> None:
     loop.check_idle()
 
 
+@pytest.mark.parametrize("refusing", ["allocate", "offer_prefix"])
+def test_a_border_whose_state_is_not_cached_is_not_awaited(
+    loop: Stepped, monkeypatch: pytest.MonkeyPatch, refusing: str
+) -> None:
+    """For want of a slot, or because the cache wants none; the slot that was meant for it is free again."""
+    free, header = loop.free, f"refused by {refusing}: " + HEADER
+    first, second = (submit(loop.engine, ask(header + tail, max_tokens=3)) for tail in ("one", "two"))
+    loop.step(2)
+    assert len(loop.rows) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.engine.machine.pool, refusing, lambda *_: None)
+        loop.until(lambda: not loop.rows[0].cache_points, "the border is behind it")
+    loop.step(2)
+    assert len(loop.rows) == 2, "the second reads it all by itself"
+    loop.end(first)
+    loop.end(second)
+    loop.check_idle(free - 1)  # from the second it is taken
+
+
 def test_rows_cancelled_before_they_have_read_the_slot_they_share_let_go_of_it(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, ask("hello there", n=3, use_prefix_cache=False, **ENDLESS))

@@ -290,3 +290,15 @@ def test_only_a_token_that_was_drawn_is_fed_back() -> None:
     assert plan.schedule()[0].feeds_back
     row.token_ids[-1], row.untold = 7, []
     assert plan.schedule()[0].feeds_back
+
+
+def test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step() -> None:
+    plan, _ = scheduler()
+    running, (row,) = job(1)
+    plan.add(running, [row])
+    for step in range(row.request.max_tokens):
+        (scheduled,) = plan.schedule(oldest=step)
+        row.num_computed_tokens += scheduled.num_tokens
+        row.token_ids.append(PENDING)
+        row.in_step = step
+    assert plan.schedule(oldest=row.request.max_tokens) == []
