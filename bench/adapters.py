@@ -1,14 +1,15 @@
 """What it costs that rows have adapters of their own: tokens per second with 0, 1, 8 and 32 adapters in the batch.
 
     python -m bench.adapters                        # the demo model's engine on a CPU
+    python -m bench.adapters --thread-time --rows 64 # its forward on one thread, by the time that this had of a core
     python -m bench.adapters --size 7.2b --rows 320 # decode steps on a GPU, a random model of a released shape
 
 Every row has an adapter, dealt in turn, each with a pair of --rank beside all six large maps of every layer. On a CPU
-the service's engine decodes greedily; what bounds it are the pairs' products, a token's own each. On a GPU a step is
-the service's own CUDA graph (embedding, layers, head, draw): what bounds the difference are 8 launches a layer, and the
-bytes of outputs that are read and written again. Numbers of adapters take turns, so that a machine that slows down
-slows all of them. One JSON line per figure; the last line holds all, `share` being tokens per second over those with no
-adapter.
+the service's engine decodes greedily; what bounds it are the pairs' products, a token's own each; `--thread-time` is
+for machines that others use, where seconds say little. On a GPU a step is the service's own CUDA graph (embedding,
+layers, head, draw): what bounds the difference are 8 launches a layer, and the bytes of outputs that are read and
+written again. Numbers of adapters take turns, so that a machine that slows down slows all of them. One JSON line per
+figure; the last line holds all, `share` being tokens per second over those with no adapter.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from demo import files
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
+from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.stage_graphs import graph_stages
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 
 MOST_TURNS = 5
+FORWARDS = 25
 GPU = torch.device("cuda", 0)
 
 
@@ -112,6 +116,27 @@ def on_cpu(rows: int, counts: list[int], rank: int, tokens: int) -> dict[int, fl
         engine.stop()
 
 
+def on_one_thread(rows: int, counts: list[int], rank: int) -> dict[int, float]:
+    """Milliseconds of a core that a decode step of the demo model takes on one thread, by number of adapters."""
+    torch.set_num_threads(1)
+    weights = open_weights(str(files.ensure_model()))
+    pipeline = Pipeline(weights, ("cpu",), "fp32", "cpu", "fp32", ())
+    pipeline.allocate_slots(rows + 2)
+    for number in range(1, max(counts) + 1):
+        pairs = random_pairs(weights.shape.layers, weights.shape.width, rank, number)
+        pipeline.stages[0].adapters.put(number, pairs)
+    slots = list(range(2, rows + 2))
+    found: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(1 + FORWARDS):
+        for count, times in found.items():
+            inputs = step_inputs([[11 + row] for row in range(rows)], slots, slots, list(range(rows)))
+            inputs.adapters = torch.tensor([1 + row % count for row in range(rows)]) if count else None
+            started = time.thread_time()
+            pipeline.forward(inputs)
+            times.append((time.thread_time() - started) * 1e3)
+    return {count: statistics.median(times[1:]) for count, times in found.items()}
+
+
 def _decode(engine: Engine, rows: int, count: int, tokens: int) -> float:
     """Milliseconds of a step of `rows` rows, over so many."""
     greedy = SamplingParams(temperature=0.0)
@@ -141,11 +166,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="on a CPU: of each row")
     parser.add_argument("--seconds", type=float, default=2.0, help="on a GPU: for each number of adapters")
+    parser.add_argument("--thread-time", action="store_true", help="on a CPU: forwards on one thread, by its own time")
     args = parser.parse_args()
     rows = args.rows or (320 if args.size else 32)
     with torch.inference_mode():
         if args.size:
             times = on_gpu(args.size, rows, args.adapters, args.rank, args.seconds, args.dtype)
+        elif args.thread_time:
+            times = on_one_thread(rows, args.adapters, args.rank)
         else:
             times = on_cpu(rows, args.adapters, args.rank, args.tokens)
     about = {"rows": rows, "rank": args.rank}
