@@ -58,8 +58,16 @@ class RayNodes:
         ip = f"127.0.1.{len(self._nodes) + 1}"
         place = ["--head", f"--port={self.port}"] if not self._nodes else [f"--address={self.address}"]
         place += [f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"] if not self._nodes else []
-        ray = Path(sys.executable).with_name("ray")
-        command = [str(ray), "start", *place, "--block", f"--node-ip-address={ip}", f"--num-cpus={cpus}"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            *place,
+            "--block",
+            f"--node-ip-address={ip}",
+            f"--num-cpus={cpus}",
+        ]
         command += [f"--num-gpus={gpus}", "--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
         for _ in range(ATTEMPTS):
             if self._has_started(ip, command):

@@ -132,10 +132,10 @@ class Supervisor:
             cluster=ClusterAddress(service.cluster, service.cluster_node, service.cluster_service),
             replicas=service.replicas,
             replica_devices=service.replica_devices,
-            config=msgspec.structs.replace(engine, model_path=str(Path(engine.model_path).absolute())),
+            config=engine,
             factory=factory,
         )
-        child = Child("cluster", spawn, cluster_process, (plan, style))
+        child = Child("cluster", spawn, cluster_process, (plan.with_absolute_paths(), style))
         return ClusterEngines(engines, child, engine.drain_timeout_s + _LAST_WORDS_S)
 
     def run(self) -> int:

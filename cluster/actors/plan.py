@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from cluster.actors.address import ClusterAddress
@@ -22,6 +24,21 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     factory: str
     """The engine's class as "module:Class"."""
+
+    def with_absolute_paths(self) -> ClusterPlan:
+        """The same for engines that do not run in this process's folder."""
+        config = self.config
+        named = {
+            field: tuple(f"{name}={Path(file).absolute()}" for name, _, file in (one.partition("=") for one in entries))
+            for field, entries in (("states", config.states), ("served_adapters", config.served_adapters))
+        }
+        config = msgspec.structs.replace(
+            config,
+            model_path=str(Path(config.model_path).absolute()),
+            adapters=tuple(str(Path(file).absolute()) for file in config.adapters),
+            **named,
+        )
+        return msgspec.structs.replace(self, config=config)
 
     @property
     def serves(self) -> str:

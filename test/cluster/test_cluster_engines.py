@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -80,6 +81,16 @@ def test_each_engine_has_its_devices_and_its_name_in_the_database() -> None:
     assert [plan.devices_of(number) for number in range(3)] == [("cuda:0",), ("cuda:1",), ("cuda:0",)]
     assert plan.config_of("engine-1", ("cuda:1",)).pool.engine == "engine-1"
     assert "/models/a.pth" in plan.serves and "PostgreSQL" in plan.serves
+
+
+def test_engines_find_files_from_whatever_folder_they_run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = msgspec.structs.replace(
+        CONFIG, model_path="m.pth", adapters=("a.pth:0.5",), states=("poet=p.pth",), served_adapters=("x=/b.pth:2",)
+    )
+    plan = ClusterPlan(cluster=CLUSTER, replicas=1, config=config, factory="m:E").with_absolute_paths()
+    assert plan.config.model_path == f"{tmp_path}/m.pth" and plan.config.adapters == (f"{tmp_path}/a.pth:0.5",)
+    assert plan.config.states == (f"poet={tmp_path}/p.pth",) and plan.config.served_adapters == ("x=/b.pth:2",)
 
 
 @pytest.mark.cluster
