@@ -131,6 +131,7 @@ class CheckpointObjects:
             return error
         except (CheckpointStoreAway, MemoryError) as error:  # this session's failure
             return self._noted(error)
+        self.stats.trouble = None
         self.stats.gets += 1
         return parts
 

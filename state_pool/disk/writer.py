@@ -99,18 +99,22 @@ class Writer:
         self._objects = objects
         self._puts_objects = puts_objects
         self._next_count = 0.0
+        self._replaced: list[str] = []
+        """Objects that no row names since commits that SQLite may not have synced yet."""
+        self._synced: list[str] = []
+        """Those that the move which is under way makes certain."""
         self._stopping = False
         self._wal_bytes = 0
         self.next_row, self._next_state = statements.first_numbers(connection)
         if member is not None:
             self.next_row = member.first_row
         self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
-        self._discard(self._sweep_at_start() if sweep else ())
         self._measure()
         self._rest_to_move = False
         self._rounds = 0
         mover = database.open_mover()
         self._mover = None if mover is None else WalMover(mover, self._moved, on_death)
+        self._discard(self._sweep_at_start() if sweep else ())
         self._away_since: float | None = None
         self._thread = PoolThread("state-pool-writer", self._run, on_death)
 
@@ -159,8 +163,10 @@ class Writer:
 
     def _forget_states(self, rows: set[int]) -> None:
         """A delete overtakes states of the same sessions: they must not come back afterwards."""
+        being_written = self._staged.current
         for staged in self._staged.forget(rows):
-            self._give_up(staged)
+            if staged.stored is None or staged is not being_written:  # its row may be there before it is deleted
+                self._give_up(staged)
             self._report(staged.done, SessionNotFound("the session was deleted while its state was being stored"))
 
     def _give_up(self, staged: Staging) -> None:
@@ -179,6 +185,8 @@ class Writer:
             self._leave(self.member)
         if self._mover is not None:
             self._mover.close()
+            move(self._connection)
+        self._delete_objects([*self._synced, *self._replaced])
         self._connection.close()
 
     @property
@@ -369,11 +377,14 @@ class Writer:
     def _state_failed(self, staging: Staging, error: Exception) -> None:
         in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # else nothing pointed to the pieces
         with self._changed:
-            if not self._staged.finish(staging):
-                return
-            if staging.stored is None or not in_doubt:  # an object that a row may name is left to a sweep
+            is_current = self._staged.finish(staging)
+            # An object that a row may name is left to a sweep; of pieces a delete has taken care.
+            is_garbage = is_current if staging.stored is None else not in_doubt
+            if is_garbage:
                 self._give_up(staging)
             self._changed.notify()
+        if not is_current:
+            return  # a delete overtook it, and has told
         self._report(staging.done, self._failure(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
@@ -382,13 +393,13 @@ class Writer:
         try:
             self._begin()
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
-            if empty and len(self._garbage) == 1:
-                self._discard(statements.sweep_hidden(self._connection))
+            hidden = statements.sweep_hidden(self._connection) if empty and len(self._garbage) == 1 else []
             self._connection.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 - what is left is found again
             self._roll_back(error)
             self._garbage.popleft()  # the next start finds it again
             return
+        self._discard(hidden)
         if empty:
             self._garbage.popleft()
         self._wal_bytes += _TRANSACTION_BYTES
@@ -400,8 +411,16 @@ class Writer:
                 self._garbage.append(old.state)
                 continue
             self.stats.object_bytes -= old.num_bytes
-            if self._objects is not None:
-                self._objects.delete(old.object_key)
+            self._replaced.append(old.object_key)
+        if self._mover is None:
+            self._delete_objects(self._replaced)
+
+    def _delete_objects(self, keys: list[str]) -> None:
+        """Of what no row names, even after a loss of power; without a store they are left to a sweep."""
+        if self._objects is not None:
+            for key in keys:
+                self._objects.delete(key)
+        keys.clear()
 
     def _sweep_at_start(self) -> list[OldState]:
         self._connection.execute("BEGIN IMMEDIATE")
@@ -417,8 +436,12 @@ class Writer:
             self._rest_to_move = False
             error = self._mover.error or move(self._connection)
             self.stats.degraded = error or self.stats.degraded
+            if error is None:
+                self._delete_objects(self._synced)
         elif not self._mover.busy and self._wal_bytes > (0 if idle else WAL_BYTES):
             self._wal_bytes = 0
+            self._synced += self._replaced
+            self._replaced = []
             self._mover.start()
 
     def _moved(self) -> None:

@@ -202,6 +202,52 @@ def test_a_delete_overtakes_a_state_that_is_being_put(
     assert named_keys(tmp_path) == stored_keys(two) == []
 
 
+def test_what_a_delete_overtakes_at_its_commit_keeps_its_object_until_the_delete_is_stored(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash between the two would leave a session whose state is gone, though nobody was told of its delete."""
+    one, commits, goes_on = engines(), threading.Event(), threading.Event()
+    writer = one.pool._store.writer  # type: ignore[union-attr]
+    commit, deleted = writer._commit, []
+
+    def held() -> None:
+        if writer._staged.current is not None:
+            commits.set()
+            goes_on.wait()
+        commit()
+
+    monkeypatch.setattr(writer, "_commit", held)
+    monkeypatch.setattr(objects_of(one), "delete", deleted.append)
+    lease = one.ready(one.pool.checkout("s"))
+    slot, outcome = one.compute(lease, [1]), Outcome()
+    one.pool.record(lease, [1], outcome)
+    one.pool.checkin(lease, slot)
+    one.until(commits.is_set)
+    one.pool.delete("s")
+    assert deleted == []
+    goes_on.set()
+    one.settle()
+    one.until(lambda: len(deleted) == 1)
+    assert named_keys(tmp_path) == []
+
+
+def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring_its_row_back(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite does not sync each commit: the row of before may come back, and then names the object of before."""
+    one = engines()
+    writer, starts = one.pool._store.writer, []  # type: ignore[union-attr]
+    assert writer._mover is not None
+    monkeypatch.setattr(writer._mover, "start", lambda: starts.append(1))
+    one.turn("s", [1])
+    one.turn("s", [2])
+    one.until(lambda: bool(starts))
+    one.settle()
+    assert len(stored_keys(one)) == 2
+    writer._moved()
+    one.until(lambda: len(stored_keys(one)) == 1)
+
+
 def test_an_object_that_is_replaced_while_it_is_fetched_is_read_anew(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
