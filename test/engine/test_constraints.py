@@ -88,23 +88,24 @@ def by_row(running: Running) -> list[tuple[bytes, FinishReason, int]]:
     return [(text, end.reason, end.completion_tokens) for text, end in zip(running.all_texts, ends, strict=True)]
 
 
-def test_rows_give_the_same_alone_and_in_company(engine: Engine) -> None:
+@pytest.fixture(scope="module")
+def plain_answers(model: Path) -> list[tuple[bytes, FinishReason, int]]:
+    """What the plain loop answers: the definition."""
+    with started_engine(model, **LOOPS["plain"]) as started:
+        return by_row(run(started, *mixed_rows()))
+
+
+def test_rows_give_the_same_alone_and_in_company_in_every_loop_and_sampler(
+    engine: Engine, plain_answers: list[tuple[bytes, FinishReason, int]]
+) -> None:
     together = by_row(run(engine, *mixed_rows()))
     alone = [by_row(run(engine, row))[0] for row in mixed_rows()]
-    assert together == alone
+    assert together == alone == plain_answers
     jsonschema_rs.validate(PERSON, json.loads(together[0][0]))
     assert together[0][1] is FinishReason.STOP
     assert together[2][0].decode() in ("yes", "no", "no | yes?\n")
     assert together[4][0][:3].isdigit() and together[4][0][3:] in (b"-foo", b"-bar")
     assert together[7][0] in (b"0", b"1")
-
-
-def test_loops_and_samplers_agree(model: Path) -> None:
-    texts = []
-    for fields in LOOPS.values():
-        with started_engine(model, **fields) as engine:
-            texts.append(by_row(run(engine, *mixed_rows())))
-    assert all(text == texts[0] for text in texts)
 
 
 def test_a_text_that_can_go_no_further_ends_without_an_end_token(engine: Engine) -> None:
