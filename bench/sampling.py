@@ -85,11 +85,11 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), 5)
 
 
-def logits_sets(rows: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def logits_sets(rows: int, device: torch.device) -> list[Tensor]:
     """Several [rows, V], together at least 256 MB on CUDA; a peaked distribution, as models give."""
     count = min(64, max(2, 2**28 // (rows * VOCAB * 4))) if device.type == "cuda" else 2
     generator = torch.Generator(device).manual_seed(rows)
-    return [(torch.randn(rows, VOCAB, generator=generator, device=device) * 3).to(dtype) for _ in range(count)]
+    return [torch.randn(rows, VOCAB, generator=generator, device=device) * 3 for _ in range(count)]
 
 
 def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], object]:
@@ -103,13 +103,13 @@ def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], obj
     return graph.replay
 
 
-def measure(setting: Setting, name: str, rows: int, case: str, dtype: torch.dtype) -> dict[str, object]:
+def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, object]:
     """One measurement."""
     device, choice = setting.device, CASES[case]
     sampler = sampler_class(name)(rows, VOCAB, device, [])
     for seat in range(rows):
         sampler.admit(seat, msgspec.structs.replace(choice[seat % len(choice)], seed=seat))
-    sets, seats = logits_sets(rows, device, dtype), list(range(rows))
+    sets, seats = logits_sets(rows, device), list(range(rows))
     history = HISTORY if any(params.has_penalties for params in choice) and device.type == "cuda" else 2
     for step in range(history):
         sampler.sample(sets[step % len(sets)].clone(), seats)
@@ -126,7 +126,7 @@ def measure(setting: Setting, name: str, rows: int, case: str, dtype: torch.dtyp
         "sampler": name,
         "B": rows,
         "params": case,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "float32",
         "ms": round(seconds * 1e3, 4),
         "read_once_ms": round(floor * 1e3, 4),
         "share_of_read_once": round(floor / seconds, 3),
@@ -142,7 +142,7 @@ def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[st
             continue
         for rows in (int(number) for number in args.rows.split(",")):
             for case in args.cases.split(","):
-                yield measure(setting, name, rows, case, getattr(torch, args.dtype))
+                yield measure(setting, name, rows, case)
 
 
 def refusal(name: str, device: torch.device) -> str | None:
@@ -167,7 +167,6 @@ def main() -> None:
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--rows", default="1,32,320")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     parser.add_argument("--commit", help="what to call the measured commit, where git does not know")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

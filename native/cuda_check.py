@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -13,6 +14,9 @@ from native import machine
 from native.build import CUDA_FLAGS, INCLUDES
 
 CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+ALIKE = {"86": "80", "120": "100"}
+"""Virtual architectures of the checked ones that no source of ours asks to be told from the one they stand beside."""
+OWN_INSTRUCTIONS = "__CUDA_ARCH_FEAT_"
 
 
 @dataclass(frozen=True)
@@ -43,16 +47,60 @@ def compile_all(root: Path, archs: Iterable[str] = CHECKED_ARCHS) -> list[Compil
     reason = why_not()
     if reason:
         raise RuntimeError(reason)
-    jobs = [(source, arch) for source in cuda_sources(root) for arch in archs]
-    with ThreadPoolExecutor(machine.cores()) as pool:
-        return list(pool.map(lambda job: compile_one(*job), jobs))
+    return _compile(cuda_sources(root), list(archs))
 
 
-def compile_one(source: Path, arch: str) -> Compiled:
-    """Compile one source to a cubin that is thrown away; an architecture with an "a" allows its own instructions."""
+def compile_source(source: Path, archs: Iterable[str] = CHECKED_ARCHS) -> dict[str, Compiled]:
+    """One source for each architecture, as many at once as there are cores."""
+    return {result.arch: result for result in _compile([source], list(archs))}
+
+
+def front_end_of(arch: str, source: Path) -> str:
+    """The virtual architecture that a source is read for: the lowest that it, and its headers, cannot tell from `arch`.
+
+    The compiler's first half takes as long as the second, and makes the same of each of them.
+    """
     number = arch.removeprefix("sm_")
+    if number.endswith("a") and not _uses_own_instructions(source):
+        return number.removesuffix("a")
+    return ALIKE.get(number, number)
+
+
+def _compile(sources: list[Path], archs: list[str]) -> list[Compiled]:
+    jobs: dict[tuple[Path, str], list[str]] = {}
+    for source in sources:
+        for arch in archs:
+            jobs.setdefault((source, front_end_of(arch, source)), []).append(arch)
+    with ThreadPoolExecutor(machine.cores()) as pool:
+        done = pool.map(lambda job: _run(job[0][0], job[0][1], job[1]), jobs.items())
+        return [result for results in done for result in results]
+
+
+def _run(source: Path, front_end: str, archs: list[str]) -> list[Compiled]:
+    """One run of nvcc; what it makes is thrown away."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, *INCLUDES, "-Xptxas", "-v", "-cubin"]
-        command += [f"-gencode=arch=compute_{number},code={arch}", str(source), "-o", f"{folder}/out.cubin"]
+        command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, *INCLUDES, "-Xptxas", "-v", "-fatbin"]
+        command += [f"-gencode=arch=compute_{front_end},code=[{','.join(archs)}]", str(source), "-o", f"{folder}/out"]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    return Compiled(source, arch, done.returncode == 0, done.stdout + done.stderr)
+    output = done.stdout + done.stderr
+    if done.returncode:
+        return [Compiled(source, arch, False, output) for arch in archs]
+    return [Compiled(source, arch, True, text) for arch, text in _by_arch(output, archs).items()]
+
+
+def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
+    """What ptxas said, for each architecture: it names one with every kernel."""
+    said = dict.fromkeys(archs, "")
+    arch = archs[0]
+    for line in output.splitlines(keepends=True):
+        named = re.search(r"for '(sm_\w+)'", line)
+        arch = named.group(1) if named else arch
+        said[arch] += line
+    return said
+
+
+def _uses_own_instructions(source: Path) -> bool:
+    """Whether a source, or a header that it includes, asks for an architecture's own instructions ("a")."""
+    text = source.read_text()
+    headers = [source.parent / name for name in re.findall(r'^#include "(.+)"', text, re.MULTILINE)]
+    return OWN_INSTRUCTIONS in text or any(_uses_own_instructions(header) for header in headers if header.exists())

@@ -127,7 +127,7 @@ class RapidSampler:
         prepare = binding.bind(library, "rapid_prepare", ctypes.c_int32)
         with torch.cuda.device(self.device):
             binding.raise_on(prepare(self.vocab), "rapid_prepare")
-        types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
+        types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
         self._launch = binding.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
         self._forbid = binding.bind(library, "rapid_forbid", pointer, pointer, number, number, pointer)
@@ -186,13 +186,12 @@ class RapidSampler:
     def sample_on_device(self, logits: Tensor, seats: Tensor, out: Tensor) -> None:
         """Draw a token for each row and count it, in one launch that a graph may capture.
 
-        logits: [R, V] fp32 or fp16, contiguous, only read; seats: [R] int32, distinct but for padding rows, which
+        logits: [R, V] fp32, contiguous, only read; seats: [R] int32, distinct but for padding rows, which
         hold max_rows (or any number that is no seat) and get token 0; out: [R] int64.
         """
         rows = logits.shape[0]
-        dtype = torch.float16 if logits.dtype is torch.float16 else torch.float32
         launch = Launch(
-            logits=binding.pointer(logits, "logits", dtype, (rows, self.vocab), self.device),
+            logits=binding.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device),
             seats=binding.pointer(seats, "seats", torch.int32, (rows,), self.device),
             tokens=binding.pointer(out, "out", torch.int64, (rows,), self.device),
             table=self._table.data_ptr(),
@@ -208,10 +207,9 @@ class RapidSampler:
         )
         if rows == 0:
             return
-        half = int(dtype is torch.float16)
         with torch.cuda.device(self.device):
             stream = binding.stream_pointer(self.device)
-            code = self._launch(ctypes.byref(launch), half, self._processors, self._early, stream)
+            code = self._launch(ctypes.byref(launch), self._processors, self._early, stream)
         binding.raise_on(code, "rapid_sample")
 
     def forbid(self, logits: Tensor, masks: Tensor) -> None:
@@ -231,8 +229,7 @@ class RapidSampler:
         """
         if logits.shape != (len(seats), self.vocab):
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {len(seats)} seats of {self.vocab} tokens")
-        keeps_half = logits.dtype is torch.float16 and masks is None
-        logits = (logits if keeps_half else logits.float()).contiguous()
+        logits = logits.float().contiguous()
         if masks is not None:
             self.forbid(logits, masks)
         if self._seats is None or self._seats[0] != seats:

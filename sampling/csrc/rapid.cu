@@ -16,7 +16,7 @@
 namespace sampling {
 
 struct Launch {
-  const void* logits;        // [rows, vocab]
+  const float* logits;       // [rows, vocab]
   const int32_t* seats;      // [rows]; anything outside 0 .. max_rows-1 is padding
   int64_t* tokens;           // [rows]
   Seat* table;               // [max_rows]
@@ -29,9 +29,8 @@ struct Launch {
 };
 
 // The changed logit of a token with an entry.
-template <class T>
-__device__ __forceinline__ float value_of_entry(const Row<T>& row, const Seat& seat, const Entry& entry) {
-  float value = __fadd_rn(to_float(row.logits[entry.token]), entry.bias);
+__device__ __forceinline__ float value_of_entry(const Row& row, const Seat& seat, const Entry& entry) {
+  float value = __fadd_rn(row.logits[entry.token], entry.bias);
   if (seat.penalised && entry.count >= 0.0f)
     value = __fsub_rn(value, __fadd_rn(__fmul_rn(entry.count, seat.frequency), seat.presence));
   return cleaned(value);
@@ -43,8 +42,7 @@ __device__ __forceinline__ float decayed(const Entry& entry, const Seat& seat) {
 }
 
 // The changed logits of all entries; their counts decay.
-template <class T>
-__device__ __forceinline__ void take_entries(Row<T>& row, const Seat& seat) {
+__device__ __forceinline__ void take_entries(Row& row, const Seat& seat) {
   const auto take = [&](int i, Entry& entry) {
     entry = row.entries[i];
     entry.value = value_of_entry(row, seat, entry);
@@ -59,8 +57,7 @@ __device__ __forceinline__ void take_entries(Row<T>& row, const Seat& seat) {
 }
 
 // Counts the token, in counts that have decayed.
-template <class T>
-__device__ void count_token(const Row<T>& row, Seat& stored, int token, const uint8_t* penalty_exempt, int capacity) {
+__device__ inline void count_token(const Row& row, Seat& stored, int token, const uint8_t* penalty_exempt, int capacity) {
   bool known = false;
   const auto look_at = [&](int i, int entry_token, float count) {
     if (entry_token != token) return;
@@ -95,9 +92,8 @@ __device__ __forceinline__ bool is_last_block(uint32_t* arrived, int parts, Shar
 }
 
 // Looks at a part of a row: leaves chunks, or the best token.
-template <class T>
-__device__ void look(
-    Row<T>& row, Range range, const Ring<T>& ring, const Seat& seat, Chunk* chunks, uint64_t* best_of_part,
+__device__ inline void look(
+    Row& row, Range range, const Ring& ring, const Seat& seat, Chunk* chunks, uint64_t* best_of_part,
     Shared& shared, Room& room) {
   if (row.num_entries) {
     mark_entries(row, range, shared.marks());
@@ -121,9 +117,8 @@ __device__ void look(
 }
 
 // Draws from what the parts' blocks left.
-template <class T>
-__device__ int draw(
-    Row<T>& row, Range all, const Seat& seat, const Chunk* chunks, const uint64_t* best_of_parts, int parts,
+__device__ inline int draw(
+    Row& row, Range all, const Seat& seat, const Chunk* chunks, const uint64_t* best_of_parts, int parts,
     Shared& shared, Room& room) {
   if (row.num_entries && (seat.kind == kCut || seat.penalised)) take_entries(row, seat);
   if (seat.kind != kCut) {
@@ -145,7 +140,6 @@ constexpr int kBlocks = 2;
 constexpr int kBlocks = 3;
 #endif
 
-template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) {
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
@@ -153,15 +147,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
   const int row_number = blockIdx.x / launch.parts, part = blockIdx.x % launch.parts;
   let_next_start();
   wait_for_inputs();
-  const T* logits = static_cast<const T*>(launch.logits) + static_cast<int64_t>(row_number) * launch.vocab;
-  Row<T> row;
-  row.logits = logits, row.vocab = launch.vocab, row.chunk_batches = launch.chunk_batches;
+  Row row;
+  row.logits = launch.logits + static_cast<int64_t>(row_number) * launch.vocab, row.vocab = launch.vocab, row.chunk_batches = launch.chunk_batches;
   row.marks = nullptr;
   const int batches = (row.quads() + kBatchQuads - 1) / kBatchQuads;
   const int blocks = (batches + row.chunk_batches - 1) / row.chunk_batches;
   const Range all{0, blocks * row.chunk_batches};
   const Range range{blocks * part / launch.parts * row.chunk_batches, blocks * (part + 1) / launch.parts * row.chunk_batches};
-  const Ring<T> ring{reinterpret_cast<Quad<T>*>(shared.ring)};
+  const Ring ring{reinterpret_cast<Quad*>(shared.ring)};
   ring.begin(row, range);
   const int number = launch.seats[row_number];
   if (number < 0 || number >= launch.max_rows) {
@@ -189,7 +182,6 @@ size_t shared_bytes(int vocab) {
   return sizeof(Shared) + (static_cast<size_t>(vocab) + 127) / 128 * 16;
 }
 
-template <class T>
 int launch_rows(const Launch& launch, bool early, cudaStream_t stream) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -201,7 +193,7 @@ int launch_rows(const Launch& launch, bool early, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
-  const int code = cudaLaunchKernelEx(&config, sample_rows<T>, launch);
+  const int code = cudaLaunchKernelEx(&config, sample_rows, launch);
   return code ? code : cudaGetLastError();
 }
 
@@ -255,14 +247,12 @@ __global__ void __launch_bounds__(kThreads) follow_runs(Launch launch, const int
 // Once per device, before the first launch: makes room for the vocabulary. A CUDA error code.
 EXPORT int rapid_prepare(int32_t vocab) {
   const int bytes = static_cast<int>(sampling::shared_bytes(vocab));
-  const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  const int code = cudaFuncSetAttribute(sampling::sample_rows<float>, attribute, bytes);
-  return code ? code : cudaFuncSetAttribute(sampling::sample_rows<__half>, attribute, bytes);
+  return cudaFuncSetAttribute(sampling::sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 // `processors`: multiprocessors of the device; `early`: it can start a kernel before the one before it has ended.
 // A CUDA error code.
-EXPORT int rapid_sample(const sampling::Launch* launch, int32_t half, int32_t processors, int32_t early, void* stream) {
+EXPORT int rapid_sample(const sampling::Launch* launch, int32_t processors, int32_t early, void* stream) {
   using namespace sampling;
   Launch sized = *launch;
   const int batches = ((sized.vocab + 3) / 4 + kBatchQuads - 1) / kBatchQuads;
@@ -274,8 +264,7 @@ EXPORT int rapid_sample(const sampling::Launch* launch, int32_t half, int32_t pr
     while (2 * sized.parts <= blocks && 2 * sized.rows * sized.parts <= processors) sized.parts *= 2;
   }
   if (sized.parts > blocks) sized.parts = blocks;
-  const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  return half ? launch_rows<__half>(sized, early, on) : launch_rows<float>(sized, early, on);
+  return launch_rows(sized, early, static_cast<cudaStream_t>(stream));
 }
 
 // logits [rows, vocab] fp32; masks [rows, ceil(vocab / 32)], bit j % 32 of word j / 32 set where token j is allowed.

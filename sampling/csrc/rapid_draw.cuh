@@ -58,8 +58,7 @@ struct Place {
 constexpr Place kBehindAll{-INFINITY, -1};
 
 // The largest logit of a range and its token as a pair, entries apart; 0 if none is finite.
-template <class T>
-__device__ uint64_t largest_logit(const Row<T>& row, Range range, const Ring<T>& ring) {
+__device__ inline uint64_t largest_logit(const Row& row, Range range, const Ring& ring) {
   float best = minus_infinity(), known = minus_infinity();  // known: the largest of the warp
   int at = 0;
   for_each_batch(row, range, ring, [&](int, Batch batch) {
@@ -76,15 +75,14 @@ __device__ uint64_t largest_logit(const Row<T>& row, Range range, const Ring<T>&
 }
 
 // The best rough score of a quad's tokens that rank before `limit`; -inf if there are none.
-template <class T>
 __device__ __forceinline__ float rough_best_of_quad(
-    const Row<T>& row, const Seat& seat, int quad, const Quad<T>& raw, Place limit) {
+    const Row& row, const Seat& seat, int quad, const Quad& raw, Place limit) {
   const Words words = words_of(seat, quad);
   const uint32_t bits = row.marks ? marked(row, quad) : 0u;
   float best = minus_infinity();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float value = cleaned(to_float(raw.at[i]));
+    const float value = cleaned(raw.at[i]);
     const float score = rough_score_of(value, seat, words.at[i]);
     if (!(bits >> i & 1) && limit.is_after(value, 4 * quad + i)) best = fmaxf(best, score);
   }
@@ -97,9 +95,9 @@ __device__ __forceinline__ float rough_best_of_quad(
 // A token takes part only if its score may reach what some thread has found already, which is kept in shared memory.
 // That is asked in a few instructions, of a quad's largest logit and best word before its tokens: s + gumbel(u) >= t
 // needs u <= -log(1 - u) <= exp(s - t), and s + noise u >= t is linear. Few tokens pass.
-template <bool kNoisy, class T>
+template <bool kNoisy>
 __device__ uint64_t best_score(
-    const Row<T>& row, Range range, const Ring<T>& ring, const Seat& seat, Place limit, uint32_t* found) {
+    const Row& row, Range range, const Ring& ring, const Seat& seat, Place limit, uint32_t* found) {
   const float scale2 = seat.scale * kLog2e;
   if (threadIdx.x == 0) *found = 0;
   __syncthreads();
@@ -150,19 +148,17 @@ __device__ uint64_t best_score(
 }
 
 // The logit of a token, changed and cleaned.
-template <class T>
-__device__ float logit_of(const Row<T>& row, int token) {
+__device__ inline float logit_of(const Row& row, int token) {
   if (has_entry(row, token)) {
     for (int i = 0; i < row.num_entries; ++i)
       if (row.entries[i].token == token) return row.entries[i].value;
   }
-  return cleaned(to_float(row.logits[token]));
+  return cleaned(row.logits[token]);
 }
 
 // How many tokens of the row rank before a place, and their mass.
-template <class T>
-__device__ Tally before_place(
-    const Row<T>& row, Range range, const Ring<T>& ring, Place place, float largest, float scale2, Room& room) {
+__device__ inline Tally before_place(
+    const Row& row, Range range, const Ring& ring, Place place, float largest, float scale2, Room& room) {
   Tally tally{0, 0};
   for_each_batch(row, range, ring, [&](int, Batch batch) {
     clean(row, batch);
@@ -182,9 +178,8 @@ __device__ Tally before_place(
 // Draws from a long list: the best score of all, unless that token is cut; then the best of those that rank before
 // it, and so on. Whatever ranks after a token that is cut is cut too, so the result is exact; every round halves what
 // is left on average.
-template <class T>
-__device__ int draw_by_rounds(
-    const Row<T>& row, Range range, const Ring<T>& ring, const Seat& seat, float largest, double enough,
+__device__ inline int draw_by_rounds(
+    const Row& row, Range range, const Ring& ring, const Seat& seat, float largest, double enough,
     uint32_t* found, Room& room) {
   Place limit = kBehindAll;
   while (true) {

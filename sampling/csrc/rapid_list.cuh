@@ -42,9 +42,8 @@ struct __align__(16) Shared {
 };
 
 // The pass over a range of a row that is cut.
-template <class T>
-__device__ void scan_chunks(
-    const Row<T>& row, Range range, const Ring<T>& ring, const Seat& seat, Chunk* chunks) {
+__device__ inline void scan_chunks(
+    const Row& row, Range range, const Ring& ring, const Seat& seat, Chunk* chunks) {
   const float scale2 = seat.scale * kLog2e;
   const bool with_mass = seat.top_p < 1;
   Chunk chunk{minus_infinity(), 0.0f};
@@ -78,9 +77,8 @@ struct Summary {
   uint64_t mass;
 };
 
-template <class T>
 __device__ __forceinline__ Summary summarise(
-    const Row<T>& row, int blocks, const Seat& seat, const Chunk* chunks, Room& room) {
+    const Row& row, int blocks, const Seat& seat, const Chunk* chunks, Room& room) {
   const float scale2 = seat.scale * kLog2e;
   Summary all;
   float mass[kMaxBlocks];
@@ -171,9 +169,8 @@ __device__ inline Floor floor_by_count(const Summary& all, uint32_t wanted, Shar
 // that the list has room for if that is still `needed`, or more, of the mass.
 // Of N tokens spread evenly over C chunks of S, about C (1 - (1 - N/CS)^S) chunks get one: so the chunk maxima tell how
 // many tokens reach a value. That is a guess, to be checked.
-template <class T>
-__device__ Floor floor_by_mass(
-    const Row<T>& row, const Summary& all, float scale2, float wanted, float needed, Shared& shared, Room& room) {
+__device__ inline Floor floor_by_mass(
+    const Row& row, const Summary& all, float scale2, float wanted, float needed, Shared& shared, Room& room) {
   constexpr float kSafeRoom = 0.94f * kListRoom;
   const Bins bins(all.least, all.most);
 #pragma unroll
@@ -236,8 +233,7 @@ __device__ __forceinline__ void append(Shared& shared, const Batch& batch, float
 }
 
 // Gathers all tokens from `floor` up; shared.size may exceed the room, then the list is not whole.
-template <class T>
-__device__ void gather(const Row<T>& row, const Summary& all, float floor, Shared& shared) {
+__device__ inline void gather(const Row& row, const Summary& all, float floor, Shared& shared) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) shared.size = 0, shared.num_chunks = 0;
   __syncthreads();
@@ -268,7 +264,7 @@ __device__ void gather(const Row<T>& row, const Summary& all, float floor, Share
     const int chunk = shared.chunks[piece - num_chunks * batch];
     return load_batch(row, (chunk / kThreads * row.chunk_batches + batch) * kBatchQuads + chunk % kThreads);
   };
-  RawBatch<T> next = load_piece(threadIdx.x), after = load_piece(threadIdx.x + kThreads);
+  RawBatch next = load_piece(threadIdx.x), after = load_piece(threadIdx.x + kThreads);
 #pragma unroll 1
   for (int piece = threadIdx.x; piece - lane < pieces; piece += kThreads) {
     Batch batch = next.arrived();
@@ -318,8 +314,7 @@ __device__ inline int draw_from_list(const Shared& shared, const Seat& seat, flo
 }
 
 // Marks the tokens of a row that have entries, from the batches `range`.
-template <class T>
-__device__ void mark_entries(const Row<T>& row, Range range, uint32_t* marks) {
+__device__ inline void mark_entries(const Row& row, Range range, uint32_t* marks) {
   const int first = 4 * kBatchQuads * range.first, last = min(4 * kBatchQuads * range.last, row.vocab);
   for (int word = first / 32 + threadIdx.x; word < (last + 31) / 32; word += kThreads) marks[word] = 0;
   __syncthreads();
@@ -331,9 +326,8 @@ __device__ void mark_entries(const Row<T>& row, Range range, uint32_t* marks) {
 }
 
 // Draws for a row with top_k or top_p from what the pass over it left; token 0 if no logit is finite.
-template <class T>
-__device__ int draw_cut(
-    const Row<T>& row, Range range, const Seat& seat, const Chunk* chunks, Shared& shared, Room& room) {
+__device__ inline int draw_cut(
+    const Row& row, Range range, const Seat& seat, const Chunk* chunks, Shared& shared, Room& room) {
   shared.count[threadIdx.x] = shared.mass[threadIdx.x] = shared.extra[threadIdx.x] = 0;
   const Summary all = summarise(row, (range.last + row.chunk_batches - 1) / row.chunk_batches, seat, chunks, room);
   if (all.most == minus_infinity()) return 0;
@@ -360,7 +354,7 @@ __device__ int draw_cut(
     }
   }
   __syncthreads();
-  const Ring<T> ring{reinterpret_cast<Quad<T>*>(shared.ring)};
+  const Ring ring{reinterpret_cast<Quad*>(shared.ring)};
   return draw_by_rounds(row, range, ring, seat, all.most, enough, &shared.found, room);
 }
 

@@ -7,8 +7,6 @@
 // Masses are added as integers (2^-40 of the largest token's), in any order.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "philox.h"
@@ -54,9 +52,8 @@ struct __align__(16) Entry {
 
 constexpr int kHeld = 2;  // entries that each thread holds in registers
 
-template <class T>
 struct Row {
-  const T* logits;
+  const float* logits;
   int vocab;
   int chunk_batches;
   const uint32_t* marks;  // bit per token in shared memory: has an entry; null if there are none
@@ -72,57 +69,40 @@ __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff80
 // NaN to -inf, too large values to kMaxLogit: fmaxf and fminf return the operand that is a number.
 __device__ __forceinline__ float cleaned(float value) { return fminf(fmaxf(value, minus_infinity()), kMaxLogit); }
 
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-
 // The logits of a quad as they lie in memory.
-template <class T>
-struct __align__(4 * sizeof(T)) Quad {
-  T at[4];
+struct __align__(16) Quad {
+  float at[4];
 };
 
-__device__ __forceinline__ Quad<float> load_aligned(const float* at) {
+__device__ __forceinline__ Quad load_aligned(const float* at) {
   const float4 raw = __ldg(reinterpret_cast<const float4*>(at));
-  return Quad<float>{{raw.x, raw.y, raw.z, raw.w}};
+  return Quad{{raw.x, raw.y, raw.z, raw.w}};
 }
 
-__device__ __forceinline__ Quad<__half> load_aligned(const __half* at) {
-  const uint2 raw = __ldg(reinterpret_cast<const uint2*>(at));
-  return *reinterpret_cast<const Quad<__half>*>(&raw);
-}
-
-// 16 or 8 bytes to shared memory, past the L1 cache where that can be.
-template <class T>
-__device__ __forceinline__ void copy_async(Quad<T>* to, const T* from) {
+// 16 bytes to shared memory, past the L1 cache.
+__device__ __forceinline__ void copy_async(Quad* to, const float* from) {
   const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  if constexpr (sizeof(Quad<T>) == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(at), "l"(from) : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
 
 // The raw logits of a quad; -inf beyond the vocabulary.
-template <class T>
-__device__ __forceinline__ Quad<T> load_quad(const Row<T>& row, int quad) {
+__device__ __forceinline__ Quad load_quad(const Row& row, int quad) {
   if (row.vocab % 4 == 0 && quad < row.quads()) return load_aligned(row.logits + 4 * static_cast<int64_t>(quad));
-  Quad<T> raw;
+  Quad raw;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = 4 * quad + i;
-    raw.at[i] = token < row.vocab ? row.logits[token] : static_cast<T>(minus_infinity());
+    raw.at[i] = token < row.vocab ? row.logits[token] : minus_infinity();
   }
   return raw;
 }
 
 // Bits of the four tokens of a quad: have entries.
-template <class T>
-__device__ __forceinline__ uint32_t marked(const Row<T>& row, int quad) {
+__device__ __forceinline__ uint32_t marked(const Row& row, int quad) {
   return quad < row.quads() ? row.marks[quad >> 3] >> (4 * (quad & 7)) & 15u : 0u;
 }
 
-template <class T>
-__device__ __forceinline__ bool has_entry(const Row<T>& row, int token) {
+__device__ __forceinline__ bool has_entry(const Row& row, int token) {
   return row.marks && row.marks[token >> 5] >> (token & 31) & 1;
 }
 
@@ -144,31 +124,28 @@ struct Batch {
 };
 
 // The same as it lies in memory.
-template <class T>
 struct RawBatch {
-  Quad<T> quad[kBatch];
+  Quad quad[kBatch];
   int first;
 
   __device__ __forceinline__ Batch arrived() const {
     Batch batch;
     batch.first = first;
 #pragma unroll
-    for (int i = 0; i < 4 * kBatch; ++i) batch.value[i] = to_float(quad[i / 4].at[i % 4]);
+    for (int i = 0; i < 4 * kBatch; ++i) batch.value[i] = quad[i / 4].at[i % 4];
     return batch;
   }
 };
 
-template <class T>
-__device__ __forceinline__ bool is_whole(const Row<T>& row, int first) {
+__device__ __forceinline__ bool is_whole(const Row& row, int first) {
   return row.vocab % 4 == 0 && first + kThreads * (kBatch - 1) < row.quads();
 }
 
-template <class T>
-__device__ __forceinline__ RawBatch<T> load_batch(const Row<T>& row, int first) {
-  RawBatch<T> raw;
+__device__ __forceinline__ RawBatch load_batch(const Row& row, int first) {
+  RawBatch raw;
   raw.first = first;
   if (is_whole(row, first)) {
-    const T* at = row.logits + 4 * static_cast<int64_t>(first);
+    const float* at = row.logits + 4 * static_cast<int64_t>(first);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) raw.quad[j] = load_aligned(at + 4 * kThreads * j);
   } else {
@@ -179,8 +156,7 @@ __device__ __forceinline__ RawBatch<T> load_batch(const Row<T>& row, int first) 
 }
 
 // Cleans a batch; tokens with entries read as -inf, they take part through their entries.
-template <class T>
-__device__ __forceinline__ void clean(const Row<T>& row, Batch& batch) {
+__device__ __forceinline__ void clean(const Row& row, Batch& batch) {
 #pragma unroll
   for (int i = 0; i < 4 * kBatch; ++i) batch.value[i] = cleaned(batch.value[i]);
   if (!row.marks) return;
@@ -202,27 +178,26 @@ struct Range {
 constexpr int kAhead = 3;
 constexpr int kRingBytes = kAhead * kBatchQuads * 16;
 
-template <class T>
 struct Ring {
-  Quad<T>* at;  // [kAhead][kBatch][kThreads]
+  Quad* at;  // [kAhead][kBatch][kThreads]
 
-  __device__ __forceinline__ Quad<T>* slot(int number) const {
+  __device__ __forceinline__ Quad* slot(int number) const {
     return at + number % kAhead * kBatchQuads + threadIdx.x;
   }
 
   // The quads of a batch, 256 apart, once they are there; it was the first of those sent for and not looked at.
-  __device__ __forceinline__ const Quad<T>* arrived(int number) const {
+  __device__ __forceinline__ const Quad* arrived(int number) const {
     asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
     return slot(number);
   }
 
   // Sends for a batch, if it is one of the range.
-  __device__ __forceinline__ void send_for(const Row<T>& row, Range range, int number) const {
+  __device__ __forceinline__ void send_for(const Row& row, Range range, int number) const {
     if (number < range.last) {
       const int first = number * kBatchQuads + static_cast<int>(threadIdx.x);
-      Quad<T>* const to = slot(number);
+      Quad* const to = slot(number);
       if (is_whole(row, first)) {
-        const T* from = row.logits + 4 * static_cast<int64_t>(first);
+        const float* from = row.logits + 4 * static_cast<int64_t>(first);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) copy_async(to + kThreads * j, from + 4 * kThreads * j);
       } else {
@@ -234,19 +209,19 @@ struct Ring {
   }
 
   // Sends for the first batches of a range.
-  __device__ __forceinline__ void begin(const Row<T>& row, Range range) const {
+  __device__ __forceinline__ void begin(const Row& row, Range range) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) send_for(row, range, range.first + i);
   }
 };
 
 // Calls visit(number, batch) for the calling thread's share of the batches; begin comes first.
-template <class T, class Visit>
-__device__ __forceinline__ void for_each_batch(const Row<T>& row, Range range, const Ring<T>& ring, Visit visit) {
+template <class Visit>
+__device__ __forceinline__ void for_each_batch(const Row& row, Range range, const Ring& ring, Visit visit) {
 #pragma unroll 1
   for (int number = range.first; number < range.last; ++number) {
-    const Quad<T>* const quads = ring.arrived(number);
-    RawBatch<T> raw;
+    const Quad* const quads = ring.arrived(number);
+    RawBatch raw;
     raw.first = number * kBatchQuads + static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) raw.quad[j] = quads[kThreads * j];
@@ -257,8 +232,8 @@ __device__ __forceinline__ void for_each_batch(const Row<T>& row, Range range, c
 }
 
 // Calls visit(token, value) for the calling thread's share of the tokens with entries.
-template <class T, class Visit>
-__device__ __forceinline__ void for_each_entry(const Row<T>& row, Visit visit) {
+template <class Visit>
+__device__ __forceinline__ void for_each_entry(const Row& row, Visit visit) {
 #pragma unroll
   for (int h = 0; h < kHeld; ++h)
     if (static_cast<int>(threadIdx.x) + h * kThreads < row.num_entries) visit(row.held[h].token, row.held[h].value);

@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,9 @@ class Needs:
 
 
 @functools.cache
-def compiled(source: Path, arch: str) -> Compiled:
-    """A source for an architecture; compiled once for all tests of this process."""
-    return cuda_check.compile_one(source, arch)
+def compiled(source: Path) -> dict[str, Compiled]:
+    """A source by architecture; compiled once for all tests of this process."""
+    return cuda_check.compile_source(source)
 
 
 def sources() -> list[Path]:
@@ -91,7 +92,7 @@ def needs(arch: str) -> dict[str, Needs]:
     """Mangled name of a kernel -> what it needs."""
     found = {}
     for source in sources():
-        for part in compiled(source, arch).output.split("Compiling entry function '")[1:]:
+        for part in compiled(source)[arch].output.split("Compiling entry function '")[1:]:
             used = re.search(r"Used (\d+) registers", part)
             shared = re.search(r"(\d+) bytes smem", part)
             assert used is not None, part
@@ -108,19 +109,17 @@ def build_library(folder: Path) -> ctypes.CDLL:
     flags.append("-w")  # the fake's macros use fewer arguments than they are given
     # So that a kernel's stub has the kernel's name in the library.
     flags += ["-static-global-template-stub=false", "-device-entity-has-hidden-visibility=false"]
-    flags += [
-        *INCLUDES,
-        "-Xptxas",
-        "-O0",
-        "-gencode=arch=compute_80,code=sm_80",
-        "-include",
-        str(here / "fake_runtime.h"),
-    ]
-    objects, running = [], []
-    for source in [*sources(), here / "fake_runtime.cu"]:
-        objects.append(str(folder / f"{source.stem}.o"))
-        running.append(subprocess.Popen([nvcc, *flags, "-c", str(source), "-o", objects[-1]]))
-    assert all(process.wait() == 0 for process in running)
+    # Of the kernels it holds an intermediate form, made in no time: only the launchers run.
+    flags += ["-Xcicc", "-O0", "-gencode=arch=compute_80,code=compute_80"]
+    flags += [*INCLUDES, "-include", str(here / "fake_runtime.h")]
+
+    def compile_one(source: Path) -> str:
+        target = str(folder / f"{source.stem}.o")
+        subprocess.run([nvcc, *flags, "-c", str(source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(machine.cores()) as pool:
+        objects = list(pool.map(compile_one, [*sources(), here / "fake_runtime.cu"]))
     places = [f"-L{place}" for place in libraries_of(nvcc)]
     subprocess.run([nvcc, "-shared", *objects, *places, "-o", str(folder / "launches.so")], check=True)
     return ctypes.CDLL(str(folder / "launches.so"))
@@ -150,12 +149,12 @@ class Launcher:
         count = self._library.fake_take(self._records, len(self._records))
         return [Record.from_buffer_copy(record) for record in self._records[:count]]
 
-    def sample(self, rows: int, half: bool) -> list[Record]:
+    def sample(self, rows: int) -> list[Record]:
         """The sampler's launch."""
         assert self._library.rapid_prepare(VOCAB) == 0, f"the sampler is refused on {self._card.name}"
         launch = rapid.Launch(rows=rows, vocab=VOCAB, max_rows=1024, capacity=1024)
         early = self._card.major >= 9
-        return self._taken("rapid", self._library.rapid_sample(byref(launch), half, self._card.processors, early, None))
+        return self._taken("rapid", self._library.rapid_sample(byref(launch), self._card.processors, early, None))
 
     def step(self, width: int, rows: int) -> Iterator[Record]:
         """Every launch of a step of `rows` rows: decoding, and reading prompts of several lengths."""
@@ -171,8 +170,7 @@ class Launcher:
             for inputs in (width, 4 * width):
                 yield from self.call("rwkv_quantise_rows", *[SOMEWHERE] * 3, tokens, inputs, 1)
         yield from self.call("rwkv_norm_rows", *[SOMEWHERE] * 5, rows, width)
-        for half in (False, True):
-            yield from self.sample(rows, half)
+        yield from self.sample(rows)
         if rows <= 16:
             yield from self._few(width, rows)
 

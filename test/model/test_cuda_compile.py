@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from native import cuda_check
+from native.build import SHARED_HEADERS
 from test.model.card_launches import CARDS, ROOT, Card, Launcher, Record, build_library, compiled, needs, problems
 
 MAX_SPILL_BYTES = 160
@@ -34,11 +35,22 @@ def test_there_is_a_compiler() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path) -> None:
-    for arch in cuda_check.CHECKED_ARCHS:
-        result = compiled(source, arch)
+    results = compiled(source)
+    assert set(results) == set(cuda_check.CHECKED_ARCHS)
+    for result in results.values():
         assert result.ok, result.output
         spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", result.output)]
         assert max(spills, default=0) <= MAX_SPILL_BYTES, result.output
+
+
+def test_sources_ask_for_no_architecture_between_those_that_are_read_alike() -> None:
+    """What `cuda_check.ALIKE` rests on: a condition on another number would be compiled for one side only."""
+    asked: set[str] = set()
+    for folder in {source.parent for source in SOURCES} | {SHARED_HEADERS}:
+        for path in [*folder.glob("*.cu*"), *folder.glob("*.h")]:
+            asked |= set(re.findall(r"__CUDA_ARCH__\W+(\d+)", path.read_text()))
+    thresholds = {f"{arch.removeprefix('sm_').removesuffix('a')}0" for arch in cuda_check.CHECKED_ARCHS}
+    assert asked <= thresholds - {f"{number}0" for number in cuda_check.ALIKE}
 
 
 @pytest.mark.timeout(900)
