@@ -56,15 +56,21 @@ struct WideLaunch {
 #include "hopper.cuh"
 #endif
 
-template <int ROWS>
-struct WideTile {
-    static constexpr int WEIGHT_BYTES = OUTPUTS * TILE_BYTES, INPUT_BYTES = ROWS * TILE_BYTES;
-    static constexpr int BYTES = WEIGHT_BYTES + INPUT_BYTES;
-    static constexpr int PARTS = ROWS > 256 ? 2 : 1, PART = ROWS / PARTS;  // rows of one wgmma and of one copy
+// Shared memory of a block whose ring has places of PLACE_BYTES.
+template <int PLACE_BYTES>
+struct WideRing {
+    static constexpr int BYTES = PLACE_BYTES;
     static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
     static constexpr int ROOM = 227 * 1024 - 1024 - STAGING_BYTES - 512;
     static constexpr int STAGES = ROOM / BYTES < 12 ? ROOM / BYTES : 12;
     static constexpr int SHARED_BYTES = STAGES * BYTES + STAGING_BYTES + 512 + 1024;  // 1024: for the ring's alignment
+    static_assert(STAGES >= 2);
+};
+
+template <int ROWS>
+struct WideTile : WideRing<(OUTPUTS + ROWS) * TILE_BYTES> {
+    static constexpr int WEIGHT_BYTES = OUTPUTS * TILE_BYTES, INPUT_BYTES = ROWS * TILE_BYTES;
+    static constexpr int PARTS = ROWS > 256 ? 2 : 1, PART = ROWS / PARTS;  // rows of one wgmma and of one copy
 };
 
 #ifdef WIDE_ON_DEVICE
@@ -181,6 +187,33 @@ struct RingSlot {
     }
 };
 
+// Where a block's ring, staging and barriers lie in shared memory, and its share of the tiles.
+template <typename Tile, int SPLITS>
+struct WideBlock {
+    uint32_t ring, staging, full, empty;
+    int my_split, first, blocks;
+
+    // It takes `readers` arrivals to free a place of the ring. All threads; the next kernel may start after it.
+    __device__ __forceinline__ WideBlock(const unsigned char* dynamic, int readers)
+        : ring((hopper::shared_address(dynamic) + 1023) & ~1023u),
+          staging(ring + Tile::STAGES * Tile::BYTES),
+          full(staging + Tile::STAGING_BYTES),
+          empty(full + 8 * Tile::STAGES),
+          my_split(blockIdx.x % SPLITS),
+          first(blockIdx.x / SPLITS),
+          blocks(gridDim.x / SPLITS) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < Tile::STAGES; ++i) {
+                hopper::init_barrier(full + 8 * i, 1);
+                hopper::init_barrier(empty + 8 * i, readers);
+            }
+            hopper::publish_barriers();
+        }
+        __syncthreads();
+        let_next_start();
+    }
+};
+
 // Steps of DEPTH in a split's share of k, which the number of splits divides.
 template <int SPLITS, WideKind KIND>
 __device__ __forceinline__ int wide_steps(const WideLaunch& p, int map) { return p.k[map] / (DEPTH<KIND> * SPLITS); }
@@ -239,19 +272,18 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
 
 // One lane: W's tiles of all of this block's work into the ring.
 template <int ROWS, int SPLITS, WideKind KIND>
-__device__ __forceinline__ void fetch_weights(
-    const WideLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+__device__ __forceinline__ void fetch_weights(const WideLaunch& p, const WideBlock<WideTile<ROWS>, SPLITS>& block) {
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
     const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
-    for (int tile = first; tile < p.first_tile[p.count] * row_blocks; tile += blocks) {
+    for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
         const WidePlace at = wide_place(p, tile / row_blocks);
         const CUtensorMap* map = &p.weights[at.map];
-        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = my_split * steps;
+        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = block.my_split * steps;
         for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
-            wait_barrier(empty + 8 * slot.stage, slot.parity);
-            const uint32_t barrier = full + 8 * slot.stage, to = ring + slot.stage * Tile::BYTES;
+            wait_barrier(block.empty + 8 * slot.stage, slot.parity);
+            const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
             expect_bytes(barrier, Tile::BYTES);
             if (KIND == WIDE_TURNED) {
                 copy_box(to, map, 0, k, at.output / 64, barrier, EVICT_FIRST);
@@ -265,24 +297,23 @@ __device__ __forceinline__ void fetch_weights(
 
 // One lane of another warp: x's tiles likewise, once the kernel that makes x has ended.
 template <int ROWS, int SPLITS, WideKind KIND>
-__device__ __forceinline__ void fetch_inputs(
-    const WideLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+__device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const WideBlock<WideTile<ROWS>, SPLITS>& block) {
     using namespace hopper;
     using Tile = WideTile<ROWS>;
-    const uint32_t to = ring + Tile::WEIGHT_BYTES;
+    const uint32_t to = block.ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
     const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
     wait_for_inputs();
-    for (int tile = first; tile < p.first_tile[p.count] * row_blocks; tile += blocks) {
+    for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
         const WidePlace at = wide_place(p, tile / row_blocks);
         const CUtensorMap* map = &p.inputs[at.map];
-        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = my_split * steps;
+        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = block.my_split * steps;
         for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
-            wait_barrier(empty + 8 * slot.stage, slot.parity);
+            wait_barrier(block.empty + 8 * slot.stage, slot.parity);
 #pragma unroll
             for (int part = 0; part < Tile::PARTS; ++part)
                 copy_box(to + slot.stage * Tile::BYTES + part * Tile::PART * TILE_BYTES, map, k,
-                         tile % row_blocks * ROWS + part * Tile::PART, 0, full + 8 * slot.stage, EVICT_LAST);
+                         tile % row_blocks * ROWS + part * Tile::PART, 0, block.full + 8 * slot.stage, EVICT_LAST);
             slot.advance();
         }
     }
@@ -296,48 +327,34 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
     using Tile = WideTile<ROWS>;
     constexpr int STAGES = Tile::STAGES;
     extern __shared__ unsigned char dynamic[];
-    const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;
-    const uint32_t staging = ring + STAGES * Tile::BYTES;
-    const uint32_t full = staging + Tile::STAGING_BYTES, empty = full + 8 * STAGES;
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
-    const int my_split = blockIdx.x % SPLITS, first = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            init_barrier(full + 8 * i, 1);
-            init_barrier(empty + 8 * i, 2);
-        }
-        publish_barriers();
-    }
-    __syncthreads();
-    let_next_start();
-
+    const WideBlock<Tile, SPLITS> block(dynamic, 2);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = __shfl_sync(FULL, tid / 32, 0);
         if (warp == 0 && elect_lane()) {
-            fetch_weights<ROWS, SPLITS, KIND>(p, ring, full, empty, my_split, first, blocks);
+            fetch_weights<ROWS, SPLITS, KIND>(p, block);
         } else if (warp == 1 && elect_lane()) {
-            fetch_inputs<ROWS, SPLITS, KIND>(p, ring, full, empty, my_split, first, blocks);
+            fetch_inputs<ROWS, SPLITS, KIND>(p, block);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int half = group - 1, warp = tid / 32, lane = tid % 32;
         float sums[ROWS / 2];
-        const uint32_t mine = staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
-        const uint64_t weights_at = describe_tile(ring + half * (64 * TILE_BYTES));
-        const uint64_t inputs_at = describe_tile(ring + Tile::WEIGHT_BYTES);
+        const uint32_t mine = block.staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
+        const uint64_t weights_at = describe_tile(block.ring + half * (64 * TILE_BYTES));
+        const uint64_t inputs_at = describe_tile(block.ring + Tile::WEIGHT_BYTES);
         RingSlot<STAGES> slot(0);
         int add = 0;
         const auto release = [&](uint32_t barrier) {
             if (tid == 0) arrive(barrier);
         };
         const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
-        for (int tile = first; tile < p.first_tile[p.count] * row_blocks; tile += blocks) {
+        for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
             const WidePlace at = wide_place(p, tile / row_blocks);
             uint32_t before = 0;  // the slot whose products may still run
             for (int i = wide_steps<SPLITS, KIND>(p, at.map); i > 0; --i) {
-                wait_barrier(full + 8 * slot.stage, slot.parity);
+                wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                 begin_products();
@@ -357,7 +374,7 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                 commit_products();
                 wait_products<1>();
                 if (before != 0) release(before);
-                before = empty + 8 * slot.stage;
+                before = block.empty + 8 * slot.stage;
                 slot.advance();
             }
             wait_products<0>();
@@ -367,10 +384,10 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
             for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 
             constexpr int CHUNKS = ROWS / 8 / SPLITS;  // of 8 rows, that this block finishes
-            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p, tile, my_split);
+            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p, tile, block.my_split);
             const int first_output = at.output + half * 64 + warp * 16;
             if (first_output >= p.n[at.map]) continue;  // the map's last tile may be narrower
-            const int first_row = tile % row_blocks * ROWS + my_split * CHUNKS * 8;
+            const int first_row = tile % row_blocks * ROWS + block.my_split * CHUNKS * 8;
             WideOut out = {p.y[at.map] + first_output, p.n[at.map], first_row, p.rows, nullptr, nullptr};
             if constexpr (KIND == WIDE_FP8) {
                 out.weight_scales = p.weight_scales[at.map] + first_output, out.input_scales = p.input_scales[at.map];
@@ -387,19 +404,25 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 #endif
 }
 
-// As many blocks as run at once and have work; all of them at once when k is split.
-template <int ROWS, int SPLITS, WideKind KIND>
-int launch_wide(const WideLaunch& p, void* stream) {
-    constexpr int SHARED = WideTile<ROWS>::SHARED_BYTES;
-    const auto kernel = wide_kernel<ROWS, SPLITS, KIND>;
-    static bool raised[MAX_DEVICES] = {};
+// As many blocks as run at once and have work; all of them at once when k is split. `raised`: on which devices the kernel
+// may have its shared memory.
+template <typename Params>
+int launch_tiles(
+    void (*kernel)(Params), bool (&raised)[MAX_DEVICES], int shared_bytes, int tiles, int splits, const Params& p, void* stream) {
     if (!raised[this_device()]) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         if (error != cudaSuccess) return static_cast<int>(error);
         raised[this_device()] = true;
     }
-    const int units = p.first_tile[p.count] * (KIND == WIDE_FP8 ? p.row_blocks : 1) * SPLITS, room = this_machine().processors;
-    if (SPLITS > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
-    launch_with_shared(kernel, dim3(min(units, room)), 384, SHARED, stream, p);
+    const int units = tiles * splits, room = this_machine().processors;
+    if (splits > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
+    launch_with_shared(kernel, dim3(min(units, room)), 384, shared_bytes, stream, p);
     return launch_result();
+}
+
+template <int ROWS, int SPLITS, WideKind KIND>
+int launch_wide(const WideLaunch& p, void* stream) {
+    static bool raised[MAX_DEVICES] = {};
+    const int tiles = p.first_tile[p.count] * (KIND == WIDE_FP8 ? p.row_blocks : 1);
+    return launch_tiles(wide_kernel<ROWS, SPLITS, KIND>, raised, WideTile<ROWS>::SHARED_BYTES, tiles, SPLITS, p, stream);
 }

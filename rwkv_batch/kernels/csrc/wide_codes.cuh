@@ -15,14 +15,8 @@
 
 // A stage: W's codes, x as two tiles [ROWS][64] with the 128-byte swizzle, scales of 128 outputs.
 template <typename Kind, int ROWS>
-struct CodesTile {
-    static constexpr int INPUT_BYTES = ROWS * Kind::DEPTH * 2, SCALE_ROOM = Kind::grouped ? 1024 : 0;
-    static constexpr int BYTES = Kind::WEIGHT_ROOM + INPUT_BYTES + SCALE_ROOM;
-    static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
-    static constexpr int ROOM = 227 * 1024 - 1024 - STAGING_BYTES - 512;
-    static constexpr int STAGES = ROOM / BYTES < 12 ? ROOM / BYTES : 12;
-    static constexpr int SHARED_BYTES = STAGES * BYTES + STAGING_BYTES + 512 + 1024;
-    static_assert(STAGES >= 2);
+struct CodesTile : WideRing<Kind::WEIGHT_ROOM + ROWS * Kind::DEPTH * 2 + Kind::SCALE_ROOM> {
+    static constexpr int INPUT_BYTES = ROWS * Kind::DEPTH * 2;
 };
 
 template <typename Kind, int SPLITS>
@@ -90,20 +84,19 @@ __device__ __forceinline__ void write_codes(
 
 // One lane: W's tiles and scales of all of this block's work into the ring.
 template <typename Kind, int ROWS, int SPLITS>
-__device__ __forceinline__ void fetch_codes(
-    const CodesLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+__device__ __forceinline__ void fetch_codes(const CodesLaunch& p, const WideBlock<CodesTile<Kind, ROWS>, SPLITS>& block) {
     using namespace hopper;
     using Tile = CodesTile<Kind, ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    for (int tile = first; tile < p.wide.first_tile[p.wide.count]; tile += blocks) {
+    for (int tile = block.first; tile < p.wide.first_tile[p.wide.count]; tile += block.blocks) {
         const WidePlace at = wide_place(p.wide, tile);
         const CUtensorMap* map = &p.wide.weights[at.map];
         const bool half = p.scales[at.map] == nullptr;
         const int n = p.wide.n[at.map], steps = codes_steps<Kind, SPLITS>(p.wide.k[at.map], half);
         const uint32_t scale_bytes = Kind::grouped ? min(OUTPUTS, n - at.output) * Kind::SCALE_ITEM : 0;
-        for (int step = my_split * steps; step < (my_split + 1) * steps; ++step) {
-            wait_barrier(empty + 8 * slot.stage, slot.parity);
-            const uint32_t barrier = full + 8 * slot.stage, to = ring + slot.stage * Tile::BYTES;
+        for (int step = block.my_split * steps; step < (block.my_split + 1) * steps; ++step) {
+            wait_barrier(block.empty + 8 * slot.stage, slot.parity);
+            const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
             if (half) {
                 expect_bytes(barrier, OUTPUTS * 128 + ROWS * 128);
                 copy_box(to, map, step * 64, at.output, 0, barrier, EVICT_FIRST);
@@ -128,20 +121,19 @@ __device__ __forceinline__ void fetch_codes(
 
 // One lane of another warp: x's tiles likewise, once the kernel that makes x has ended.
 template <typename Kind, int ROWS, int SPLITS>
-__device__ __forceinline__ void fetch_rows(
-    const CodesLaunch& p, uint32_t ring, uint32_t full, uint32_t empty, int my_split, int first, int blocks) {
+__device__ __forceinline__ void fetch_rows(const CodesLaunch& p, const WideBlock<CodesTile<Kind, ROWS>, SPLITS>& block) {
     using namespace hopper;
     using Tile = CodesTile<Kind, ROWS>;
     RingSlot<Tile::STAGES> slot(1);
     wait_for_inputs();
-    for (int tile = first; tile < p.wide.first_tile[p.wide.count]; tile += blocks) {
+    for (int tile = block.first; tile < p.wide.first_tile[p.wide.count]; tile += block.blocks) {
         const WidePlace at = wide_place(p.wide, tile);
         const bool half = p.scales[at.map] == nullptr;
         const int steps = codes_steps<Kind, SPLITS>(p.wide.k[at.map], half), planes = half ? 1 : Kind::DEPTH / 64;
-        for (int step = my_split * steps; step < (my_split + 1) * steps; ++step) {
-            wait_barrier(empty + 8 * slot.stage, slot.parity);
-            copy_box(ring + slot.stage * Tile::BYTES + Kind::WEIGHT_ROOM, &p.wide.inputs[at.map], 0, 0, step * planes,
-                     full + 8 * slot.stage, EVICT_LAST);
+        for (int step = block.my_split * steps; step < (block.my_split + 1) * steps; ++step) {
+            wait_barrier(block.empty + 8 * slot.stage, slot.parity);
+            copy_box(block.ring + slot.stage * Tile::BYTES + Kind::WEIGHT_ROOM, &p.wide.inputs[at.map], 0, 0, step * planes,
+                     block.full + 8 * slot.stage, EVICT_LAST);
             slot.advance();
         }
     }
@@ -155,48 +147,34 @@ __global__ void __launch_bounds__(384, 1) wide_codes_kernel(const __grid_constan
     using Tile = CodesTile<Kind, ROWS>;
     constexpr int STAGES = Tile::STAGES, STEPS = Kind::DEPTH / 16, TOGETHER = 4;
     extern __shared__ unsigned char dynamic[];
-    const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;
-    const uint32_t staging = ring + STAGES * Tile::BYTES;
-    const uint32_t full = staging + Tile::STAGING_BYTES, empty = full + 8 * STAGES;
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
-    const int my_split = blockIdx.x % SPLITS, first = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            init_barrier(full + 8 * i, 1);
-            init_barrier(empty + 8 * i, 8);  // the warps that read codes
-        }
-        publish_barriers();
-    }
-    __syncthreads();
-    let_next_start();
-
+    const WideBlock<Tile, SPLITS> block(dynamic, 8);  // the warps that read codes
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = __shfl_sync(FULL, tid / 32, 0);
         if (warp == 0 && elect_lane()) {
-            fetch_codes<Kind, ROWS, SPLITS>(p, ring, full, empty, my_split, first, blocks);
+            fetch_codes(p, block);
         } else if (warp == 1 && elect_lane()) {
-            fetch_rows<Kind, ROWS, SPLITS>(p, ring, full, empty, my_split, first, blocks);
+            fetch_rows(p, block);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int warp = threadIdx.x / 32 - 4, lane = tid % 32;
         float sums[ROWS / 2];
-        const uint32_t mine = staging + warp * 2 * 16 * STAGING_PITCH;
+        const uint32_t mine = block.staging + warp * 2 * 16 * STAGING_PITCH;
         RingSlot<STAGES> slot(0);
         const auto release = [&](uint32_t barrier) {
             __syncwarp();
             if (lane == 0) arrive(barrier);
         };
-        for (int tile = first; tile < p.wide.first_tile[p.wide.count]; tile += blocks) {
+        for (int tile = block.first; tile < p.wide.first_tile[p.wide.count]; tile += block.blocks) {
             const WidePlace at = wide_place(p.wide, tile);
             int add = 0;
             uint32_t before = 0;  // the slot whose products may still run
             const bool half = p.scales[at.map] == nullptr;
             for (int i = codes_steps<Kind, SPLITS>(p.wide.k[at.map], half); i > 0; --i) {
-                wait_barrier(full + 8 * slot.stage, slot.parity);
-                const uint32_t stage = ring + slot.stage * Tile::BYTES, inputs = stage + Kind::WEIGHT_ROOM;
+                wait_barrier(block.full + 8 * slot.stage, slot.parity);
+                const uint32_t stage = block.ring + slot.stage * Tile::BYTES, inputs = stage + Kind::WEIGHT_ROOM;
                 const uint64_t input = describe_tile(inputs);
                 if (half) {
                     const uint64_t weight = describe_tile(stage + warp / 4 * (64 * TILE_BYTES));
@@ -209,7 +187,7 @@ __global__ void __launch_bounds__(384, 1) wide_codes_kernel(const __grid_constan
                     commit_products();
                     wait_products<1>();
                     if (before != 0) release(before);
-                    before = empty + 8 * slot.stage;
+                    before = block.empty + 8 * slot.stage;
                     slot.advance();
                     continue;
                 }
@@ -230,7 +208,7 @@ __global__ void __launch_bounds__(384, 1) wide_codes_kernel(const __grid_constan
                     wait_products<1>();
                     if (part == 0 && before != 0) release(before);
                 }
-                before = empty + 8 * slot.stage;
+                before = block.empty + 8 * slot.stage;
                 slot.advance();
             }
             wait_products<0>();
@@ -239,9 +217,9 @@ __global__ void __launch_bounds__(384, 1) wide_codes_kernel(const __grid_constan
             for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 
             constexpr int CHUNKS = ROWS / 8 / SPLITS;  // of 8 rows, that this block finishes
-            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p.wide, tile, my_split);
+            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p.wide, tile, block.my_split);
             const int output = at.output + warp * 16;
-            if (output < p.wide.n[at.map]) write_codes<Kind, CHUNKS>(sums, p, at.map, output, my_split * CHUNKS * 8, mine, lane);
+            if (output < p.wide.n[at.map]) write_codes<Kind, CHUNKS>(sums, p, at.map, output, block.my_split * CHUNKS * 8, mine, lane);
         }
     }
 #endif
@@ -268,63 +246,28 @@ struct WideCodesArgs {
     void* counters;
 };
 
-template <typename Kind, int ROWS, int SPLITS>
-int launch_codes_kernel(const CodesLaunch& p, void* stream) {
-    constexpr int SHARED = CodesTile<Kind, ROWS>::SHARED_BYTES;
-    const auto kernel = wide_codes_kernel<Kind, ROWS, SPLITS>;
-    static bool raised[MAX_DEVICES] = {};
-    if (!raised[this_device()]) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-        if (error != cudaSuccess) return static_cast<int>(error);
-        raised[this_device()] = true;
-    }
-    const int units = p.wide.first_tile[p.wide.count] * SPLITS, room = this_machine().processors;
-    if (SPLITS > 1 && units > room) return static_cast<int>(cudaErrorInvalidValue);
-    launch_with_shared(kernel, dim3(min(units, room)), 384, SHARED, stream, p);
-    return launch_result();
-}
-
-template <typename Kind, int ROWS>
-int launch_codes_rows(const WideCodesArgs& args, const CodesLaunch& p, void* stream) {
-    switch (args.splits) {
-        case 1: return launch_codes_kernel<Kind, ROWS, 1>(p, stream);
-        case 2: return launch_codes_kernel<Kind, ROWS, 2>(p, stream);
-        case 4: return launch_codes_kernel<Kind, ROWS, 4>(p, stream);
-    }
-    return static_cast<int>(cudaErrorInvalidValue);
-}
-
 template <typename Kind>
 int launch_codes(const WideCodesArgs& args, void* stream) {
     if (encode_tiled() == nullptr) return static_cast<int>(cudaErrorNotSupported);
     CodesLaunch p = {};
-    WideLaunch& wide = p.wide;
-    int tiles = 0;
+    describe_maps(p.wide, args);
     for (int i = 0; i < args.count; ++i) {
         const WideCodesMap& m = args.maps[i];
         const int rows = Kind::transposed ? m.k : m.n, columns = (Kind::transposed ? m.n : m.k) * Kind::BITS / 8;
         const bool half = m.scales == nullptr;
-        const bool done = half ? describe(&wide.weights[i], m.codes, HALVES, m.n, m.k, m.k, 1, OUTPUTS, 1)
-                               : describe(&wide.weights[i], m.codes, BYTES, rows, columns, columns, 1, 128, 1, Kind::ROW_BYTES);
-        if (!done || !describe(&wide.inputs[i], m.x, HALVES, args.rows, 64, m.k, m.k / 64, args.tile_rows, half ? 1 : 2)) {
+        const bool done = half ? describe_rows(&p.wide.weights[i], m.codes, HALVES, m.n, m.k, OUTPUTS)
+                               : describe(&p.wide.weights[i], m.codes, BYTES, rows, columns, columns, 1, 128, 1, Kind::ROW_BYTES);
+        if (!done || !describe(&p.wide.inputs[i], m.x, HALVES, args.rows, 64, m.k, m.k / 64, args.tile_rows, half ? 1 : 2)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
-        wide.y[i] = static_cast<__half*>(m.y), p.floats[i] = m.float_out ? static_cast<float*>(m.y) : nullptr;
-        p.scales[i] = m.scales;
-        wide.n[i] = m.n, wide.k[i] = m.k, wide.activation[i] = m.activation;
-        wide.first_tile[i] = tiles;
-        tiles += (m.n + OUTPUTS - 1) / OUTPUTS;
+        p.scales[i] = m.scales, p.floats[i] = m.float_out ? static_cast<float*>(m.y) : nullptr;
     }
-    wide.first_tile[args.count] = tiles;
-    wide.count = args.count, wide.rows = args.rows;
-    wide.partial = static_cast<float4*>(args.partial), wide.counters = static_cast<int*>(args.counters);
-    switch (args.tile_rows) {
-        case 32: return launch_codes_rows<Kind, 32>(args, p, stream);
-        case 64: return launch_codes_rows<Kind, 64>(args, p, stream);
-        case 128: return launch_codes_rows<Kind, 128>(args, p, stream);
-        case 256: return launch_codes_rows<Kind, 256>(args, p, stream);
-    }
-    return static_cast<int>(cudaErrorInvalidValue);
+    return launch_planned<32, 64, 128, 256>(args.tile_rows, args.splits, [&](auto rows, auto splits) {
+        using Tile = CodesTile<Kind, rows.value>;
+        static bool raised[MAX_DEVICES] = {};
+        const auto kernel = wide_codes_kernel<Kind, rows.value, splits.value>;
+        return launch_tiles(kernel, raised, Tile::SHARED_BYTES, p.wide.first_tile[args.count], splits.value, p, stream);
+    });
 }
 
 template <Format FORMAT>

@@ -11,7 +11,7 @@ struct Codes {
     static constexpr int DEPTH = 128, BITS = FORMAT == INT4 ? 4 : 8;
     static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * BITS / 8, ROW_BYTES = 128 * BITS / 8;  // of a tile of W, whichever way
     static constexpr int WEIGHT_ROOM = OUTPUTS * 128;  // a tile of halves is 64 deep
-    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
+    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2, SCALE_ROOM = grouped ? 1024 : 0;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,6 +1,8 @@
 // Tensor maps of the matrices of wide.cuh, made by the driver.
 #pragma once
 
+#include <type_traits>
+
 #include "wide.cuh"
 
 using EncodeTiled = CUresult (*)(
@@ -41,4 +43,41 @@ inline bool describe(
     return encode_tiled()(map, element.type, 3, const_cast<void*>(matrix), size, strides, box, step,
                           CU_TENSOR_MAP_INTERLEAVE_NONE, box_bytes == TILE_BYTES ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// A matrix [rows, k] in boxes of [box_rows][128 bytes].
+inline bool describe_rows(CUtensorMap* map, const void* matrix, ElementType element, int rows, int k, int box_rows) {
+    return describe(map, matrix, element, rows, k, k, 1, box_rows, 1);
+}
+
+// Of a launch all but its tensor maps and scales.
+template <typename Args>
+void describe_maps(WideLaunch& p, const Args& args) {
+    int tiles = 0;
+    for (int i = 0; i < args.count; ++i) {
+        const auto& m = args.maps[i];
+        p.y[i] = static_cast<__half*>(m.y);
+        p.n[i] = m.n, p.k[i] = m.k, p.activation[i] = m.activation;
+        p.first_tile[i] = tiles;
+        tiles += (m.n + OUTPUTS - 1) / OUTPUTS;
+    }
+    p.first_tile[args.count] = tiles;
+    p.count = args.count, p.rows = args.rows, p.row_blocks = (args.rows + args.tile_rows - 1) / args.tile_rows;
+    p.partial = static_cast<float4*>(args.partial), p.counters = static_cast<int*>(args.counters);
+}
+
+// launch(rows, splits), as numbers that are known when it is compiled; rows is one of ROWS. A CUDA error code.
+template <int... ROWS, typename Launch>
+int launch_planned(int tile_rows, int splits, const Launch& launch) {
+    int code = cudaErrorInvalidValue;
+    const auto with_rows = [&](auto rows) {
+        if (tile_rows != rows.value) return;
+        switch (splits) {
+            case 1: code = launch(rows, std::integral_constant<int, 1>()); break;
+            case 2: code = launch(rows, std::integral_constant<int, 2>()); break;
+            case 4: code = launch(rows, std::integral_constant<int, 4>()); break;
+        }
+    };
+    (with_rows(std::integral_constant<int, ROWS>()), ...);
+    return code;
 }

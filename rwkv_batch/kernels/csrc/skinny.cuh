@@ -1,0 +1,133 @@
+// What the kernels for few rows have in common, whatever W is stored as (skinny.cu, skinny_quant.cu): y = act(x @ W^T),
+// several maps in one launch, W streamed once.
+//
+// A warp takes a group of 16 * HEIGHT rows of W and a share of k: `warps_k` of a block's 8 warps share one group, so a
+// block makes 8 / warps_k groups of outputs per row of x. Products on the tensor cores (m16n8k16, fp32 sums): 16 rows of W
+// against 8 rows of x. Both operands go from memory to registers 16 bytes at a time: the k index inside a piece is permuted
+// alike for W and x, which a sum over k does not notice.
+//
+// Blocks stay for several groups; the next chunk of W is always on its way while one is multiplied, also across groups
+// and, before the first, while the kernel before still runs.
+#pragma once
+
+#include "activation.h"
+#include "fragments.cuh"
+
+constexpr int WARPS = 8;
+constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
+constexpr int MAX_MAPS = 8;
+
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ float activate(float v, int activation) {
+    if (activation == TANH) return tanh_exp(v);
+    if (activation == SIGNED_SQUARE) return v * fabsf(v);
+    if (activation == SIGMOID) return sigmoidf(v);
+    if (activation == RELU_SQUARED) {
+        v = fmaxf(v, 0.0f);
+        return v * v;
+    }
+    return v;
+}
+
+// Where a warp stands: a group of rows of a map and a chunk of k in it.
+template <int GROUP, int DEPTH>
+struct Place {
+    int block, map, row0, k0;
+
+    // The first place of block number `block`, or one past the end. `map` only grows.
+    template <typename Args>
+    __device__ __forceinline__ void enter(const Args& args, int number, int blocks, int warp) {
+        block = number;
+        if (block >= blocks) return;
+        while (map + 1 < args.count && block >= args.maps[map + 1].first_block) ++map;
+        const auto& m = args.maps[map];
+        row0 = ((block - m.first_block) * (WARPS / m.warps_k) + warp / m.warps_k) * GROUP;
+        k0 = warp % m.warps_k * DEPTH;
+    }
+};
+
+// All of a kernel, for up to 8 * TILES rows of x. A Chunk is what a warp has of W at a time: HEIGHT tiles of 16 rows, DEPTH
+// inputs, of whose pieces a lane holds LANE neighbouring ones. It is loaded, multiplied, and knows what the sums of an
+// output are to be multiplied by at last.
+template <typename Chunk, int TILES, typename Args>
+__device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
+    constexpr int HEIGHT = Chunk::HEIGHT, GROUP = HEIGHT * 16, DEPTH = Chunk::DEPTH, LANE = Chunk::LANE;
+    __shared__ float partial[WARPS][TILES * 8][GROUP + RED_PAD];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    Chunk ahead;
+    const auto fetch = [&](const Place<GROUP, DEPTH>& p) {
+        const auto& m = args.maps[p.map];
+        if (p.block < blocks && p.row0 < m.n && p.k0 < m.k) ahead.load(m, p.row0, p.k0, g, t);
+    };
+    Place<GROUP, DEPTH> place = {0, 0, 0, 0};
+    place.enter(args, blockIdx.x, blocks, warp);
+    fetch(place);
+    let_next_start();
+    wait_for_inputs();
+    while (place.block < blocks) {
+        const auto& m = args.maps[place.map];
+        const Place<GROUP, DEPTH> group = place;
+        float sums[HEIGHT][TILES][4] = {};
+        while (place.block == group.block) {
+            const Chunk chunk = ahead;
+            const int k0 = place.k0;
+            place.k0 += m.warps_k * DEPTH;
+            if (place.k0 >= m.k) place.enter(args, group.block + gridDim.x, blocks, warp);
+            fetch(place);
+            if (group.row0 < m.n && k0 < m.k) chunk.multiply(sums, m.x + k0 + LANE * t, m.k, g, args.rows);
+        }
+#pragma unroll
+        for (int tile = 0; tile < HEIGHT; ++tile) {
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    partial[warp][n * 8 + 2 * t + (i & 1)][tile * 16 + g + (i >> 1) * 8] = sums[tile][n][i];
+                }
+            }
+        }
+        __syncthreads();
+        const int outputs = WARPS / m.warps_k * GROUP, first_row = (group.block - m.first_block) * outputs;
+        for (int i = threadIdx.x; i < outputs * args.rows; i += WARPS * 32) {
+            const int row = i / outputs, out = i % outputs;
+            if (first_row + out >= m.n) continue;
+            float sum = 0.0f;
+            for (int j = 0; j < m.warps_k; ++j) sum += partial[out / GROUP * m.warps_k + j][row][out % GROUP];
+            sum = activate(Chunk::scaled(sum, m, first_row + out), m.activation);
+            const int64_t at = static_cast<int64_t>(row) * m.ld_y + first_row + out;
+            if (m.float_out) {
+                static_cast<float*>(m.y)[at] = sum;
+            } else {
+                static_cast<__half*>(m.y)[at] = __float2half_rn(sum);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// Fills in every map's first_block; the number of blocks for groups of `group` rows of W.
+template <typename Args>
+static int number_blocks(Args& args, int group) {
+    int blocks = 0;
+    for (int i = 0; i < args.count; ++i) {
+        const int outputs = group * WARPS / args.maps[i].warps_k;
+        args.maps[i].first_block = blocks;
+        blocks += (args.maps[i].n + outputs - 1) / outputs;
+    }
+    return blocks;
+}
+
+// As many blocks as run at once and have work.
+template <typename Args>
+static int launch_maps(void (*kernel)(Args, int), const Args& args, int blocks, void* stream) {
+    const dim3 grid(min(blocks, 2 * this_machine().processors));
+    launch_streaming(kernel, grid, WARPS * 32, stream, args, blocks);
+    return launch_result();
+}
