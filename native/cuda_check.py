@@ -81,7 +81,7 @@ def _run(source: Path, front_end: str, archs: list[str]) -> list[Compiled]:
     with tempfile.TemporaryDirectory() as folder:
         command = [machine.nvcc() or "nvcc", *CUDA_FLAGS, *INCLUDES, "-Xptxas", "-v", "-fatbin"]
         command += [f"-gencode=arch=compute_{front_end},code=[{','.join(archs)}]", str(source), "-o", f"{folder}/out"]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     output = done.stdout + done.stderr
     if done.returncode:
         return [Compiled(source, arch, False, output) for arch in archs]

@@ -32,7 +32,7 @@ def test_there_is_a_compiler() -> None:
     assert cuda_check.why_not() is None
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path) -> None:
     results = compiled(source)
@@ -66,7 +66,7 @@ def test_every_launch_fits_the_card(card: Card, launches: ctypes.CDLL) -> None:
     assert len(met) > 30
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_launch_beyond_a_card_is_seen() -> None:
     card = next(card for card in CARDS if card.arch == "sm_86")
     kernel = next(name for name in needs("sm_86") if "wkv_decode" in name)
