@@ -56,7 +56,10 @@ def _group(name: str, bundle: dict[str, float]) -> Any:
 
     with contextlib.suppress(ValueError):
         return get_placement_group(name)
-    return placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
+    try:
+        return placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
+    except load_ray().exceptions.RaySystemError:  # another machine has just made it
+        return get_placement_group(name)
 
 
 def has_room(name: str) -> bool:
