@@ -1,15 +1,18 @@
 """Which tests see which wrong change.
 
-    python -m bench.mutants [--only TEXT] [--jobs 2] [--wide] [--ci] [--out FILE [--again FILE]]
+    python -m bench.mutants [--only TEXT] [--jobs 2] [--wide] [--ci] [--out FILE [--again FILE ...]]
                             [--timeout 600] [--test-timeout 120] [--seconds S] [--runs N] [--cores-each 0]
 
 Each mutant of `bench/mutants/*.py` is applied alone to a copy of the tree, never in place, and its expected tests run,
-single tests and files apart, until the first failure; it counts if the test fails again alone, and passes without the change. `--wide`: a survivor
-also meets every other test that starts no service. `--only`: those whose name contains the text; `--ci`: those that CI
-runs. A run that takes longer than `--timeout` is told apart: the change made something wait for ever, or the machine
-is slow. `--out` is written after each mutant, so that a run that is cut keeps what it has; with `--again` what an
-earlier file has as killed is not tried again. After `--seconds` no further mutant is begun. `--cores-each`: each copy
-of the tree runs on so many cores of its own. `--runs 1`, then `--again` without it: first all that quick tests see.
+single tests and files apart, until the first failure; it counts if the test fails again alone, and passes without the
+change. A test that takes longer than `--test-timeout` has failed. `--wide`: a survivor also meets every other test that
+starts no service. `--only`: those whose name contains the text; `--ci`: those that CI runs. A run that takes longer
+than `--timeout` is told apart: the change made something wait for ever, or the machine is slow. After `--seconds` no
+further mutant is begun. `--cores-each`: each copy of the tree runs on so many cores of its own.
+
+`--out` is written after each mutant, so that a run that is cut keeps what it has; what the files of `--again` have as
+killed is not tried again but goes into `--out` (with `--seconds 0` they are merged). With `--runs 1` a mutant meets the
+first of its tests only and stays untried if they do not see it: so the quick tests of all come first.
 
 The table says which test saw what; the last line is JSON (`mutants`: those tried, `of`: those there are), exit status 1
 if fewer than nine in ten of the tried were seen.
@@ -21,7 +24,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -49,9 +52,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--ci", action="store_true")
     parser.add_argument("--out", type=Path, help="a file for all results, written after each")
-    parser.add_argument("--again", type=Path, help="a file of an earlier run")
+    parser.add_argument("--again", type=Path, nargs="+", default=[], help="files of earlier runs, the last counts")
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     return parser.parse_args()
+
+
+def seen_before(files: Iterable[Path]) -> dict[str, Result]:
+    """What earlier runs have as killed, the last of them where several have. What took no time was not tried."""
+    results: dict[str, Result] = {}
+    for file in files:
+        earlier = json.loads(file.read_text())["results"]
+        results |= {one["name"]: one for one in earlier if one["verdict"] == "killed" and one["seconds"] > 0}
+    return results
 
 
 def outcomes(chosen: list[Mutant], arguments: argparse.Namespace) -> Iterator[Outcome]:
@@ -105,11 +117,7 @@ def write(file: Path | None, last: dict[str, Any], results: dict[str, Result]) -
 def main() -> None:
     arguments = parse_arguments()
     here = origin(arguments.commit)
-    results: dict[str, Result] = {}
-    if arguments.again is not None:
-        earlier = json.loads(arguments.again.read_text())["results"]
-        # What took no time was not tried here, whoever wrote it.
-        results = {one["name"]: one for one in earlier if one["verdict"] == "killed" and one["seconds"] > 0}
+    results = seen_before(arguments.again)
     wanted = [m for m in MUTANTS if arguments.only in m.name and (m.in_ci or not arguments.ci)]
     # Those that a single test is known to see take a few seconds each: a run that is cut has tried most.
     chosen = sorted((m for m in wanted if m.name not in results), key=lambda mutant: "::" not in mutant.tests[0])

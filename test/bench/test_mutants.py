@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.mutants.__main__ import seen_before
 from bench.mutants.mutant import Mutant
 from bench.mutants.runner import (
     MUTANTS,
@@ -126,3 +128,16 @@ def test_a_test_that_hangs_counts_at_once(tree: Tree, tmp_path: Path) -> None:
     hanging += "def test_it(it_ends):\n    it.works or threading.Event().wait()\n"
     change = changed(tree, tmp_path, "works = True\n", hanging)
     assert change.first_failure(["test/test_it.py"], Limits(100.0, 0.5)) == "test/test_it.py::test_it"
+
+
+def test_results_of_earlier_runs_are_merged(tmp_path: Path) -> None:
+    """The last of them counts; what survived is tried again, and so is what somebody has written there by hand."""
+    runs = [
+        [("a", "killed", 3.0), ("b", "killed", 1.0), ("c", "killed", 0)],
+        [("a", "killed", 5.0), ("d", "survived", 2.0)],
+    ]
+    files = [tmp_path / f"{number}.json" for number in range(len(runs))]
+    for file, run in zip(files, runs, strict=True):
+        results = [{"name": name, "verdict": verdict, "seconds": seconds} for name, verdict, seconds in run]
+        file.write_text(json.dumps({"results": results}))
+    assert {name: one["seconds"] for name, one in seen_before(files).items()} == {"a": 5.0, "b": 1.0}
