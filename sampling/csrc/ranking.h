@@ -63,7 +63,8 @@ inline double total_mass(const Row& row) {
       for (int lane = 0; lane < 16; ++lane) lanes[lane] += exp_nonpositive(row.logits[at + lane] * row.scale - shift);
   }
   double sum = 0;
-  for (; token < row.vocab; ++token) sum += row.mass(row.logits[token]);
+  if (row.maxima->back() != kNegativeInfinity)
+    for (; token < row.vocab; ++token) sum += row.mass(row.logits[token]);
   for (double lane : lanes) sum += lane;
   return sum;
 }

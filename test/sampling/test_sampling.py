@@ -251,6 +251,21 @@ def test_whole_parts_of_a_vocabulary_that_a_mask_forbids_are_never_drawn(make: M
         assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), _packed(bits)).token_ids)
 
 
+@pytest.mark.parametrize("vocab", [50, 130, 192, 1003, 1024])
+def test_what_a_mask_forbids_at_a_vocabularys_end_adds_no_mass(make: Make, vocab: int) -> None:
+    """However likely it would be: top_p is of what may be drawn. The end is a whole part of the vocabulary, or not."""
+    params = [SamplingParams(top_p=top_p, seed=seed) for seed in range(60) for top_p in (0.3, 0.5, 0.9)]
+    sampler, naive = make(vocab, params), NaiveSampler(len(params), vocab, CPU, [])
+    for seat, own in enumerate(params):
+        naive.admit(seat, own)
+    logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(vocab))
+    bits = torch.zeros(len(params), vocab, dtype=torch.bool)
+    bits[:, : vocab // 2] = True
+    logits[~bits] += 12
+    tokens = sampler.sample(logits.clone(), list(range(len(params))), _packed(bits)).token_ids
+    assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), _packed(bits)).token_ids)
+
+
 @pytest.mark.parametrize("allowed", [1, 3, 60, 3000, 60_000])
 def test_draws_under_masks_are_the_definitions(make: Make, allowed: int) -> None:
     """In vocabularies of many chunks, few of which a mask may leave anything of."""
