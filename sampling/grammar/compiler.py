@@ -94,7 +94,9 @@ class GrammarCompiler:
             self._trials.close()
 
     def _matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
-        matcher = self._made(_as_llguidance(constraint))
+        grammar = _as_llguidance(constraint)
+        _check_ends(constraint)
+        matcher = self._made(grammar)
         if not matcher.is_error():
             return matcher
         for rule in constraint.rules:
@@ -108,7 +110,10 @@ class GrammarCompiler:
         return place_of_fault(json.loads(schema), lambda part: self._fault(part, strict))
 
     def _fault(self, schema: Any, strict: bool) -> str:
-        """Why a part of a schema cannot be served; "": it can."""
+        """Why a part of a schema cannot be served; "": it can.
+
+        Not asked is whether it ends: alone, it refers to itself where it referred to the whole.
+        """
         part = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), strict=strict)
         return in_one_line(self._made(_as_llguidance(part)).get_error())
 
@@ -164,16 +169,25 @@ def _rule_of(rule: SchemaRule) -> str:
 def _schema_of(source: str, strict: bool) -> dict[str, Any]:
     """A schema that is an object; `true` is {}. Raises GrammarError for what cannot be held to.
 
-    That is false, under which no answer is valid; see also `narrow` and `check_ends`. How JSON is written is not the
-    client's to say.
+    That is false, under which no answer is valid; see also `narrow`. How JSON is written is not the client's to say.
     """
     schema = {} if (given := json.loads(source)) is True else given
     if not isinstance(schema, dict):
         raise GrammarError("the schema is false: no answer is valid" if given is False else "a schema is an object")
     schema.pop("x-guidance", None)
     narrow(schema, strict)
-    check_ends(schema)
     return schema
+
+
+def _check_ends(constraint: Constraint) -> None:
+    """Raises GrammarError for a schema, whole as it was sent, of which no value can end."""
+    if constraint.form is Form.JSON_SCHEMA:
+        check_ends(json.loads(constraint.source))
+    for rule in constraint.rules:
+        try:
+            check_ends(json.loads(rule.source))
+        except GrammarError as error:
+            raise GrammarError(str(error), error.place, rule.field) from error
 
 
 def _escaped(text: str) -> str:

@@ -6,7 +6,9 @@ else a schema says may rule values out too; here only references are followed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from sampling.grammar.errors import GrammarError
@@ -16,17 +18,24 @@ MOST_LOOKS = 50_000
 """Parts looked at; a schema that takes more is let pass."""
 _WHY = "refers to itself so that no value can end; allow something else beside it, or let it be left out"
 _NOT_ENTERED = (".$defs.", ".definitions.", ".not", ".if")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
+_Path = tuple[Any, ...]
+"""() or (path of the part around it, step): texts are joined for the one place that is told."""
+
+
+class _TooManyLooksError(Exception):
+    """MOST_LOOKS were not enough."""
 
 
 def check_ends(schema: Any) -> None:
     """Raises GrammarError, naming the first place where a value could begin that never ends."""
     try:
         ends = _Ends(schema)
-        for place, part in _reached(schema):
-            if ends.looks > MOST_LOOKS:
-                return
+        for path, part in _reached(schema):
             if not ends.of(part):
-                raise GrammarError(_WHY, place)
+                raise GrammarError(_WHY, _joined(path))
+    except _TooManyLooksError:
+        return
     except RecursionError:
         raise GrammarError("the schema is nested too deeply") from None
 
@@ -35,22 +44,24 @@ class _Ends:
     """Which references lead to something that has a value which ends: a least fixed point."""
 
     def __init__(self, root: Any) -> None:
-        self.looks = 0
+        """Raises _TooManyLooksError, as `of` does."""
+        self._looks = 0
         self._targets = {part["$ref"]: _pointed(root, part["$ref"]) for _, part in _reached(root) if _refers(part)}
-        self._ending: set[str] = set()
-        while self.looks <= MOST_LOOKS:
-            open_ones = ((name, target) for name, target in self._targets.items() if name not in self._ending)
-            found = {name for name, target in open_ones if self.of(target)}
-            if not found:
-                break
+        self._ending: set[int] = set()
+        """ids of targets, which may have several names"""
+        open_ones = {id(target): target for target in self._targets.values()}
+        while found := {key for key, target in open_ones.items() if self.of(target)}:
             self._ending |= found
+            open_ones = {key: target for key, target in open_ones.items() if key not in found}
 
     def of(self, part: Any) -> bool:
         """Whether a value of it may end, by what is known so far."""
-        self.looks += 1
+        self._looks += 1
+        if self._looks > MOST_LOOKS:
+            raise _TooManyLooksError
         if not isinstance(part, dict) or "const" in part or "enum" in part:
             return True
-        if _refers(part) and part["$ref"] not in self._ending:
+        if _refers(part) and id(self._targets[part["$ref"]]) not in self._ending:
             return False
         if not all(map(self.of, _listed(part, "allOf"))):
             return False
@@ -69,15 +80,17 @@ def _listed(part: dict[str, Any], name: str) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _needed(part: dict[str, Any]) -> list[Any]:
-    """The schemas of what every value of an object or an array has in it."""
-    if part.get("type") == "object" and isinstance(part.get("properties"), dict):
-        return [part["properties"].get(name) for name in _listed(part, "required") if isinstance(name, str)]
+def _needed(part: dict[str, Any]) -> Iterator[Any]:
+    """The schemas of what every value of an object or an array has in it; no work is done for those not asked for."""
     least = part.get("minItems", 0)
-    if part.get("type") == "array" and isinstance(least, int):
+    if part.get("type") == "object" and isinstance(part.get("properties"), dict):
+        named = part["properties"]
+        yield from (named.get(name) if isinstance(name, str) else None for name in _listed(part, "required"))
+    elif part.get("type") == "array" and isinstance(least, int):
         first = _listed(part, "prefixItems")
-        return first[:least] if least <= len(first) else [*first, part.get("items")]
-    return []
+        yield from islice(first, min(max(least, 0), len(first)))
+        if least > len(first):
+            yield part.get("items")
 
 
 def _pointed(root: Any, reference: str) -> Any:
@@ -88,22 +101,31 @@ def _pointed(root: Any, reference: str) -> Any:
     for step in reference[1:].split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list):
-            found = dict(zip(map(str, range(len(found))), found, strict=True))
-        found = found.get(name) if isinstance(found, dict) else None
+            found = found[int(name)] if _INDEX.fullmatch(name) and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
     return found if reference == "#" or reference.startswith("#/") else None
 
 
-def _reached(root: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _reached(root: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
     """Every part that a value or a part of one may be held to, each once, and how it is reached."""
     seen: set[int] = set()
-    waiting = [("", root)]
+    waiting: list[tuple[_Path, Any]] = [((), root)]
     while waiting:
-        place, part = waiting.pop()
+        path, part = waiting.pop()
         if not isinstance(part, dict) or id(part) in seen:
             continue
         seen.add(id(part))
-        yield place, part
-        inner = [(place + step, child) for step, child in parts_of(part) if not step.startswith(_NOT_ENTERED)]
+        yield path, part
+        inner = [((path, step), child) for step, child in parts_of(part) if not step.startswith(_NOT_ENTERED)]
         waiting += inner[::-1]
         if _refers(part):
-            waiting.append((place, _pointed(root, part["$ref"])))
+            waiting.append((path, _pointed(root, part["$ref"])))
+
+
+def _joined(path: _Path) -> str:
+    steps = []
+    while path:
+        path, step = path
+        steps.append(step)
+    return "".join(reversed(steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
-from sampling.grammar.endless import check_ends
+from sampling.grammar.endless import MOST_LOOKS, check_ends
 from sampling.grammar.errors import GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.grammar.trial import Trials
@@ -142,6 +143,55 @@ def test_a_schema_that_refers_to_itself_and_ends_is_served(
     compiler: GrammarCompiler, schema_value: Any, answer: Any
 ) -> None:
     assert takes(compiler, schema(schema_value), answer)
+
+
+def test_what_else_is_wrong_with_a_schema_that_refers_to_itself_is_told(compiler: GrammarCompiler) -> None:
+    children = {"type": "array", "uniqueItems": True, "items": {"$ref": "#"}}
+    held = {"type": "object", "properties": {"parent": {"$ref": "#"}, "children": children}}
+    rule = SchemaRule(name="x", source=json.dumps(held), field="tools[0]")
+    for constraint, field in (
+        (schema(held), ""),
+        (Constraint(form=Form.LARK, source="start: x\n", rules=(rule,)), "tools[0]"),
+    ):
+        with pytest.raises(GrammarError, match="uniqueItems") as refusal:
+            compiler.compile(constraint)
+        assert (refusal.value.field, refusal.value.place) == (field, ".properties.children")
+
+
+def test_a_rule_whose_values_never_end_is_refused_by_its_field(compiler: GrammarCompiler) -> None:
+    held = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}], "$defs": {"pair": PAIR}}
+    rule = SchemaRule(name="x", source=json.dumps(held), field="tools[0]")
+    with pytest.raises(GrammarError, match="no value can end") as refusal:
+        compiler.compile(Constraint(form=Form.LARK, source="start: x\n", rules=(rule,)))
+    assert (refusal.value.field, refusal.value.place) == ("tools[0]", ".anyOf[1]")
+
+
+class Counted(dict[str, Any]):
+    """A part that counts how often anything is asked of any."""
+
+    asked = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        Counted.asked += 1
+        return super().get(key, default)
+
+
+def test_parts_inside_many_that_are_referred_to_are_looked_at_within_bounds() -> None:
+    inner: dict[str, Any] = {"allOf": [Counted() for _ in range(3000)]}
+    for _ in range(200):
+        inner = {"allOf": [inner]}
+    names = ["#/$defs/a" + "/allOf/0" * level for level in range(200)]
+    Counted.asked = 0
+    check_ends({"anyOf": [{"$ref": name} for name in names], "$defs": {"a": inner}})
+    assert Counted.asked < 20 * MOST_LOOKS
+
+
+def test_a_part_of_many_names_is_looked_at_once() -> None:
+    names = ["#/$defs/" + "".join(tildes) for tildes in itertools.product(("~", "~0"), repeat=6)]
+    part = {"type": "array", "minItems": 1, "allOf": [{} for _ in range(3000)], "items": {"$ref": names[0]}}
+    with pytest.raises(GrammarError, match="no value can end"):
+        check_ends({"anyOf": [{"$ref": name} for name in names], "$defs": {"~~~~~~": part}})
 
 
 @pytest.mark.parametrize("links", [300, 3000])
