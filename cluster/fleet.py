@@ -130,7 +130,7 @@ class Fleet:
 
     @property
     def is_ending(self) -> bool:
-        """The service is being shut down: an engine that is lost now is not waited for."""
+        """The service is being shut down: an engine that is lost now is not waited for; another that stays goes on."""
         return self._is_ending
 
     @is_ending.setter
@@ -286,7 +286,8 @@ class Fleet:
         journey.losses += error.kind is ErrorKind.ENGINE_LOST
         has_begun = journey.is_admitted or error.kind is ErrorKind.ENGINE_LOST
         is_too_often = journey.losses > self._limits.resubmit
-        if self._is_ending or is_too_often or (has_begun and not journey.may_go_on):
+        is_last = self._stopped.is_set() or (self._is_ending and not self.is_connected)
+        if is_last or is_too_often or (has_begun and not journey.may_go_on):
             self._fail(journey, journey.lost_too_often if is_too_often and journey.may_go_on else error)
             return
         logger.info("job %s leaves engine %s", attempt.job_id, attempt.member.name)

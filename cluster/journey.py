@@ -49,7 +49,7 @@ class Journey:
         """What it is told when it may lose no more engines."""
         is_turn = any(row.session is not None for row in self.job.rows)
         message = (
-            f"the request ran on {self.losses} engines that were lost, the limit is --resubmit and one more; it may be "
+            f"the request ran on {self.losses} engines that were lost, --resubmit allows {self.losses - 1}; it may be "
             f"what ends them and is not tried again{f'; {MAY_BE_KEPT}' if is_turn else ''}"
         )
         return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-START_S = 120.0
+START_S = 45.0
 ATTEMPTS = 3
 """Ray gives its own processes some 15 s to start, which a busy machine may not have."""
 OBJECT_STORE_BYTES = 80_000_000

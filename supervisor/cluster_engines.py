@@ -10,7 +10,7 @@ from cluster.actors.plan import ALL
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ServedModel
 from supervisor.child import Child
-from supervisor.engines import MAX_REPLICAS, Engines
+from supervisor.engines import MAX_REPLICAS, RESTARTABLE, Engines
 
 logger = logging.getLogger("supervisor")
 
@@ -56,8 +56,8 @@ class ClusterEngines:
         serving = [one for one in here.values() if one.engine != name and one.status is ModelStatus.READY]
         if leaves and not serving and here[name].status is not ModelStatus.FAILED:
             return f"engine: {name!r} is the last one of the model; add another one first"
-        if not leaves and here[name].status is not ModelStatus.READY:
-            return f"engine: {name!r} is {here[name].status}; only one that is ready can be restarted"
+        if not leaves and here[name].status not in RESTARTABLE:
+            return f"engine: {name!r} is {here[name].status}; wait until it is ready, or has failed"
         return None
 
     def used(self, names: tuple[str, ...]) -> None:
@@ -75,7 +75,18 @@ class ClusterEngines:
             if not self._is_leaving:
                 logger.error("process cluster ended (%s); it is started again in %.1f s", cause, child.plan_restart())
         if child.process is None and not self._is_leaving and time.monotonic() >= child.restart_at:
+            self._start()
+
+    def _start(self) -> None:
+        """Start the process that follows the cluster; where the system has none to give, again in a moment."""
+        child = self._child
+        try:
             child.start()
+        except (EOFError, OSError) as error:
+            child.process = None
+            logger.error("process cluster cannot be started (%r); again in %.1f s", error, child.plan_restart())
+        else:
+            child.tell(("begin", self.is_up))
 
     def _listen(self) -> None:
         for subject, value in self._child.heard():

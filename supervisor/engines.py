@@ -34,7 +34,7 @@ SPARE_S = 10.0
 MAX_FAILED = 16
 """Engines that failed to start and are remembered; the oldest go first."""
 MAX_REPLICAS = 64
-_RESTARTABLE = (ModelStatus.READY, ModelStatus.FAILED)
+RESTARTABLE = (ModelStatus.READY, ModelStatus.FAILED)
 ALL = "all"
 """In place of an engine's name: each of the service's own, one after the other."""
 
@@ -276,7 +276,7 @@ class Engines:
         wanted = list(self._replicas) if name == ALL else [name]
         if name != ALL and name not in self._replicas:
             return self._unknown(name)
-        if name != ALL and self._replicas[name].status not in _RESTARTABLE:
+        if name != ALL and self._replicas[name].status not in RESTARTABLE:
             return f"engine: {name!r} is {self._replicas[name].status}; wait until it is ready, or has failed"
         self._to_restart.extend(one for one in wanted if one not in self._to_restart)
         self._restart_next()
@@ -291,7 +291,7 @@ class Engines:
         ):
             return
         engine = self._engines.get(self._to_restart.popleft())
-        if engine is not None and engine.status in _RESTARTABLE:
+        if engine is not None and engine.status in RESTARTABLE:
             logger.info("%s, which is %s, is started anew", engine.told.engine, engine.status)
             engine.start_anew(self._drain_s)
 

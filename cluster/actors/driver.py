@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from typing import Any
 
@@ -39,6 +40,7 @@ def join(cluster: ClusterAddress) -> Any:
     with _LOCK:
         if not ray.is_initialized():
             logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of the signals that are ours
+            on_sigterm = signal.getsignal(signal.SIGTERM)
             node = {"_node_ip_address": cluster.node} if cluster.node else {}
             try:
                 ray.init(
@@ -50,6 +52,9 @@ def join(cluster: ClusterAddress) -> Any:
                 )
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise StartupError(_why_not(cluster, error)) from None
+            finally:
+                if threading.current_thread() is threading.main_thread():  # there Ray has set a handler of its own
+                    signal.signal(signal.SIGTERM, on_sigterm)
     return ray
 
 

@@ -35,6 +35,8 @@ SILENT_S = 10.0
 """An HTTP worker that says nothing for so long is gone: its jobs are cancelled."""
 UNWATCHED_S = 60.0
 """An engine of which no supervisor has asked for so long leaves."""
+LAST_WORDS_S = 5.0
+"""What an engine that ends gets beyond --drain-timeout-s before its process is killed, as the supervisor gives it."""
 _AGAIN_S = 5.0
 """Between two attempts to load what has served before."""
 GROUPS = {"events": MAX_WORKERS, "push": 4, "life": 4}
@@ -81,6 +83,8 @@ class EngineActor:
         """when each was heard last, by time.monotonic"""
         self._watched = time.monotonic()
         self._to_drain: queue.Queue[bool] = queue.Queue()
+        self._comes_back = True
+        """Ray is to start the process anew when it ends."""
         threading.Thread(target=self._live, name="engine-life", daemon=True).start()
 
     # HTTP workers --------------------------------------------------------------------------------------------
@@ -92,9 +96,9 @@ class EngineActor:
         if server is None:
             return
         link: CarriedLink[ToEngine, ToWorker] = CarriedLink(to_engine_decoder)
-        self._links[peer] = link
-        threading.Thread(target=server.serve, args=(link,), name="worker-receive", daemon=True).start()
         try:
+            self._links[peer] = link
+            threading.Thread(target=server.serve, args=(link,), name="worker-receive", daemon=True).start()
             while (pieces := link.take(HEARTBEAT_S)) is not None:
                 if pieces:
                     yield pieces
@@ -125,9 +129,10 @@ class EngineActor:
     # Supervisors ---------------------------------------------------------------------------------------------
 
     @ray.method(concurrency_group="life")
-    def about(self, watcher: str) -> About:
-        """What it is. Who asks counts as a watcher from now on."""
-        self._watchers[watcher] = self._watched = time.monotonic()
+    def about(self, watcher: str = "") -> About:
+        """What it is. Who asks by a name counts as a watcher from now on."""
+        if watcher:
+            self._watchers[watcher] = self._watched = time.monotonic()
         return self._about
 
     @ray.method(concurrency_group="life")
@@ -150,20 +155,29 @@ class EngineActor:
 
     def _live(self) -> None:
         try:
+            self._serve()
+        except Exception:  # an engine's fault: nobody else would notice that this thread has ended
+            logger.exception("the engine failed")
+        finally:
+            self._end()
+
+    def _serve(self) -> None:
+        """Be an engine until it is to end."""
+        try:
             engine = started_engine(self._config, self._factory)
         except StartupError as error:
             self._tell(ModelStatus.FAILED, str(error))
             logger.error("%s", error)
-            self._end(self._wait(lambda: None, _AGAIN_S if self._about.has_served else None))
+            self._comes_back = self._wait(lambda: None, _AGAIN_S if self._about.has_served else None)
             return
         self._server = EngineServer(engine)
         self._about = self._about._replace(has_served=True)
         self._tell(ModelStatus.READY)
-        comes_back = self._wait(EngineWatch(engine, self._config), None)
+        self._comes_back = self._wait(EngineWatch(engine, self._config), None)
         self._tell(ModelStatus.UNLOADING)
+        threading.Thread(target=self._end_late, name="engine-end", daemon=True).start()
         engine.drain(self._config.drain_timeout_s)
         engine.stop()
-        self._end(comes_back)
 
     def _wait(self, look: Callable[[], None], most_s: float | None) -> bool:
         """Until it is to end, looking meanwhile; returns whether it is to come back."""
@@ -184,10 +198,21 @@ class EngineActor:
     def _tell(self, status: ModelStatus, error: str = "") -> None:
         self._about = self._about._replace(status=status, error=error, since=int(time.time()))
 
-    def _end(self, comes_back: bool) -> None:
+    def _end_late(self) -> None:
+        """End the process if a step or a disk hangs while it drains."""
+        allowed_s = self._config.drain_timeout_s + LAST_WORDS_S
+        time.sleep(allowed_s)
+        logger.error("the engine has not ended within %.0f s; its process is ended", allowed_s)
+        self._end()
+
+    def _end(self) -> None:
         """End the process, which Ray starts anew unless the actor has left the cluster."""
-        logger.info("the engine has ended%s", ", to be started anew" if comes_back else "")
-        logging.shutdown()
-        if not comes_back:
-            leave_cluster(self._name)
-        os._exit(1)
+        try:
+            logger.info("the engine has ended%s", ", to be started anew" if self._comes_back else "")
+            if not self._comes_back:
+                leave_cluster(self._name)
+        except Exception:  # the head is away: started anew, and asked by nobody, it tries once more
+            logger.exception("the engine cannot leave the cluster")
+        finally:
+            logging.shutdown()
+            os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from cluster.actors.driver import load_ray
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
+
+logger = logging.getLogger(__name__)
 
 
 def bundle_of(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
@@ -30,25 +33,31 @@ def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfi
     return msgspec.structs.replace(config, devices=devices, threads=threads, replica=0, replicas=1)
 
 
-def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
-    """Create the engine of that name, unless it is there. It waits for a node with room. Raises RayError."""
+def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> bool:
+    """Create the engine of that name; it waits for a node with room. False: there is one already. Raises RayError."""
     ray = load_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from cluster.actors.engine_actor import GROUPS, EngineActor
 
     bundle = bundle_of(config, ray.cluster_resources().get("GPU", 0) >= 1)
+    if "auto" in config.devices and "GPU" not in bundle:
+        says = "the cluster has no GPU now: %s is placed on %.0f CPUs for good; --pp-devices cuda:0 waits for a GPU"
+        logger.warning(says, name, bundle["CPU"])
     strategy = PlacementGroupSchedulingStrategy(_group(name, bundle), placement_group_bundle_index=0)
     actor = ray.remote(concurrency_groups=GROUPS)(EngineActor).options(
         name=name,
         lifetime="detached",
-        get_if_exists=True,
         max_restarts=-1,
         num_cpus=bundle.get("CPU", 0.0),
         num_gpus=bundle.get("GPU", 0.0),
         scheduling_strategy=strategy,
     )
-    actor.remote(name, placed_config(config, bundle), factory, style, serves)
+    try:
+        actor.remote(name, placed_config(config, bundle), factory, style, serves)
+    except ray.exceptions.ActorAlreadyExistsError:
+        return False
+    return True
 
 
 def _group(name: str, bundle: dict[str, float]) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
+from cluster.actors.driver import load_ray
 from cluster.actors.plan import ClusterPlan
 from cluster.actors.roster import LOOK_S, Roster
 from rwkv_batch.errors import StartupError
@@ -18,40 +21,66 @@ logger = logging.getLogger(__name__)
 def run_cluster(plan: ClusterPlan, style: LogStyle, name: str, supervisor: Connection) -> None:
     """Main function of the process.
 
-    The supervisor is sent ("engines", the table) when it changes and ("failed", one line). It sends ("add", devices),
-    ("remove", name), ("restart", name), and ("leave", seconds): engines that nobody else wants then have so long.
+    The supervisor is sent ("engines", the table) when it changes and ("failed", one line). It first sends ("begin",
+    whether the service has had its engines), then ("add", devices), ("remove", name), ("restart", name), and
+    ("leave", seconds): engines that nobody else wants then have so long.
     """
     become_child(name, style)
     try:
-        roster = Roster(plan, style)
-        roster.ensure()
-        _follow_supervisor(roster, supervisor)
+        _follow_supervisor(Roster(plan, style), supervisor)
     except StartupError as error:
-        supervisor.send(("failed", str(error)))
-    except (EOFError, OSError):
-        logger.error("the supervisor is gone; leaving the cluster")
-        roster.leave()
+        _tell(supervisor, ("failed", str(error)))
+    except (OSError, load_ray().exceptions.RayError) as error:  # not the supervisor's: `_heard` and `_tell` see to that
+        logger.error("the cluster's head does not answer (%r); this process ends, to be started again", error)
 
 
 def _follow_supervisor(roster: Roster, supervisor: Connection) -> None:
     told: tuple[ServedModel, ...] = ()
-    while True:
-        table = roster.look()
+    command = _heard(supervisor, None)
+    while command[0] not in ("leave", "gone"):
+        _obey(roster, command)
+        table = _looked(roster)
         if table != told:
             told = table
-            supervisor.send(("engines", table))
-        if not supervisor.poll(LOOK_S):
-            continue
-        match supervisor.recv():
-            case ("add", devices):
-                roster.add(devices)
-            case ("remove", name):
-                roster.remove(name)
-            case ("restart", name):
-                roster.restart(name)
-            case ("leave", timeout_s):
-                _leave(roster, timeout_s)
-                return
+            _tell(supervisor, ("engines", table))
+        command = _heard(supervisor, LOOK_S)
+    if command[0] == "gone":
+        logger.error("the supervisor is gone; leaving the cluster")
+    _leave(roster, command[1])
+
+
+def _heard(supervisor: Connection, timeout_s: float | None) -> tuple[str, Any]:
+    """The supervisor's next command, ("nothing", None) if none comes in that time, ("gone", 0.0) if none can come."""
+    try:
+        return supervisor.recv() if supervisor.poll(timeout_s) else ("nothing", None)
+    except (EOFError, OSError):
+        return "gone", 0.0
+
+
+def _tell(supervisor: Connection, news: tuple[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # `_heard` notices that it is gone
+        supervisor.send(news)
+
+
+def _obey(roster: Roster, command: tuple[str, Any]) -> None:
+    match command:
+        case ("begin", is_up):
+            roster.begin(is_up)
+        case ("add", devices):
+            roster.add(devices)
+        case ("remove", name):
+            roster.remove(name)
+        case ("restart", name):
+            roster.restart(name)
+
+
+def _looked(roster: Roster) -> tuple[ServedModel, ...]:
+    """The table. Raises StartupError; then nothing stays that this service has placed."""
+    try:
+        return roster.look()
+    except StartupError:
+        roster.withdraw()
+        raise
 
 
 def _leave(roster: Roster, timeout_s: float) -> None:

@@ -1,12 +1,11 @@
-"""The engines of a cluster as one machine sees them: it asks each how it stands, and the head which there are.
+"""The engines of a cluster as one machine's service sees them: who is there, who is wanted, who leaves.
 
-Nothing here waits for the head but a thread of its own: if that is away the engines that are known go on.
+One thread. It asks each engine how it stands; `Names` asks the head which there are.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections import deque
@@ -17,7 +16,8 @@ import msgspec
 from cluster.actors.address import EngineAddress
 from cluster.actors.departure import leave_cluster
 from cluster.actors.driver import join
-from cluster.actors.placement import has_room, place
+from cluster.actors.names import ENGINE, Names
+from cluster.actors.placement import place
 from cluster.actors.plan import ALL, ClusterPlan
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle
@@ -26,78 +26,62 @@ from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-ENGINE = "engine-"
+_ANSWER_S = 2.0
+"""What engines have to answer a question that is waited for."""
+_PLACE_S = 5.0
+"""Between two attempts to place what is wanted: the head tells a moment later what has been placed."""
 
 
 class Roster:
-    """See above. One thread."""
+    """See above."""
 
     def __init__(self, plan: ClusterPlan, style: LogStyle) -> None:
-        """Raises StartupError where the cluster cannot be joined."""
+        """Raises StartupError where the cluster cannot be joined, RayError where its head does not answer."""
         self._plan = plan
         self._style = style
         self._ray = join(plan.cluster)
         self._watcher = uuid.uuid4().hex
+        self._names = Names(self._ray)
         self._engines: dict[str, ServedModel] = {}
-        self._actors: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}
         """a question to each that has no answer yet"""
-        self._to_restart: deque[str] = deque()
-        self._named: dict[str, Any] = {}
-        """actors by name, by the head's last word"""
-        self._roomless: frozenset[str] = frozenset()
+        self._foreign: set[str] = set()
+        """engines that serve something else: left alone"""
+        self._is_up = False
+        """An engine of the service has been ready."""
+        self._wanted: dict[str, tuple[str, ...]] = {}
+        """devices of the engines that the service is to have"""
+        self._missing: set[str] = set()
+        """those among them that are placed as soon as their name is free"""
+        self._to_add: deque[tuple[str, ...]] = deque()
+        self._place_at = 0.0
         self._made: set[str] = set()
-        self._follow_names()
-        threading.Thread(target=self._follow, name="names", daemon=True).start()
+        self._to_restart: deque[str] = deque()
 
-    # Which there are -----------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        while True:
-            time.sleep(2 * LOOK_S)
-            try:
-                self._follow_names()
-            except self._ray.exceptions.RayError as error:
-                logger.warning("the cluster's head does not answer (%s); engines that are known go on", error)
-
-    def _follow_names(self) -> None:
-        names = [name for name in self._ray.util.list_named_actors() if name.startswith(ENGINE)]
-        known = self._named
-        self._named = {name: known.get(name) or self._actor(name) for name in names}
-        loading = [name for name, told in list(self._engines.items()) if told.status is ModelStatus.LOADING]
-        self._roomless = frozenset(name for name in loading if not has_room(name))
-
-    def _actor(self, name: str) -> Any:
-        try:
-            return self._ray.get_actor(name)
-        except ValueError:  # it has just left
-            return None
+    # Who is there --------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
         """Of the engines that there are."""
-        return list(self._named)
-
-    # How they stand ------------------------------------------------------------------------------------------
-
-    def ensure(self) -> None:
-        """Create the engines that the service wants and that are not there. Raises StartupError."""
-        wanted = max(self._plan.replicas, 0 if self._named else 1)
-        for number in range(wanted):
-            if f"{ENGINE}{number}" not in self._named:
-                self._create(f"{ENGINE}{number}", self._plan.devices_of(number))
+        return list(self._names.actors)
 
     def look(self) -> tuple[ServedModel, ...]:
-        """What is known by now of each. Raises StartupError for one that serves something else, or cannot load."""
-        for name in [name for name in self._engines if name not in self._named]:
+        """What is known by now of each engine, and place and restart what is due.
+
+        Raises StartupError for one that cannot load or serves something else, until one of the service has been ready.
+        """
+        here = self._names.actors.copy()
+        self._foreign &= here.keys()
+        for name in [name for name in self._engines if name not in here]:
             del self._engines[name]
-            self._actors.pop(name, None)
             self._asked.pop(name, None)
-        for name, actor in self._named.items():
-            if actor is not None:
-                self._actors[name] = actor
+        for name, actor in here.items():
+            if name not in self._foreign:
                 self._engines.setdefault(name, self._told(name))
                 self._hear(name, actor)
+        loading = (name for name, told in self._engines.items() if told.status is ModelStatus.LOADING)
+        self._names.loading = frozenset(loading)
+        self._place_wanted()
         self._restart_next()
         return tuple(self._engines[name] for name in sorted(self._engines, key=_number))
 
@@ -106,26 +90,32 @@ class Roster:
         asked = self._asked.get(name)
         if asked is not None:
             if not self._ray.wait([asked], timeout=0.0)[0]:
-                if name in self._roomless:
+                if name in self._names.roomless:
                     self._change(name, error="no node of the cluster has room for it")
                 return
+            del self._asked[name]
             try:
                 about = self._ray.get(asked)
-            except self._ray.exceptions.RayError:  # its process or node is gone; Ray starts it anew
+            except self._ray.exceptions.ActorUnavailableError:  # its process or node is gone; Ray starts it anew
                 self._change(name, status=ModelStatus.LOADING, pid=0)
+            except self._ray.exceptions.RayError:  # or it has left, and another one has its name
+                self._change(name, status=ModelStatus.LOADING, pid=0)
+                self._names.forget(name)
+                return
             else:
                 self._take(name, about)
-        self._asked[name] = actor.about.remote(self._watcher)
+        if actor is not None and name in self._engines:
+            self._asked[name] = actor.about.remote(self._watcher)
 
     def _take(self, name: str, about: Any) -> None:
         if about.serves != self._plan.serves:
-            raise StartupError(
-                f"{name} of the cluster serves {about.serves}, this service {self._plan.serves}; "
-                "give the same, or another --cluster-service"
-            )
-        if about.status is ModelStatus.FAILED and not about.has_served and name in self._made:
-            leave_cluster(name)
+            self._leave_alone(name, about.serves)
+            return
+        if about.status is ModelStatus.FAILED and not self._is_up and not about.has_served and name in self._made:
             raise StartupError(about.error)
+        self._is_up = self._is_up or about.status is ModelStatus.READY
+        if about.status in (ModelStatus.READY, ModelStatus.FAILED):
+            self._missing.discard(name)  # from now on it is missed by nobody: if it leaves somebody has removed it
         self._change(
             name,
             status=about.status,
@@ -134,6 +124,21 @@ class Roster:
             node=about.node,
             since=about.since,
             has_served=about.has_served,
+        )
+
+    def _leave_alone(self, name: str, serves: str) -> None:
+        """It serves something else. The first engine says what the service serves: if it is that one, this one errs."""
+        error = self._other_model(name, serves)
+        if not self._is_up and name == min(self._names.actors, key=_number, default=name):
+            raise StartupError(error)
+        logger.error("%s; it is left alone", error)
+        self._foreign.add(name)
+        del self._engines[name]
+
+    def _other_model(self, name: str, serves: str) -> str:
+        return (
+            f"{name} of the cluster serves {serves}, this service {self._plan.serves}; "
+            "give the same, or another --cluster-service"
         )
 
     def _told(self, name: str) -> ServedModel:
@@ -150,56 +155,128 @@ class Roster:
     def _change(self, name: str, **fields: Any) -> None:
         self._engines[name] = msgspec.structs.replace(self._engines[name], **fields)
 
-    # What is asked -------------------------------------------------------------------------------------------
+    def _answers(self, questions: dict[str, Any]) -> dict[str, Any]:
+        """What those say that answer in time."""
+        if not questions:
+            return {}
+        references = list(questions.values())
+        ready, _ = self._ray.wait(references, num_returns=len(references), timeout=_ANSWER_S)
+        answers = {}
+        for name, reference in questions.items():
+            if reference in ready:
+                try:
+                    answers[name] = self._ray.get(reference)
+                except self._ray.exceptions.RayError as error:
+                    logger.debug("%s does not answer: %r", name, error)
+        return answers
+
+    # Who is wanted -------------------------------------------------------------------------------------------
+
+    def begin(self, is_up: bool) -> None:
+        """Say who is wanted. `is_up`: the service has had its engines, so that those missing now have been removed.
+
+        Raises StartupError if the engines that are there serve something else: then none may be placed beside them.
+        """
+        self._is_up = is_up
+        actors = {name: actor for name, actor in self._names.actors.items() if actor is not None}
+        answers = self._answers({name: actor.about.remote() for name, actor in actors.items()})
+        serve = {name: answers[name].serves for name in sorted(answers, key=_number)}
+        if serve and self._plan.serves not in serve.values():
+            raise StartupError(self._other_model(*next(iter(serve.items()))))
+        wanted = max(self._plan.replicas, 0 if self._names.actors else 1)
+        self._wanted = {f"{ENGINE}{number}": self._plan.devices_of(number) for number in range(wanted)}
+        self._missing = set() if is_up else set(self._wanted)
 
     def add(self, devices: tuple[str, ...]) -> None:
         """One more engine."""
-        taken = {_number(name) for name in self._named}
-        number = next(number for number in range(len(taken) + 1) if number not in taken)
-        self._create(f"{ENGINE}{number}", devices or self._plan.devices_of(number))
+        self._to_add.append(devices)
 
-    def remove(self, name: str) -> None:
-        """Drain it; it leaves."""
-        self._drain(name, comes_back=False)
+    def _place_wanted(self) -> None:
+        """Place what was missing from the beginning and what was added; and everything, if nothing is there."""
+        now = time.monotonic()
+        if now < self._place_at:
+            return
+        if not self._names.actors:
+            self._wanted = self._wanted or {f"{ENGINE}0": self._plan.devices_of(0)}
+            self._missing = set(self._wanted)
+        missing = [name for name in self._missing if name not in self._names.actors]
+        if not missing and not self._to_add:
+            return
+        self._place_at = now + _PLACE_S
+        try:
+            for name in sorted(missing, key=_number):
+                self._place(name, self._wanted[name])
+            while self._to_add:
+                self._place_one_more(self._to_add[0])
+                self._to_add.popleft()
+        except (OSError, self._ray.exceptions.RayError) as error:
+            logger.warning("no engine can be placed now (%r); it is tried again in %.0f s", error, _PLACE_S)
+
+    def _place_one_more(self, devices: tuple[str, ...]) -> None:
+        taken = {_number(name) for name in self._names.actors}
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        while not self._place(f"{ENGINE}{number}", devices or self._plan.devices_of(number)):
+            number += 1  # it has just been placed, by whomever
+        name = f"{ENGINE}{number}"
+        self._wanted[name] = devices or self._plan.devices_of(number)
+        self._missing.add(name)
+
+    def _place(self, name: str, devices: tuple[str, ...]) -> bool:
+        config = self._plan.config_of(name, devices)
+        if not place(name, config, self._plan.factory, self._style, self._plan.serves):
+            return False
+        self._made.add(name)
+        logger.info("%s is placed in the cluster", name)
+        return True
 
     def restart(self, name: str) -> None:
         """Drain it, to be started anew; "all": one after the other."""
         wanted = list(self._engines) if name == ALL else [name]
         self._to_restart.extend(one for one in wanted if one not in self._to_restart)
 
-    def leave(self) -> bool:
-        """This machine's service ends; returns whether engines end with it, those too that wait for a node."""
-        asked = {actor.leave.remote(self._watcher): name for name, actor in self._actors.items()}
-        ready, silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=4 * LOOK_S) if asked else ([], [])
-        is_last = False
-        for answer in ready:
-            try:
-                is_last = self._ray.get(answer) or is_last
-            except self._ray.exceptions.RayError:
-                silent.append(answer)
-        for answer in silent if is_last else ():
-            leave_cluster(asked[answer])
-        return is_last
-
-    def _create(self, name: str, devices: tuple[str, ...]) -> None:
-        config = self._plan.config_of(name, devices)
-        self._made.add(name)
-        logger.info("%s is placed in the cluster", name)
-        place(name, config, self._plan.factory, self._style, self._plan.serves)
-
     def _restart_next(self) -> None:
-        """Drain the next engine that is to be started anew, once all others are there."""
+        """Drain the next engine that is to be started anew, once all others are there that have room."""
         busy = (ModelStatus.UNLOADING, ModelStatus.LOADING)
-        if not self._to_restart or any(told.status in busy for told in self._engines.values()):
+        placed = [told for name, told in self._engines.items() if name not in self._names.roomless]
+        if not self._to_restart or any(told.status in busy for told in placed):
             return
         name = self._to_restart.popleft()
-        logger.info("%s is drained and started anew", name)
-        self._drain(name, comes_back=True)
+        if name in self._engines and name not in self._names.roomless:
+            logger.info("%s is drained and started anew", name)
+            self._drain(name, comes_back=True)
+
+    # Who leaves ----------------------------------------------------------------------------------------------
+
+    def remove(self, name: str) -> None:
+        """Drain it; it leaves. One that waits for a node has nothing to drain."""
+        self._wanted.pop(name, None)
+        self._missing.discard(name)
+        if name in self._names.roomless:
+            leave_cluster(name)
+        else:
+            self._drain(name, comes_back=False)
 
     def _drain(self, name: str, comes_back: bool) -> None:
-        if name in self._actors:
+        actor = self._names.actor(name)
+        if actor is not None and name in self._engines:
             self._change(name, status=ModelStatus.UNLOADING)
-            self._asked[name] = self._actors[name].drain.remote(comes_back)
+            self._asked[name] = actor.drain.remote(comes_back)
+
+    def leave(self) -> bool:
+        """This machine's service ends; returns whether engines end with it, those too that wait for a node."""
+        actors = {name: self._names.actors.get(name) for name in self._engines}
+        answers = self._answers({name: actor.leave.remote(self._watcher) for name, actor in actors.items() if actor})
+        is_last = True in answers.values()
+        for name in {*self._engines, *self._made} - answers.keys():
+            has_no_process = name in self._names.roomless or name not in self._engines
+            if is_last or (not answers and name in self._made and has_no_process):
+                leave_cluster(name)  # it cannot notice by itself that nobody wants it
+        return is_last
+
+    def withdraw(self) -> None:
+        """Take away what this service has placed: it cannot start."""
+        for name in self._made:
+            leave_cluster(name)
 
 
 def _number(name: str) -> int:

@@ -228,11 +228,18 @@ class EngineClient:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            link = self._connect()
+            link = self._connected()
             if link is None:
                 self._stopped.wait(_RETRY_S)
             else:
                 self._serve(link)
+
+    def _connected(self) -> WorkerLink | None:
+        try:
+            return self._connect()
+        except Exception:  # whatever carries the link: without this thread the engine is never reached again
+            logger.exception("no connection to the engine can be made; it is tried again")
+            return None
 
     def _serve(self, link: WorkerLink) -> None:
         link.send(Hello(self._name, os.getpid()))

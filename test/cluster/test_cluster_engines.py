@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.actors.placement import bundle_of, placed_config
 from cluster.actors.plan import ClusterPlan
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
 from settings import SettingsError, parse_settings
 from state_pool.config import PoolConfig
@@ -80,7 +82,7 @@ def test_each_engine_has_its_devices_and_its_name_in_the_database() -> None:
     )
     assert [plan.devices_of(number) for number in range(3)] == [("cuda:0",), ("cuda:1",), ("cuda:0",)]
     assert plan.config_of("engine-1", ("cuda:1",)).pool.engine == "engine-1"
-    assert "/models/a.pth" in plan.serves and "PostgreSQL" in plan.serves
+    assert "/models/a.pth" in plan.serves and "postgresql://h/d" in plan.serves
 
 
 def test_engines_find_files_from_whatever_folder_they_run_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,7 @@ class PlayedChild:
         self.is_alive = True
         self.restart_at = 0.0
         self.starts = 0
+        self.fault: OSError | None = None
         self.waitables: list[Any] = []
 
     def heard(self) -> list[tuple[str, Any]]:
@@ -133,6 +136,8 @@ class PlayedChild:
         return 0.0
 
     def start(self) -> None:
+        if self.fault is not None:
+            raise self.fault
         self.process, self.is_alive = object(), True
         self.starts += 1
 
@@ -201,7 +206,48 @@ def test_the_process_that_follows_the_cluster_is_started_again_until_the_service
     engines.look_after()
     assert child.starts == 1 and engines.table
     engines.drain()
-    assert child.told == [("leave", 7.0)]
+    assert child.told == [("begin", True), ("leave", 7.0)]
     child.is_alive = False
     engines.look_after()
     assert child.starts == 1 and not engines.are_alive
+
+
+def test_a_process_that_cannot_be_forked_does_not_end_the_service() -> None:
+    engines, child = made("engine-0")
+    child.is_alive, child.fault = False, OSError("no process to be had")
+    engines.look_after()
+    assert engines.table and engines.wait_s() == 0.0
+    child.fault = None
+    engines.look_after()
+    assert child.starts == 1 and child.told == [("begin", True)]
+
+
+def test_a_service_that_has_had_no_engine_yet_begins_anew() -> None:
+    engines, child = made()
+    child.is_alive = False
+    engines.look_after()
+    assert child.told == [("begin", False)]
+
+
+def test_an_engine_that_failed_can_be_restarted_and_one_that_loads_cannot() -> None:
+    engines, child = made()
+    child.says = [("engines", (engine("engine-0", ModelStatus.FAILED), engine("engine-1", ModelStatus.LOADING)))]
+    engines.look_after()
+    assert engines.obey(ModelCommand(1, restart_engine="engine-0")) is None
+    assert "wait until it is ready" in (engines.obey(ModelCommand(2, restart_engine="engine-1")) or "")
+
+
+def test_a_link_that_fails_in_an_unknown_way_is_made_again() -> None:
+    attempts: list[int] = []
+    again = threading.Event()
+
+    def connect() -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError("a status that nobody names")
+        again.set()
+
+    client = EngineClient(connect)
+    client.start("http-0")
+    assert again.wait(10)
+    client.stop()

@@ -160,7 +160,8 @@ def test_a_job_that_loses_its_engine_too_often_ends_with_the_error(two: Made) ->
         victim.lose()
         victim.connect()
     error = running.events[-1].error
-    assert error is not None and "on 3 engines that were lost" in error.message and error.retry_after_s is None
+    assert error is not None and error.retry_after_s is None
+    assert "on 3 engines that were lost, --resubmit allows 2" in error.message
     assert running.events[-1].done and not any(one.jobs for one in engines)
 
 
@@ -181,6 +182,19 @@ def test_without_resubmission_a_job_ends_with_its_engine(two: Made) -> None:
     assert not having(engines).jobs[0][0].tells_ids
     having(engines).lose()
     assert running.events[-1].error == LOST
+
+
+def test_a_machine_that_drains_lets_its_streams_go_on_with_engines_that_stay(two: Made) -> None:
+    fleet, engines = two
+    running = submit(fleet)
+    fleet.is_ending = True
+    having(engines).lose(LEAVES)
+    having(engines).says(b"a", [1], ends=True)
+    assert running.texts == {0: b"a"}
+    having(engines).jobs.clear()
+    cut_off = submit(fleet)
+    having(engines).lose(LEAVES)
+    assert cut_off.events[-1].error == LEAVES, "it was the last one"
 
 
 def test_a_job_waits_for_an_engine_only_so_long(two: Made) -> None:

@@ -1,0 +1,110 @@
+"""How an engine's actor ends: always, whatever fails or hangs meanwhile. Ray and the engine are played."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.served_model import ModelStatus
+from test.cluster.fake_ray import FakeRay, GetTimeoutError
+from test.serving import wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""A thread that would end the process raises SystemExit instead."""
+
+
+class PlayedEngine:
+    """An engine that serves at once; how it ends the test says."""
+
+    def __init__(self, ends: Callable[[], None]) -> None:
+        self._ends = ends
+
+    def drain(self, timeout_s: float) -> None:
+        self._ends()
+
+    def stop(self) -> None:
+        pass
+
+
+class Ended:
+    """Process and cluster that the actor leaves."""
+
+    def __init__(self) -> None:
+        self.process = threading.Event()
+        self.has_left = threading.Event()
+        self.fault: Exception | None = None
+
+    def leave(self, name: str) -> None:
+        self.has_left.set()
+        if self.fault is not None:
+            raise self.fault
+
+    def exit(self, code: int) -> None:
+        self.process.set()
+        raise SystemExit
+
+
+@pytest.fixture
+def ended() -> Ended:
+    return Ended()
+
+
+@pytest.fixture
+def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    from cluster.actors import engine_actor
+
+    monkeypatch.setattr(os, "_exit", ended.exit)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.setattr(engine_actor, "leave_cluster", ended.leave)
+    monkeypatch.setattr(engine_actor, "set_up_logging", lambda name, style: None)
+    monkeypatch.setattr(engine_actor, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(engine_actor, "EngineServer", lambda engine: None)
+    monkeypatch.setattr(engine_actor, "EngineWatch", lambda engine, config: lambda: None)
+
+    def start(ends: Callable[[], None]) -> Any:
+        monkeypatch.setattr(engine_actor, "started_engine", lambda config, factory: PlayedEngine(ends))
+        config = EngineConfig(model_path="/x.pth", drain_timeout_s=0.0)
+        actor = engine_actor.EngineActor("engine-0", config, "m:E", LogStyle(), "x")
+        wait_for(lambda: actor.about().status is ModelStatus.READY, 10, "it serves")
+        return actor
+
+    yield start
+    for thread in threading.enumerate():  # before os._exit is the process's own again
+        if thread.name in ("engine-life", "engine-end"):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_engine_that_fails_as_it_ends_ends(
+    started: Callable[..., Any], ended: Ended, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a disk")
+
+    actor = started(fails)
+    monkeypatch.setattr(actor, "_end_late", lambda: None)
+    actor.drain(comes_back)
+    assert ended.process.wait(10) and ended.has_left.is_set() is not comes_back
+
+
+def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended: Ended) -> None:
+    hangs = threading.Event()
+    try:
+        started(hangs.wait).drain(False)
+        assert ended.process.wait(10) and ended.has_left.is_set()
+    finally:
+        hangs.set()
+
+
+def test_an_engine_that_cannot_tell_the_head_that_it_leaves_ends(started: Callable[..., Any], ended: Ended) -> None:
+    ended.fault = GetTimeoutError("the head is away")
+    started(lambda: None).drain(False)
+    assert ended.process.wait(10) and ended.has_left.is_set()
