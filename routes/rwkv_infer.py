@@ -201,8 +201,18 @@ def _adapters(body: LoadModelBody) -> list[str]:
 
 
 def end_text(body: LoadModelBody) -> str | None:
-    """The text that ends an answer; scripts write its line breaks, and characters by their numbers, escaped."""
-    return None if body.endtoken is None else _ESCAPE.sub(_unescaped, body.endtoken)
+    """The text that ends an answer; scripts write its line breaks, and characters by their numbers, escaped.
+
+    Raises ServiceError for a lone surrogate, which has no UTF-8 form; two that belong together are one character.
+    """
+    if body.endtoken is None:
+        return None
+    text = _ESCAPE.sub(_unescaped, body.endtoken)
+    try:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        message = "must be text with a UTF-8 form, but has a lone surrogate"
+        raise invalid("endtoken", message, body.endtoken) from None
 
 
 def _unescaped(found: re.Match[str]) -> str:

@@ -168,6 +168,8 @@ def test_a_mixtures_weights(infer: Service) -> None:
         ),
         ("loadmodel", {"model_filename": "x.pth", "model_strategy": "fp6"}, "model_strategy"),
         ("loadmodel", {"model_filename": "x.pth", "template": "qwen"}, "template"),
+        ("loadmodel", {"model_filename": "x.pth", "endtoken": r"\ud800"}, "endtoken"),
+        ("loadmodel", {"model_filename": "x.pth", "endtoken": r"\ude00\ud83d"}, "endtoken"),
         ("loadmodel", {"model_filename": "x.pth", "adapter_filename": "a", "adapter_mode": "mole"}, "adapter_mode"),
         ("loadmodel", {"model_filename": "x.pth", "default_top_p": "2"}, "default_top_p"),
         ("loadstatemodel", {"state_filename": "/etc/passwd", "state_viewname": "x"}, "state_filename"),
@@ -193,7 +195,14 @@ def test_the_verbs_want_the_administrator(infer: Service, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("written", "text"),
-    [(r"\n\n\x17", "\n\n\x17"), (r"\u3002\t", "。\t"), (r"a\\n", r"a\n"), ("終わり", "終わり"), (r"\q\x1", r"\q\x1")],
+    [
+        (r"\n\n\x17", "\n\n\x17"),
+        (r"\u3002\t", "。\t"),
+        (r"a\\n", r"a\n"),
+        ("終わり", "終わり"),
+        (r"\q\x1", r"\q\x1"),
+        (r"\ud83d\ude00", "😀"),
+    ],
 )
 def test_the_escapes_of_an_endtoken(written: str, text: str) -> None:
     body = LoadModelBody.model_validate({"model_filename": "x.pth", "endtoken": written})
