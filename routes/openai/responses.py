@@ -30,7 +30,11 @@ _STATUS = {
     FinishReason.CANCELLED: "cancelled",
     FinishReason.ERROR: "failed",
 }
-_WHY_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.TIMEOUT: "timeout"}
+_WHY_INCOMPLETE = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.TIMEOUT: "timeout",
+    FinishReason.STOP: "stop",
+}
 
 
 def _error_event(info: ErrorInfo) -> dict[str, Any]:
@@ -67,20 +71,25 @@ class ResponsesDialect(PlainDialect):
         (row,) = rows
         for _ in self._grown(RowUpdate(0, row.text, finish=row.finish, logprobs=row.logprobs), final=True):
             pass
-        return self._response(_status(row.finish), row.finish)
+        return self._response(self._status(row.finish), row.finish)
 
     def _events(self, update: RowUpdate) -> Iterable[Event]:
         finish = update.finish
         yield from self._grown(update, final=finish is not None)
         if finish is not None:
-            status = _status(finish)
+            status = self._status(finish)
             yield f"response.{status}", {"response": self._response(status, finish)}
 
     def _grown(self, update: RowUpdate, final: bool) -> Iterable[Event]:
         parts = self._parting.feed(update.text, final)
         yield from self._items.feed(parts, told_logprobs(update.logprobs))
         if final:
-            yield from self._items.end("completed" if _status(update.finish) == "completed" else "incomplete")
+            yield from self._items.end("completed" if self._status(update.finish) == "completed" else "incomplete")
+
+    def _status(self, finish: Finish | None) -> str:
+        """Of a response that has ended; one that a stop ended inside a call is not whole."""
+        status = "failed" if finish is None else _STATUS[finish.reason]
+        return "incomplete" if status == "completed" and self._parting.is_inside_call else status
 
     def _told(self, events: Iterable[Event]) -> bytes:
         frames = []
@@ -92,7 +101,7 @@ class ResponsesDialect(PlainDialect):
 
     def _response(self, status: str, finish: Finish | None) -> dict[str, Any]:
         error = None if finish is None else finish.error
-        why = None if finish is None else _WHY_INCOMPLETE.get(finish.reason)
+        why = _WHY_INCOMPLETE[finish.reason] if finish is not None and status == "incomplete" else None
         return {
             **self._head,
             "status": status,
@@ -110,10 +119,6 @@ class ResponsesDialect(PlainDialect):
             "output_tokens_details": {"reasoning_tokens": self._count_tokens(self._items.text("reasoning"))},
             "total_tokens": finish.prompt_tokens + finish.completion_tokens,
         }
-
-
-def _status(finish: Finish | None) -> str:
-    return "failed" if finish is None else _STATUS[finish.reason]
 
 
 def _head(body: ResponsesBody) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class ResponseFailure(BaseModel):
 class IncompleteDetails(BaseModel):
     """Why a response is not whole."""
 
-    reason: Literal["max_output_tokens", "timeout"]
+    reason: Literal["max_output_tokens", "timeout", "stop"] = Field(description="stop: of a call that a stop has cut.")
 
 
 class InputTokensDetails(BaseModel):

@@ -46,6 +46,11 @@ class AnswerParting:
         """Whether there are calls, and the text does not end inside one."""
         return self._calls is not None and self._calls.has_called
 
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether the text ends inside a call, or in what was opened as one."""
+        return self._calls is not None and self._calls.is_inside
+
     def feed(self, text: str, final: bool) -> Parts:
         """What `text` makes certain; everything that is left with `final`."""
         parted = self._parting.feed(text, final)

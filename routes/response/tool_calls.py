@@ -107,7 +107,12 @@ class CallParting:
     @property
     def has_called(self) -> bool:
         """Whether there are calls, and the text does not end inside one."""
-        return self.count > 0 and self._place not in (_Place.HEAD, _Place.ARGUMENTS)
+        return self.count > 0 and not self.is_inside
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text ends inside a call, or in what was opened as one."""
+        return self._place in (_Place.HEAD, _Place.ARGUMENTS)
 
     def feed(self, text: str, final: bool) -> Spoken:
         """What `text` makes certain; everything that is left with `final`."""

@@ -171,6 +171,22 @@ def test_a_random_model_that_has_to_call_makes_valid_calls(client: OpenAI) -> No
         assert json.loads(call.arguments)["unit"] in ("c", "f")
 
 
+@pytest.mark.parametrize(("stop", "item"), [("unit", ("function_call", '{"')), ("name", ("message", None))])
+def test_a_call_that_a_stop_cuts_is_incomplete(client: OpenAI, stop: str, item: tuple[str, str | None]) -> None:
+    fields: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "name": "get_weather"},
+        "max_output_tokens": 100,
+        "extra_body": {"stop_tokens": [stop]},
+    }
+    last = list(asked(client, **fields, stream=True))[-1]
+    assert last.type == "response.incomplete"
+    for answer in (last.response, asked(client, **fields)):
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "stop")
+        (only,) = answer.output
+        assert (only.status, only.type, getattr(only, "arguments", None)) == ("incomplete", *item)
+
+
 def test_text_and_calls_are_items_whole_and_streamed(saying: OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "input": f"say Let me see.\n{CALL}\n{CALL}", "tools": TOOLS}
     answer = saying.responses.create(**fields)
