@@ -172,11 +172,33 @@ async def load(context: Context, body: LoadModelBody) -> Reply:
 
 
 async def _make_way(context: Context, wish: ModelWish) -> None:
-    """Check the files, then unload the model that was loaded under the name, if there is one. Raises ServiceError."""
+    """Check the files, then unload the model that was loaded under the name, if there is one. Raises ServiceError.
+
+    What nobody could check takes no model's place: loading it is refused if its name is taken.
+    """
+    reader = _reader(context, wish.name)
+    if reader is None:
+        return
+    await ask(reader, CheckModel(wish.file, wish.adapters))
     others = beside(context)
-    await ask(context, CheckModel(wish.file, wish.adapters))
     if any(one.wish.name == wish.name and one.status is not ModelStatus.FAILED for one in others.table):
-        await others.unload(wish.name, _LOAD_S)
+        try:
+            await others.unload(wish.name, _LOAD_S)
+        except ServiceError as error:
+            if error.info.kind is not ErrorKind.MODEL_NOT_FOUND:  # it has left by itself; the table is not told yet
+                raise
+
+
+def _reader(context: Context, name: str) -> Context | None:
+    """A context whose engine reads the files of this machine, as that of a model loaded here will; None: none does.
+
+    Engines of the service's own model are on any machines in a cluster; others that were loaded are on this one.
+    """
+    others = beside(context)
+    if not any(engine.node for engine in others.engines):
+        return context
+    here = {one.wish.name for one in others.table if one.status is ModelStatus.READY}
+    return context.of_model(name if name in here else min(here)) if here else None
 
 
 def _dtype(body: LoadModelBody) -> str:

@@ -1,0 +1,126 @@
+"""/loadmodel where a model has the name already: whose engine checks the files, and what the supervisor is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.model_directory import ModelDirectory
+from routes.readiness import Readiness
+from routes.rwkv_infer import LoadModelBody, load
+from rwkv_batch.calls import CheckModel
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish, ServedModel
+
+READY = ModelStatus.READY
+ELSEWHERE = "10.0.0.7"
+
+
+class Engine:
+    """Of one machine, which has the files or has not."""
+
+    num_jobs = 0
+
+    def __init__(self, has_files: bool) -> None:
+        self.has_files = has_files
+        self.checked: list[str] = []
+
+    def call(self, call: CheckModel, reply: Any) -> None:
+        self.checked.append(Path(call.file).name)
+        wrong = ServiceError(ErrorKind.INVALID_FIELD, "file: does not exist", field="file")
+        reply("a model" if self.has_files else wrong)
+
+    def update(self, engines: object) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Machine:
+    """A service's HTTP worker, and a supervisor that does at once what it is asked."""
+
+    def __init__(self, folder: Path, node: str, **beside: ModelStatus) -> None:
+        """`node`: where the engine of the service's own model is; `beside`: what was loaded on this machine."""
+        (folder / "new.pth").touch()
+        config = HttpConfig(models_dir=str(folder), model_name="rwkv7")
+        own = ServedModel(wish=ModelWish(name="rwkv7", file=""), status=READY, address="own", since=0, is_own=True)
+        self.own, self.other = Engine(not node), Engine(True)
+        self.told: list[str] = []
+        self.models = ModelDirectory(self.tell, lambda model: (self.context_of(self.other, config), self.other))  # type: ignore[arg-type,return-value]
+        self.context = self.context_of(self.own, config)
+        self.context.models = self.models
+        loaded = [
+            ServedModel(wish=ModelWish(name=name, file=""), status=status, address=name, since=0)
+            for name, status in beside.items()
+        ]
+        self.table = [msgspec.structs.replace(own, node=node), *loaded]
+        self.models.update(self.table)
+
+    def context_of(self, engine: Engine, config: HttpConfig) -> Context:
+        return Context(engine, config, Gate(8), Readiness(0))  # type: ignore[arg-type]
+
+    def has(self, name: str) -> bool:
+        return any(one.wish.name == name for one in self.table)
+
+    def tell(self, command: ModelCommand) -> None:
+        name = command.wish.name if command.wish is not None else command.unload
+        self.told.append(f"{'load' if command.wish is not None else 'unload'} {name}")
+        refusal = f"name: {name} is here" if self.has(name) else None
+        if command.unload:
+            refusal = None if self.has(name) else f"name: no {name} here"
+            self.table = [one for one in self.table if one.wish.name != name]
+        elif command.wish is not None and refusal is None:
+            self.table.append(ServedModel(wish=command.wish, status=READY, address=f"new {name}", since=1))
+        if refusal is None:
+            self.models.update(self.table)
+        self.models.answered(command.number, refusal)
+
+    def load(self, name: str) -> int:
+        body = LoadModelBody(model_filename="new.pth", model_viewname=name)
+        return asyncio.run(load(self.context, body)).status
+
+
+def test_a_machine_by_itself_asks_its_own_engine(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "", small=READY)
+    assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
+    assert (machine.own.checked, machine.other.checked) == (["new.pth"], [])
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_in_a_cluster_the_engine_of_another_machine_is_not_asked(tmp_path: Path, name: str) -> None:
+    """It has not the files that this one has; what was loaded here has, under whatever name."""
+    machine = Machine(tmp_path, ELSEWHERE, small=READY)
+    assert machine.load(name) == 200
+    assert machine.told == (["unload small", "load small"] if name == "small" else ["load large"])
+    assert (machine.own.checked, machine.other.checked) == ([], ["new.pth"])
+
+
+def test_in_a_cluster_nothing_is_unloaded_for_files_that_nobody_can_check(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, ELSEWHERE, small=ModelStatus.LOADING)
+    with pytest.raises(ServiceError) as refused:
+        machine.load("small")
+    assert refused.value.info.kind is ErrorKind.NAME_TAKEN and refused.value.info.field == "model_viewname"
+    assert machine.told == ["load small"] and machine.load("large") == 200
+
+
+def test_a_model_that_has_left_by_itself_is_replaced_as_well(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "", small=READY)
+    machine.table.pop()  # and this worker is not told yet
+    assert machine.load("small") == 200 and machine.told == ["unload small", "load small"]
+
+
+def test_other_reasons_not_to_unload_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, "", small=READY)
+
+    async def unload(name: str, timeout_s: float | None) -> None:
+        raise ServiceError(ErrorKind.DRAINING, "the service ends")
+
+    monkeypatch.setattr(machine.models, "unload", unload)
+    with pytest.raises(ServiceError, match="the service ends"):
+        machine.load("small")
+    assert machine.told == []
