@@ -19,7 +19,7 @@ import msgspec
 
 from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
-from rwkv_batch.config import STATE_NAME, EngineConfig
+from rwkv_batch.config import ALL_BATCH_ROWS, STATE_NAME, EngineConfig
 from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.config import PoolConfig
@@ -418,9 +418,9 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag("prefill_tokens_beside", _COUNT, "the same while rows decode, whose next tokens wait; 0: by device"),
         Flag(
             "batch_rows_beside",
-            _COUNT,
+            _whole(ALL_BATCH_ROWS, 1_000_000),
             "batch rows that decode in a step while interactive requests come, whose first tokens wait for it; "
-            "0: by device",
+            f"0: by device, {ALL_BATCH_ROWS}: all",
         ),
         Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
         Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),

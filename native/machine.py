@@ -67,15 +67,39 @@ def cores() -> int:
 
 
 def free_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that programs may still take: what the machine has, or less under a cgroup v2 limit; None: not told."""
-    free: list[int] = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        line = next(one for one in Path(meminfo).read_text().splitlines() if one.startswith("MemAvailable:"))
-        free.append(int(line.split()[1]) << 10)
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limit, used = ((Path(cgroup) / name).read_text() for name in ("memory.max", "memory.current"))
-        free.append(max(0, int(limit) - int(used)))
+    """Bytes that programs may still take: what the machine has, or less under a cgroup's limit; None: not told."""
+    available = _figures(Path(meminfo)).get("MemAvailable:")
+    free = [] if available is None else [available << 10]
+    folder = Path(cgroup)
+    free += _free_in_cgroup(folder, "memory.max", "memory.current", ("inactive_file", "active_file"))
+    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+    free += _free_in_cgroup(folder / "memory", *version_1)
     return min(free, default=None)
+
+
+def _free_in_cgroup(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> list[int]:
+    """Bytes up to a cgroup's limit; []: it has none.
+
+    `cached`: names of what is kept of files. It counts as used in a cgroup, though programs get it at once where they
+    want memory; MemAvailable counts it as free.
+    """
+    try:
+        most, now = (int((folder / name).read_text()) for name in (limit, used))
+    except (OSError, ValueError):  # no such cgroup; "max"
+        return []
+    figures = _figures(folder / "memory.stat")
+    return [max(0, most - max(0, now - sum(figures.get(name, 0) for name in cached)))]
+
+
+def _figures(file: Path) -> dict[str, int]:
+    """The numbers of a file of lines "name number ..."; none if it cannot be read."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            name, number, *_ = *line.split(), "", ""
+            if number.isdecimal():
+                found[name] = int(number)
+    return found
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from state_pool.config import PoolConfig
 
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a tuned state or an adapter: it is part of model names and of file names."""
+ALL_BATCH_ROWS = -1
+"""As `batch_rows_beside`."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_beside: int = 0
     """The same while rows decode, whose next tokens wait for them; 0: decided by device."""
     batch_rows_beside: int = 0
-    """Batch rows that decode in one step while interactive requests come, whose first tokens wait; 0: by device."""
+    """Batch rows that decode in one step while interactive requests come, whose first tokens wait; 0: decided by
+    device, `ALL_BATCH_ROWS`: all."""
     prefill_chunk: int = 512
     """Most prompt tokens of one row in one step."""
     gpu_memory_utilization: float = 0.9

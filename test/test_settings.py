@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from routes.config import HttpConfig
-from rwkv_batch.config import EngineConfig
+from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from sampling.registry import SAMPLERS
 from settings import (
     FLAGS,
@@ -53,6 +53,12 @@ def test_devices_of_several_engines() -> None:
     assert parse_settings(["--replicas", "3"], {}).service.replica_devices == ()
     with pytest.raises(SettingsError, match="names 2 engines, --replicas 3"):
         parse_settings(["--pp-devices", "0;1", "--replicas", "3"], {})
+
+
+def test_a_number_below_zero_that_has_a_meaning() -> None:
+    assert parse_settings(["--batch-rows-beside", "-1"], {}).engine.batch_rows_beside == ALL_BATCH_ROWS
+    with pytest.raises(SettingsError, match=r"-1\.\.1000000"):
+        parse_settings(["--batch-rows-beside", "-2"], {})
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from native import machine
-from rwkv_batch.config import EngineConfig
+from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.errors import StartupError
 from rwkv_batch.runner.mixed_graphs import DECODING
@@ -44,7 +44,6 @@ class Memory:
         rows = self._config.max_running or self._affordable_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
         prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
         beside = self._config.prefill_tokens_beside or (GPU_PREFILL_BESIDE if on_gpu else prefill_tokens)
-        batch_beside = 0 if on_gpu else CPU_BATCH_BESIDE * torch.get_num_threads()
         return Limits(
             max_running=rows,
             max_waiting_rows=self._config.max_waiting_rows,
@@ -53,9 +52,16 @@ class Memory:
             prefill_chunk=self._config.prefill_chunk,
             prefill_tokens_beside=min(beside, prefill_tokens),
             groups=groups,
-            batch_rows_beside=self._config.batch_rows_beside or batch_beside,
+            batch_rows_beside=self._batch_rows_beside(on_gpu),
             mixed_rows=DECODING[-1] if on_gpu else 0,
         )
+
+    def _batch_rows_beside(self, on_gpu: bool) -> int:
+        """Of `Limits`, where 0 is all."""
+        told = self._config.batch_rows_beside
+        if told == ALL_BATCH_ROWS:
+            return 0
+        return told or (0 if on_gpu else CPU_BATCH_BESIDE * torch.get_num_threads())
 
     def _affordable_rows(self, wanted: int) -> int:
         """Rows whose slots fit into the memory that is left."""

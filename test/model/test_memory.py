@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from native import machine
-from rwkv_batch.config import EngineConfig
+from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.runner.memory import CPU_SLOTS_OF_FREE, Memory
 
@@ -43,3 +43,34 @@ def test_what_is_free_is_the_least_of_the_limits(tmp_path: Path) -> None:
     assert machine.free_memory(str(meminfo), str(group)) == 5000 << 10
     (group / "memory.max").write_text("3000\n")
     assert machine.free_memory(str(meminfo), str(group)) == 2000
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "prefix"),
+    [
+        (".", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_what_a_cgroup_keeps_of_files_is_free(tmp_path: Path, folder: str, limit: str, used: str, prefix: str) -> None:
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text("10000\n")
+    (group / used).write_text("9900\n")
+    assert machine.free_memory("", str(tmp_path)) == 100, "without figures all counts as used"
+    figures = {"anon": 1500, "file": 8400, "shmem": 400, "inactive_file": 5000, "active_file": 3000}
+    (group / "memory.stat").write_text("".join(f"{prefix}{name} {value}\n" for name, value in figures.items()))
+    assert machine.free_memory("", str(tmp_path)) == 8100, "shared memory stays used"
+    (group / used).write_text("7000\n")  # it was read after some had gone
+    assert machine.free_memory("", str(tmp_path)) == 10000
+
+
+def test_a_machine_that_does_not_tell_what_is_available(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  8000 kB\n\nMemFree:  10 kB\n")
+    assert machine.free_memory(str(tmp_path / "meminfo"), str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(("told", "limit"), [(0, 6 * torch.get_num_threads()), (ALL_BATCH_ROWS, 0), (7, 7)])
+def test_batch_rows_beside_interactive_requests(told: int, limit: int) -> None:
+    memory = Memory(EngineConfig(model_path="", max_running=8, batch_rows_beside=told), PIPELINE)
+    assert memory.limits().batch_rows_beside == limit
