@@ -22,10 +22,9 @@ _OPENAI = "/openai"
 
 
 def path_of(url: str, body: dict[str, Any]) -> str:
-    """The route that a line means. OpenAI's own urls mean its routes, unless the body is of our native one."""
-    if url.startswith("/v1/") and not any(name in body for name in _NATIVE_FIELDS):
-        return _OPENAI + url
-    return url
+    """The route that a line means. Where OpenAI and we have one of that url it is OpenAI's, unless the body is ours."""
+    is_native = url in BY_PATH and any(name in body for name in _NATIVE_FIELDS)
+    return _OPENAI + url if _OPENAI + url in BY_PATH and not is_native else url
 
 
 class BatchTask:

@@ -28,6 +28,7 @@ from bulk.batches.process import Runner
 from bulk.lines import LineWorker, Outcome
 from bulk.records import Record
 from bulk.sidecar import Progress, Sidecar
+from routes.openai.batches import ENDPOINTS
 from test.bulk.runs import fake_service
 from test.serving import Service, wait_for
 
@@ -109,6 +110,15 @@ def test_responses_and_scores_are_answered_too(service: Service) -> None:
     answers = {url: lines_of(client, ended(client, one.id).output_file_id) for url, one in batches.items()}
     assert answers["/v1/responses"]["c"]["response"]["body"]["output"][0]["type"] == "message"
     assert len(answers["/v1/score"]["c"]["response"]["body"]["scores"][0]["candidates"]) == 2
+
+
+@pytest.mark.parametrize("url", ENDPOINTS)
+@pytest.mark.parametrize("field", ["contents", "messages", "nothing"])
+def test_a_line_means_a_route_whatever_its_body_lacks(url: str, field: str) -> None:
+    """So that the route says what is wrong with the body."""
+    path = BatchTask().ask(Record(0, 1, {"url": url, "body": {field: "x"}})).path
+    is_openais = url == "/v1/responses" or (url in ("/v1/chat/completions", "/v1/completions") and field != "contents")
+    assert path == (f"/openai{url}" if is_openais else url)
 
 
 def test_files_are_listed_read_and_deleted(fake: Service) -> None:
