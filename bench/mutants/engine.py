@@ -125,7 +125,7 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_scheduler.py::test_rows_decode_in_the_order_of_their_slots",
             ),
             (
-                "kept = min(wanted, budget // BATCH_PART)",
+                "kept = min(wanted, self._batch_share.prompt_tokens(budget // BATCH_PART))",
                 "kept = 0",
                 "batch prompts starve beside interactive ones",
                 "test/engine/test_fairness.py::test_prompts_of_interactive_rows_are_read_first_and_batch_prompts_get_a_quarter",

@@ -187,7 +187,7 @@ class Scheduler:
         interactive = [sequence for sequence in reading if not sequence.job.is_batch]
         batch = [sequence for sequence in reading if sequence.job.is_batch and not stands_aside]
         wanted = sum(map(self._chunk, batch)) if interactive else 0
-        kept = min(wanted, budget // BATCH_PART)
+        kept = min(wanted, self._batch_share.prompt_tokens(budget // BATCH_PART))
         first = share_out(interactive, budget - kept, self._chunk, self._steps)
         rest = self._batch_share.prompt_tokens(budget - sum(count for _, count in first))
         chunks = [*first, *share_out(batch, rest, self._chunk, self._steps)]

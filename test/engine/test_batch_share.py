@@ -110,6 +110,21 @@ def test_prompts_of_batch_rows_have_all_of_a_short_step_in_which_none_decodes() 
     assert sum(row.num_tokens for row in of_batch(steps.step())) == MOST * TOKENS_PER_ROW
 
 
+def test_an_interactive_prompt_is_read_as_far_as_a_short_steps_batch_prompts_leave_it_room() -> None:
+    steps = Steps()
+    steps.batch(12)
+    steps.step()
+    steps.batch(20, prompt_tokens=1000)
+    chat = steps.chat(prompt_tokens=10_000)
+    both = 0
+    for _ in range(2 * BATCH_PART):
+        rows = steps.step()
+        decoding = sum(row.num_tokens == 1 for row in of_batch(rows))
+        assert sum(row.num_tokens for row in rows) - decoding == 256, "no token of the budget is left"
+        both += {row.sequence for row in rows} > {chat}
+    assert both == 2, "one step in four has batch rows too"
+
+
 def test_a_step_holds_batch_work_however_short_it_is() -> None:
     steps = Steps(most=1)
     bulk = steps.batch(12)
