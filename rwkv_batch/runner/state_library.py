@@ -158,10 +158,10 @@ class StateLibrary:
                 reply(self._add_mixture(call))
                 return
             path = path_within(self._config.models_dir, call.file, "file", ", or send the file") if call.file else None
-        except (PoolError, ServiceError) as error:
+        except (OSError, PoolError, ServiceError) as error:
             reply(_as_service_error(error))
             return
-        half = None if self._folder is None else self._folder / f".{uuid.uuid4().hex}{_KEPT}"
+        half = None if self._folder is None else _half_in(self._folder)
 
         def was_read(found: tuple[TunedTensor, HostTensors]) -> None:
             def finish() -> None:
@@ -181,13 +181,17 @@ class StateLibrary:
             raise NameTaken(f"there is a mixture {call.name!r} already; delete it first, or choose another name")
 
     def _add_mixture(self, call: AddState) -> StateInfo:
-        """Enter a mixture of states that there are. Raises ServiceError, PoolError."""
+        """Enter a mixture of states that there are. Raises ServiceError, PoolError; OSError if it cannot be kept."""
         members = [(name, float(weight)) for name, weight in call.mixture]
         check_members(members, self._pool)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"{call.name}{_MIXTURE}"
-            path.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
+            half = _half_in(self._folder)
+            try:
+                half.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
+                half.replace(self._folder / f"{call.name}{_MIXTURE}")
+            finally:
+                _unlink(half)  # as in _finish
         info = self._infos[call.name] = StateInfo(
             name=call.name,
             mixture=members,
@@ -215,17 +219,20 @@ class StateLibrary:
         """Engine thread: the state is read and written; from here on it is there. Raises PoolError, OSError."""
         try:
             info = self._enter(call.name, state, host, call.file or "sent", half is not None, call.defaults)
-        except PoolError:
-            _unlink(half)
-            raise
-        if half is not None:
-            try:
-                half.replace(half.with_name(f"{call.name}{_KEPT}"))
-            except OSError:
-                self._pool.tuned.remove(call.name)
-                del self._infos[call.name]
-                raise
+            if half is not None:
+                self._keep(half, call.name)
+        finally:
+            _unlink(half)  # it is there no longer if it was kept
         reply(info)
+
+    def _keep(self, half: Path, name: str) -> None:
+        """Give a state's file its name. Raises OSError if that cannot be; then the state is not there either."""
+        try:
+            half.replace(half.with_name(f"{name}{_KEPT}"))
+        except OSError:
+            self._pool.tuned.remove(name)
+            del self._infos[name]
+            raise
 
     def remove(self, name: str) -> StateInfo:
         """Forget a state, here and on disk. Raises ServiceError."""
@@ -275,6 +282,11 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
     except BaseException:
         _unlink(path)
         raise
+
+
+def _half_in(folder: Path) -> Path:
+    """A file to write before it is given its name; the next start deletes it if this process ends meanwhile."""
+    return folder / f".{uuid.uuid4().hex}{_KEPT}"
 
 
 def _unlink(path: Path | None) -> None:

@@ -295,9 +295,13 @@ def test_what_was_loaded_while_serving_is_there_after_a_restart(model: Path, tmp
 def test_a_state_that_cannot_be_kept_is_an_error_and_the_engine_goes_on(model: Path, tmp_path: Path) -> None:
     with engine_with_states(model, str(tmp_path / "s.db"), states=()) as engine:
         (tmp_path / "s.db.states" / "sent.safetensors" / "in the way").mkdir(parents=True)
-        with pytest.raises(ServiceError, match="IsADirectoryError"):
-            call(engine, "state_add", name="sent", file="poet.pth")
+        (tmp_path / "s.db.states" / "duo.mixture.json").mkdir()
+        for name, content in (("sent", {"file": "poet.pth"}), ("duo", {"mixture": (("", 1.0),)})):
+            with pytest.raises(ServiceError, match="IsADirectoryError"):
+                call(engine, "state_add", name=name, **content)
         assert call(engine, "state_list") == []
+        left = {path.name for path in (tmp_path / "s.db.states").iterdir()}
+        assert left == {"sent.safetensors", "duo.mixture.json"}, "nothing half written"
         with pytest.raises(ServiceError, match="no tuned state 'sent'"):
             run(engine, ask("go", state="sent"))
         assert run(engine, ask("go")).texts
