@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -
     try:
         options, rest = parse_options(arguments)
         settings = parse_settings(rest, os.environ)
-        check_settings(options, rest)
+        check_settings(options.url, rest)
         check_body(options)
         set_up_logging("batch", LogStyle(settings.service.log_format, settings.service.log_level))
         backend: Backend = _service(options, settings) if options.url else OwnEngine(with_model(settings))

@@ -195,8 +195,8 @@ def _check(given: argparse.Namespace, plan: Plan) -> None:
         )
 
 
-def check_settings(options: Options, rest: Sequence[str]) -> None:
-    """Raises SettingsError for settings of an engine, where a service answers."""
+def check_settings(url: str, rest: Sequence[str]) -> None:
+    """Raises SettingsError for settings of an engine, where a service at a URL answers."""
     names = [argument.partition("=")[0] for argument in rest if argument.startswith("--")]
-    if options.url and (other := next((name for name in names if name not in _OF_A_SERVICE), None)):
+    if url and (other := next((name for name in names if name not in _OF_A_SERVICE), None)):
         raise SettingsError(f"{other} is a setting of an engine in this process, but --url asks a service; give one")

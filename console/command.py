@@ -19,6 +19,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.patch_stdout import patch_stdout
 
 from bulk.backends.own_engine import OwnEngine
+from bulk.options import check_settings
 from bulk.records import RunError
 from console.answers import Answers, OwnAnswers, ServiceAnswers
 from console.commands import NAMES, Console
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -
     try:
         given, rest = build_parser().parse_known_args(list(arguments))
         settings = parse_settings(rest, os.environ)
+        check_settings(given.url, rest)
         set_up_logging("chat", LogStyle(settings.service.log_format, "warning"))
         console = Console()
         for name, value in given.set:

@@ -15,7 +15,7 @@ from bulk.backends.handlers import ask_handler
 from library.answers import Answers, all_failed, begin
 from library.engine_thread import EngineThread
 from library.errors import LLMError
-from library.outputs import Piece, RequestOutput, Score
+from library.outputs import CompletionOutput, Piece, RequestOutput, Score
 from library.params import SamplingParams
 from library.questions import Asking, Question, of_conversations, of_prompts
 from library.states import State, is_state, root
@@ -143,18 +143,35 @@ def of_conversations_call(engine: EngineThread, conversations: Sequence[Any], as
 
 
 async def prefill(engine: EngineThread, prompt: str | list[int], source: State | None) -> State:
-    """Read a prompt, and keep the state: a turn whose answer ends at once, which leaves no trace."""
-    asking = Asking(SamplingParams(temperature=0, max_tokens=1), source=source or root(engine))
+    """Read a prompt, and keep the state."""
+    _, state = await _read(engine, prompt, source, with_logits=False)
+    return state
+
+
+async def forward(engine: EngineThread, tokens: list[int], source: State | None) -> tuple[bytes, State]:
+    """The same with the logits behind the last token: [V] fp32 in the machine's order."""
+    output, state = await _read(engine, tokens, source, with_logits=True)
+    assert output.logprobs is not None
+    (end,) = output.logprobs
+    return end.logits, state
+
+
+async def _read(
+    engine: EngineThread, prompt: str | list[int], source: State | None, with_logits: bool
+) -> tuple[CompletionOutput, State]:
+    """A turn whose answer ends at once, which leaves no trace, and the state behind it."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0 if with_logits else None)
+    asking = Asking(params, source=source or root(engine))
     (question,) = await of_prompts(engine.context, [prompt], 0, asking)
     sampling = msgspec.structs.replace(question.row.sampling, logit_bias={END_OF_TEXT: _SURELY})
-    question = replace(question, row=msgspec.structs.replace(question.row, sampling=sampling))
+    row = msgspec.structs.replace(question.row, sampling=sampling, tells_logits=with_logits)
+    question = replace(question, row=row)
     answers = await begin(engine.context, [question], 0, None)
     await answers.wait_finished()
     answers.read()
     (output,) = _outputs([answers])
-    state = output.state
-    assert state is not None
-    return state
+    assert output.state is not None
+    return output.outputs[0], output.state
 
 
 async def _answer(engine: EngineThread, path: str, body: dict[str, Any]) -> Any:

@@ -5,13 +5,16 @@ from library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from library import calls
 from library.llm import LLM
 from library.params import SamplingParams
-from library.states import State
+from library.states import State, root
 from rwkv_batch.tokenizer import END_OF_TEXT
+from sampling.told_logits import as_rows, as_tensor, draw_one
 
 WORLD = "rwkv_vocab_v20230424"
 _BAN = -100.0
@@ -52,12 +55,31 @@ class RWKV(LLM):
         known = model.endswith((".pth", ".safetensors"))
         super().__init__(model if known else f"{model}.pth", strategy=strategy, **settings)
 
-    def forward(self, tokens: Any, state: Any, full_output: bool = False) -> NoReturn:
-        """The engine draws where the logits are and gives none away. Raises NotImplementedError."""
-        raise NotImplementedError(
-            "forward gives logits, which the engine does not tell: use generate(…, logprobs=20), score(…), or "
-            "prefill(…) for a state"
-        )
+    def forward(
+        self, tokens: int | Sequence[int], state: State | None = None, full_output: bool = False
+    ) -> tuple[Any, State]:
+        """Read token ids behind `state` (None: behind nothing): the logits behind the last, and the state there.
+
+        Logits: a tensor [V] fp32 in host memory, the caller's own; with `full_output` and several tokens [T, V], which
+        costs a call for each token. `state` is not changed, so it may be used again; it is forgotten with the last
+        reference to it. Raises ValueError, LLMError.
+        """
+        ids = _token_ids(tokens)
+        if state is not None and not isinstance(state, State):
+            raise TypeError(f"state must be what forward or prefill returned, or None, got {type(state).__name__}")
+        if full_output and len(ids) > 1:
+            rows = []
+            for token in ids:
+                logits, state = self.forward(token, state)
+                rows.append(logits)
+            assert state is not None
+            return as_rows(rows), state
+        told, after = self.engine.wait(calls.forward(self.engine, ids, state))
+        return as_tensor(told), after
+
+    def generate_zero_state(self) -> State:
+        """Nothing has been read, as None says it too."""
+        return root(self.engine)
 
 
 class PIPELINE:
@@ -80,6 +102,13 @@ class PIPELINE:
             return self.tokenizer.decode_bytes(x).decode()
         except UnicodeDecodeError:
             return "\ufffd"
+
+    def sample_logits(self, logits: Any, temperature: float = 1.0, top_p: float = 0.85, top_k: int = 0) -> int:
+        """A token drawn from logits [V] of `forward`, as docs/sampling.md says; `torch.manual_seed` decides which.
+
+        temperature or top_p 0: the likeliest. Raises ValueError.
+        """
+        return draw_one(logits, temperature, top_p, int(top_k))
 
     def prefill(self, ctx: str | list[int], state: State | None = None) -> State:
         """What the model has read after `ctx`, for `generate(state=…)`; see LLM.prefill."""
@@ -111,6 +140,14 @@ class PIPELINE:
             raise ValueError("callback is told the text of one prompt: give one ctx, or use LLM.generate(stream=True)")
         texts = [output.outputs[0].text for output in outputs]
         return texts[0] if is_one else texts
+
+
+def _token_ids(tokens: int | Sequence[int]) -> list[int]:
+    """As the package takes them: one, or several."""
+    ids = [operator.index(one) for one in tokens] if isinstance(tokens, Sequence) else [operator.index(tokens)]
+    if not ids:
+        raise ValueError("tokens must have at least one token id, got none")
+    return ids
 
 
 def _params(args: PIPELINE_ARGS, token_count: int) -> SamplingParams:

@@ -88,12 +88,13 @@ async def of_prompts(
     rows = await openai_rows(context, body, texts, stops, "prompts")
     if asking.session_id is not None:
         rows = await as_turn(context, rows, texts[0], asking.session_id, texts[0], "prompts")
+    source = None
     if asking.source is not None:
         (row,) = rows
-        turn = await asking.source.turn(context, row.prompt)
-        rows = [msgspec.structs.replace(row, session=turn)]
+        source = await asking.source.to_go_on_from(context)
+        rows = [msgspec.structs.replace(row, session=source.turn(row.prompt))]
     pairs = zip(rows, texts, strict=True)
-    return [Question(row, text if isinstance(text, str) else None, source=asking.source) for row, text in pairs]
+    return [Question(row, text if isinstance(text, str) else None, source=source) for row, text in pairs]
 
 
 async def of_conversations(

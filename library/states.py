@@ -1,17 +1,25 @@
-"""States as values: what has been read so far, to go on from any number of times. Built on the engine's sessions."""
+"""States as values: what has been read so far, to go on from any number of times. Built on the engine's sessions.
+
+What nobody has any more is deleted from the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
+import weakref
 from pathlib import Path
 
 from library.engine_thread import EngineThread
+from library.errors import LLMError
 from routes.context import Context
 from routes.response.event_stream import ask
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession
 from rwkv_batch.request import Finish, SessionTurn
 
+_NOTHING = 0
+"""The dialogue in which nothing was read; the engine keeps none."""
 _PREFIX = "library-state-"
 
 
@@ -28,13 +36,26 @@ def is_state(session_id: str) -> bool:
 class State:
     """What a model has read: immutable, so that it needs no copy to be gone on from twice. Its engine keeps it.
 
-    It is a dialogue, which branches at no cost, or, come from a file, a session, which is copied for every use.
+    It is a dialogue, which branches at no cost, or, come from a file, a session, which is copied for every use. The
+    engine keeps it for as long as the program has this object.
     """
 
     def __init__(self, engine: EngineThread, session_id: str, dialogue: int | None) -> None:
         self._engine = engine
         self._session_id = session_id
         self._dialogue = dialogue
+        self._name = session_id if dialogue is None else f"{session_id}:{dialogue}"
+        self._end = weakref.finalize(self, _forget, engine, self._name)
+        self._end.atexit = False
+        if dialogue == _NOTHING:
+            self._end.detach()
+
+    def __copy__(self) -> State:
+        """Itself: nothing changes it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> State:
+        return self
 
     @classmethod
     async def load(cls, engine: EngineThread, path: str | Path) -> State:
@@ -50,23 +71,26 @@ class State:
 
     def delete(self) -> None:
         """Forget it; states that went on from it stay. All end with their engine. Raises LLMError."""
-        name = self._session_id if self._dialogue is None else f"{self._session_id}:{self._dialogue}"
-        self._engine.wait(ask(self._engine.context, DeleteSessions(name)))
+        self._engine.wait(ask(self._engine.context, DeleteSessions(self._name)))
+        self._end.detach()
 
-    async def turn(self, context: Context, prompt: list[int]) -> SessionTurn:
-        """The turn that reads `prompt` (token ids) behind it and leaves it as it was. Raises ServiceError."""
+    async def to_go_on_from(self, context: Context) -> State:
+        """Itself, or the copy that one turn uses up. Raises ServiceError."""
         if context is not self._engine.context:
             raise ValueError("a state belongs to the LLM that made it: save it, and load it into the other one")
         if self._dialogue is not None:
-            return SessionTurn(session_id=self._session_id, resume_prompt=prompt, branch_from=self._dialogue)
-        copy = new_name()
-        await ask(context, ImportSession(copy, await self._content()))
-        return SessionTurn(session_id=copy, resume_prompt=prompt)
+            return self
+        copy = State(self._engine, new_name(), None)
+        await ask(context, ImportSession(copy._session_id, await self._content()))
+        return copy
+
+    def turn(self, prompt: list[int]) -> SessionTurn:
+        """The turn that reads `prompt` (token ids) behind it; of what `to_go_on_from` gave."""
+        return SessionTurn(session_id=self._session_id, resume_prompt=prompt, branch_from=self._dialogue)
 
     def after(self, finish: Finish) -> State:
-        """The state that a turn from this one has led to."""
-        assert finish.session_id is not None
-        return State(self._engine, finish.session_id, finish.dialogue_idx)
+        """The state that this turn has led to."""
+        return self if self._dialogue is None else State(self._engine, self._session_id, finish.dialogue_idx)
 
     async def _content(self) -> bytes:
         return await ask(self._engine.context, ExportSession(self._session_id, self._dialogue))
@@ -74,4 +98,10 @@ class State:
 
 def root(engine: EngineThread) -> State:
     """Nothing has been read."""
-    return State(engine, new_name(), 0)
+    return State(engine, new_name(), _NOTHING)
+
+
+def _forget(engine: EngineThread, name: str) -> None:
+    """Nobody has a state any more. Comes on any thread, wherever Python happens to be, so it waits for nothing."""
+    with contextlib.suppress(LLMError):  # the engine has ended, and its states with it
+        engine.begin(ask(engine.context, DeleteSessions(name)))

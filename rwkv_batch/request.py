@@ -77,6 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that may follow the prompt, each in a row of its own, instead of `n`; they share its prefill."""
     prompt_logprobs: PromptLogprobs | None = None
     """Of the prompt and of what `candidates` add to it."""
+    tells_logits: bool = False
+    """Whether the `TokenLogprob` of each token drawn, where `sampling.top_logprobs` asks for any, has the logits."""
     session: SessionTurn | None = None
     resumed: Resumed | None = None
     """Its prompt is read with what was drawn behind it. Beside it the request is for one row."""
@@ -200,6 +202,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: bytes
     logprob: float
     top: list[tuple[bytes, float]]
+    logits: bytes = b""
+    """Of the whole vocabulary, [V] fp32, as the model gave them: see `GenerateRequest.tells_logits`."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

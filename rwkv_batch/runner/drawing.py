@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,8 @@ class Drawn:
     copy: HostCopy
     """token ids [n] int64, and log-probabilities (`Logprobs`) where there are any"""
     with_logprobs: bool = False
+    logits: HostCopy | None = None
+    """[t, V] fp32, of the members that tell them (`GenerateRequest.tells_logits`), in order"""
     places: list[int] | None = None
     """where the members' tokens stand among them; None: there is nothing else"""
 
@@ -210,13 +212,16 @@ class Drawing:
         for name, numbers in groups.items():
             picked = _rows(logits, [places[number] for number in numbers])
             allowed = None if masks is None else _rows(masks, numbers)
-            seats = [step.drawing[members[number]].sequence.seat for number in numbers]
+            sequences = [step.drawing[members[number]].sequence for number in numbers]
+            seats = [sequence.seat for sequence in sequences]
+            told = _told_logits(picked, sequences)
             sampled = self.sampler(name).sample(picked, seats, allowed)
             step.tokens_sent = last_tokens.remember(seats, sampled.token_ids)
             logprobs = sampled.logprobs
             rest = (logprobs.chosen, logprobs.top_ids, logprobs.top) if logprobs is not None else ()
             drawn = [members[number] for number in numbers]
-            step.draws.append(Drawn(drawn, HostCopy(sampled.token_ids, *rest), with_logprobs=logprobs is not None))
+            copy = HostCopy(sampled.token_ids, *rest)
+            step.draws.append(Drawn(drawn, copy, with_logprobs=logprobs is not None, logits=told))
 
     def read(self, step: Launched) -> list[TokenDrawn]:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
@@ -228,14 +233,19 @@ class Drawing:
                 tokens = [tokens[place] for place in part.places]
             results: list[TokenDrawn] = [(token, None) for token in tokens]
             if part.with_logprobs:
-                results = self._with_logprobs([step.drawing[i] for i in part.members], tokens, Logprobs(*logprobs))
+                told = iter(()) if part.logits is None else iter(part.logits.read()[0])
+                rows = [step.drawing[i] for i in part.members]
+                results = self._with_logprobs(rows, tokens, Logprobs(*logprobs), told)
             if len(results) == len(drawn):
                 return results
             for i, entry in zip(part.members, results, strict=True):
                 drawn[i] = entry
         return drawn
 
-    def _with_logprobs(self, rows: list[ScheduledRow], tokens: list[int], logprobs: Logprobs) -> list[TokenDrawn]:
+    def _with_logprobs(
+        self, rows: list[ScheduledRow], tokens: list[int], logprobs: Logprobs, told: Iterator[Tensor]
+    ) -> list[TokenDrawn]:
+        """The tokens of rows with what they tell of them; `told`: logits [V] fp32 of each that tells those."""
         table = self._byte_table
         chosen, ids, top = logprobs.chosen.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist()
         results: list[TokenDrawn] = []
@@ -247,7 +257,8 @@ class Drawing:
             rivals = [(table[j], value) for j, value in zip(ids[i][:wanted], top[i][:wanted], strict=True)]
             if row.sequence.matcher is not None:  # what the grammar forbids is no rival
                 rivals = [(rival, value) for rival, value in rivals if value > -math.inf]
-            results.append((token, TokenLogprob(table[token], chosen[i], rivals)))
+            all_of_them = next(told).numpy().tobytes() if row.sequence.request.tells_logits else b""
+            results.append((token, TokenLogprob(table[token], chosen[i], rivals, all_of_them)))
         return results
 
 
@@ -257,6 +268,13 @@ def parted(drawing: list[ScheduledRow]) -> tuple[list[int], list[int]]:
     if not held:
         return list(range(len(drawing))), []
     return [i for i, row in enumerate(drawing) if row.sequence.matcher is None], held
+
+
+def _told_logits(logits: Tensor, sequences: list[Sequence]) -> HostCopy | None:
+    """Those of the sequences that tell them, of logits [R, V] fp32, before a sampler overwrites them."""
+    requests = enumerate(sequence.request for sequence in sequences)
+    rows = [row for row, asked in requests if asked.tells_logits and asked.sampling.top_logprobs is not None]
+    return HostCopy(logits[on_device(rows, torch.int64, logits.device)].float()) if rows else None
 
 
 def _rows(tensor: Tensor, rows: list[int]) -> Tensor:

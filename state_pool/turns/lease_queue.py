@@ -178,9 +178,10 @@ def other_origin(session: Session, asked: Origin | None) -> OtherOrigin | None:
         return OtherOrigin(f"session {shown!r} began with a mixture of {began.name}; name these states, in this order")
     if asked is None or (began is not None and began.digest == asked.digest):
         return None
-    what = "the empty state" if began is None else f"the tuned state {began.name!r} (digest {began.digest})"
     given = f"a mixture of {asked.name}" if is_mixture(asked) else repr(asked.name)
-    return OtherOrigin(
-        f"session {shown!r} began with {what}, not with {given}; leave `state` out to continue it, "
-        "or begin another session"
-    )
+    remedy = "leave `state` out to continue it, or begin another session"
+    if began is None:
+        known = "it began with the empty state, or was imported from a file, which does not say"
+        return OtherOrigin(f"session {shown!r} is not known to have begun with {given}: {known}; {remedy}")
+    what = f"the tuned state {began.name!r} (digest {began.digest})"
+    return OtherOrigin(f"session {shown!r} began with {what}, not with {given}; {remedy}")

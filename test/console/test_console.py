@@ -198,6 +198,13 @@ def test_nobody_there_is_said(fake: Service) -> None:
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
 
 
+def test_a_service_takes_no_flags_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--model-path", "m.pth"], ["--dtype=fp32"], ["--log-level", "debug", "--max-running", "4"]):
+        assert main(["chat", "--url", "http://127.0.0.1:1", *flags]) == 2
+        named = next(flag.partition("=")[0] for flag in flags if flag.startswith("--") and flag != "--log-level")
+        assert f"{named} is a setting of an engine in this process, but --url" in capsys.readouterr().err
+
+
 def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = iter(["Hi", "And now?", "/set max_tokens 0"])
     console = Console()

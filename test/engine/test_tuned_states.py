@@ -160,7 +160,12 @@ def test_dialogues_begin_from_the_state(engine: Engine) -> None:
 def test_another_state_than_the_session_began_with_is_refused(engine: Engine) -> None:
     run(engine, turn("plain", "hello"))
     run(engine, turn("tuned", "hello", state="poet"))
-    for session, state, why in (("plain", "poet", "the empty state"), ("tuned", "pirate", "the tuned state 'poet'")):
+    call(engine, "session_import", session_id="brought", content=call(engine, "session_export", session_id="tuned"))
+    for session, state, why in (
+        ("plain", "poet", "the empty state"),
+        ("brought", "poet", "not known to have begun with 'poet': .* imported from a file, which does not say"),
+        ("tuned", "pirate", "the tuned state 'poet'"),
+    ):
         with pytest.raises(ServiceError, match=why) as refused:
             run(engine, turn(session, " more", state=state))
         assert refused.value.info.kind is ErrorKind.INVALID_FIELD and refused.value.info.field == "state"
