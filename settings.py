@@ -23,6 +23,7 @@ from rwkv_batch.config import ALL_BATCH_ROWS, STATE_NAME, EngineConfig
 from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.config import PoolConfig
+from state_pool.database_address import SCHEMES, parse_server_address
 
 Section = type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
 
@@ -156,8 +157,13 @@ def _devices(text: str) -> tuple[str, ...]:
 
 
 def _database(text: str) -> str:
-    """A file's path: SQLite would make its lock beside a directory of that name, and then fail."""
-    if text and Path(text).is_dir():
+    """A server's address, or a file: SQLite would make its lock beside a directory of that name, and then fail."""
+    if text.startswith(SCHEMES):
+        try:
+            parse_server_address(text)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+    elif text and Path(text).is_dir():
         raise SettingsError(f"must be a file, but {text} is a directory; give a file in it, like {text}/sessions.db")
     return text
 

@@ -6,6 +6,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from state_pool.database_address import SCHEMES, parse_server_address
+
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the three tiers and of the prefix cache."""
@@ -61,7 +63,12 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def on_server(self) -> bool:
         """Whether the database is a server's and no file."""
-        return self.state_db.startswith(("postgresql://", "postgres://"))
+        return self.state_db.startswith(SCHEMES)
+
+    @property
+    def database_shown(self) -> str:
+        """What the database is called in messages, nothing secret; "": there is none. Raises ValueError."""
+        return parse_server_address(self.state_db).shown if self.on_server else self.state_db
 
     @property
     def files_stem(self) -> str:

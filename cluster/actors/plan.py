@@ -43,10 +43,7 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def serves(self) -> str:
         """What all machines of the service must mean: the model, and where sessions are kept."""
-        from state_pool.disk.postgres import shown  # which loads the client of the server's
-
-        database = self.config.pool.state_db
-        return f"{self.config.model_path} (sessions in {shown(database) if database else 'memory'})"
+        return f"{self.config.model_path} (sessions in {self.config.pool.database_shown or 'memory'})"
 
     def devices_of(self, number: int) -> tuple[str, ...]:
         """Of the engine of that number."""

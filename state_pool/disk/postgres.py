@@ -14,9 +14,9 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from state_pool.config import PoolConfig
+from state_pool.database_address import ServerAddress, parse_server_address
 from state_pool.disk import state_store
 from state_pool.disk.migrations import MIGRATIONS
 from state_pool.disk.state_store import ServerAway
@@ -42,11 +42,12 @@ _LIMITS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout =
 _TABLES = ("sessions", "turns", "states", "state_chunks")
 
 
-def shown(address: str) -> str:
-    """The address without what is secret in it."""
-    parts = urlsplit(address)
-    place = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{place}{parts.path}" + (f"#{parts.fragment}" if parts.fragment else "")
+def _address_of(config: PoolConfig) -> ServerAddress:
+    """Raises DatabaseUnusable."""
+    try:
+        return parse_server_address(config.state_db)
+    except ValueError as error:
+        raise DatabaseUnusable(f"session database: --state-db {error}") from None
 
 
 def engine_name(service: str, engine: str) -> str:
@@ -61,15 +62,16 @@ class PostgresStore:
     is_first = False
 
     def __init__(self, config: PoolConfig) -> None:
-        self._address = config.state_db
-        self.name = shown(config.state_db)
+        """Raises DatabaseUnusable."""
+        self._address = _address_of(config)
+        self.name = self._address.shown
         self.engine = engine_name(config.service, config.engine)
         self._measured = (0, 0.0)
 
     def open_writer(self) -> state_store.Connection:
         """See `StateStore`."""
         connection = Connection(self._address)
-        migrate(connection, self._address)
+        migrate(connection, self.name)
         return connection
 
     def open_reader(self) -> state_store.Connection:
@@ -104,15 +106,14 @@ class PostgresStore:
 class Connection:
     """Looks like SQLite's to the statements of this room. One thread at a time."""
 
-    def __init__(self, address: str, *, reads_only: bool = False) -> None:
+    def __init__(self, address: ServerAddress, *, reads_only: bool = False) -> None:
         """Raises DatabaseUnusable, ServerAway."""
         if psycopg is None:
             raise DatabaseUnusable(
-                f"session database {shown(address)}: PostgreSQL needs psycopg; pip install -r requirements-cluster.txt"
+                f"session database {address.shown}: PostgreSQL needs psycopg; pip install -r requirements-cluster.txt"
             )
-        parts = urlsplit(address)
-        self._schema = f"rwkv_{parts.fragment}" if parts.fragment else ""
-        self._address = address.partition("#")[0]
+        self._schema = f"rwkv_{address.schema}" if address.schema else ""
+        self._address = address
         self._reads_only = reads_only
         self._connection: Any = None
         self._connect()
@@ -121,7 +122,7 @@ class Connection:
         self.close()
         try:
             connection = psycopg.connect(
-                self._address,
+                self._address.given,
                 autocommit=True,
                 connect_timeout=CONNECT_S,
                 prepare_threshold=2,
@@ -131,6 +132,11 @@ class Connection:
                 tcp_user_timeout=8000,
                 application_name="rwkv-batch",
             )
+        except psycopg.ProgrammingError:  # its message repeats the password, or a piece of it
+            raise DatabaseUnusable(
+                f"session database {self._address.shown}: PostgreSQL does not understand the user, the password or the "
+                "options of this address; write what is no letter or digit in them as %XX"
+            ) from None
         except (psycopg.Error, OSError) as error:
             raise ServerAway(str(error).strip()) from None
         self._connection = connection
@@ -196,7 +202,7 @@ def _value(parameter: Any) -> Any:
     return bytes(parameter) if isinstance(parameter, memoryview) else parameter
 
 
-def migrate(connection: Connection, address: str) -> None:
+def migrate(connection: Connection, shown: str) -> None:
     """Bring the tables to this program's schema, one engine at a time. Raises DatabaseUnusable for a newer one."""
     connection.execute("BEGIN")
     connection.execute("SELECT pg_advisory_xact_lock(7294)")
@@ -208,7 +214,7 @@ def migrate(connection: Connection, address: str) -> None:
     if found > len(MIGRATIONS):
         connection.execute("ROLLBACK")
         raise DatabaseUnusable(
-            f"session database {shown(address)} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
+            f"session database {shown} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
             "start the newer version, or name another database with --state-db"
         )
     for version, (name, statements) in enumerate(MIGRATIONS[found:], found + 1):

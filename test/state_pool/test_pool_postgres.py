@@ -14,6 +14,7 @@ import pytest
 
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind
+from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
 from state_pool.disk import writer
 from state_pool.disk.database import open_writer
@@ -255,7 +256,7 @@ def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
 def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
     address = postgres.database()
     opened(tmp_path, address).pool.close()
-    theirs = adapter.Connection(address)
+    theirs = adapter.Connection(parse_server_address(address))
     columns = theirs.execute(
         "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
     ).fetchall()

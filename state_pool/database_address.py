@@ -1,0 +1,38 @@
+"""How a PostgreSQL server's database is named: postgresql://[USER[:PASSWORD]@]HOST[:PORT]/NAME[?OPTIONS][#SCHEMA]."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SCHEMES = ("postgresql://", "postgres://")
+_HOST = r"(?:\[[^\]@/?#]*\]|[^\[\]:,@/?#]*)(?::\d*)?"
+_ADDRESS = re.compile(
+    rf"(?P<scheme>postgres(?:ql)?://)(?:[^@/#]*@)?(?P<place>{_HOST}(?:,{_HOST})*(?:/[^?#@]*)?)"
+    r"(?:\?[^#]*)?(?:#(?P<schema>[^@]*))?"
+)
+"""As libpq reads it; an @ where none may be is one of a password whose characters are not written %XX."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A server's database, and the schema in it."""
+
+    given: str
+    """What the driver is given, with what is secret in it."""
+    schema: str
+    shown: str
+    """What it is called in messages: without user, password and options."""
+
+
+def parse_server_address(address: str) -> ServerAddress:
+    """Raises ValueError with what is wrong; the message repeats nothing of the address, which may be secret."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None:
+        raise ValueError(
+            "must be postgresql://USER:PASSWORD@HOST:PORT/NAME#SCHEMA, of which all but the host may be left out; "
+            "write / @ # ? : and % in a name or password as %2F %40 %23 %3F %3A and %25"
+        )
+    schema = found["schema"] or ""
+    shown = found["scheme"] + found["place"] + (f"#{schema}" if schema else "")
+    return ServerAddress(address.partition("#")[0], schema, shown)

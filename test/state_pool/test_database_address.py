@@ -1,0 +1,62 @@
+"""Addresses of PostgreSQL's databases: what is read of them, and that nothing secret is told of one that is wrong."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+from settings import SettingsError, parse_settings
+from state_pool.database_address import parse_server_address
+from state_pool.disk import postgres as adapter
+from state_pool.errors import DatabaseUnusable
+from test.pool_fakes import config_in
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("postgresql://u:secret@host/db", "postgresql://host/db"),
+        ("postgres://u:s?cret@[::1]:5432,other:5433/db#one", "postgres://[::1]:5432,other:5433/db#one"),
+        ("postgresql://u:secret@/db?host=@socket&sslpassword=secret", "postgresql:///db"),
+        ("postgresql://h/db?password=secret#s", "postgresql://h/db#s"),
+        ("postgresql://", "postgresql://"),
+    ],
+)
+def test_what_is_shown_of_an_address(given: str, shown: str) -> None:
+    address = parse_server_address(given)
+    assert address.shown == shown
+    assert address.given == given.partition("#")[0]
+
+
+WRONG = [
+    "postgresql://u:secret@[::1/db",
+    "postgresql://u:sec/ret@h/db",
+    "postgresql://u:sec#ret@h/db",
+    "postgresql://u:sec@ret@h/db",
+    "postgresql://u:sec/re?t@h/db#s@t",
+    "postgresql://u:secret",
+    "postgresql://u:secret@h:port/db",
+]
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_an_address_that_is_wrong_is_refused_and_not_repeated(given: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--state-db must be postgresql://") as refused:
+        parse_settings(["--state-db", given], {})
+    with pytest.raises(DatabaseUnusable, match="--state-db must be postgresql://") as unusable:
+        adapter.PostgresStore(config_in(tmp_path, state_db=given))
+    for told in (refused.value, unusable.value):
+        assert not any(piece in "".join(traceback.format_exception(told)) for piece in ("u:sec", "ret@", "h/db"))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("given", ["postgresql://u:sec%ret@nowhere/db", "postgresql://nowhere/db?secret"])
+def test_what_the_driver_says_of_an_address_is_not_repeated(given: str, tmp_path: Path) -> None:
+    if adapter.psycopg is None:
+        pytest.skip("psycopg cannot be found")
+    store = adapter.PostgresStore(config_in(tmp_path, state_db=given))
+    with pytest.raises(DatabaseUnusable, match=r"postgresql://nowhere/db: .*as %XX") as refused:
+        store.open_writer()
+    assert "sec" not in str(refused.value) and refused.value.__cause__ is None
