@@ -5,9 +5,19 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from state_pool.disk.state_store import Connection
 from state_pool.disk.thread import PoolThread
+
+
+class Moved(NamedTuple):
+    """What came of a move."""
+
+    whole: bool
+    """Whether all of the log that was there is in the file, and so survives a loss of power."""
+    error: str | None = None
+    """Why it failed; None too when it is not whole only because somebody reads what was there before."""
 
 
 class WalMover:
@@ -21,8 +31,8 @@ class WalMover:
         self, connection: sqlite3.Connection, on_done: Callable[[], None], on_death: Callable[[], None]
     ) -> None:
         self.busy = False
-        self.error: str | None = None
-        """Why the last move failed."""
+        self.last = Moved(False)
+        """What came of the last move."""
         self._connection = connection
         self._on_done = on_done
         self._wanted = threading.Semaphore(0)
@@ -50,16 +60,16 @@ class WalMover:
             self._wanted.acquire()
             if self._stopping:
                 break
-            self.error = move(self._connection)
+            self.last = move(self._connection)
             self.busy = False
             self._on_done()
         self._connection.close()
 
 
-def move(connection: Connection) -> str | None:
-    """Move what can be moved without waiting for anybody; returns what went wrong."""
+def move(connection: Connection) -> Moved:
+    """Move what can be moved without waiting for anybody."""
     try:
-        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        busy, pages, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     except sqlite3.Error as error:
-        return f"the write-ahead log cannot be moved into the database: {error}"
-    return None
+        return Moved(False, f"the write-ahead log cannot be moved into the database: {error}")
+    return Moved(not busy and moved == pages)

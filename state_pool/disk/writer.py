@@ -185,8 +185,8 @@ class Writer:
             self._leave(self.member)
         if self._mover is not None:
             self._mover.close()
-            move(self._connection)
-        self._delete_objects([*self._synced, *self._replaced])
+            if move(self._connection).whole:  # else they are left to a sweep
+                self._delete_objects([*self._synced, *self._replaced])
         self._connection.close()
 
     @property
@@ -434,10 +434,13 @@ class Writer:
             return
         if self._rest_to_move:
             self._rest_to_move = False
-            error = self._mover.error or move(self._connection)
-            self.stats.degraded = error or self.stats.degraded
-            if error is None:
+            mover = self._mover.last
+            rest = mover if mover.error else move(self._connection)
+            self.stats.degraded = rest.error or self.stats.degraded
+            if mover.whole or rest.whole:
                 self._delete_objects(self._synced)
+            elif self._synced:
+                self._wal_bytes = max(1, self._wal_bytes)  # it is tried again when nothing else is to do
         elif not self._mover.busy and self._wal_bytes > (0 if idle else WAL_BYTES):
             self._wal_bytes = 0
             self._synced += self._replaced

@@ -14,11 +14,12 @@ import pytest
 
 from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.codec import checksum_of
-from state_pool.disk import checkpoint_objects, s3
+from state_pool.disk import checkpoint_objects, s3, wal, writer
 from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
 from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway
 from state_pool.disk.folder import FolderStore
 from state_pool.disk.operations import ObjectPlace, StoredObject
+from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
 from test.object_server import KEY, SECRET
@@ -245,6 +246,28 @@ def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring
     one.settle()
     assert len(stored_keys(one)) == 2
     writer._moved()
+    one.until(lambda: len(stored_keys(one)) == 1)
+
+
+def test_an_object_that_is_replaced_stays_while_a_reader_keeps_its_commit_from_being_synced(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, moves, move = engines(), [], wal.move
+    one.turn("s", [1])
+    one.settle()
+
+    def counted(connection: Connection) -> object:
+        moves.append(connection)
+        return move(connection)
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM sessions").fetchone()
+        one.turn("s", [2])
+        for module in (wal, writer):
+            monkeypatch.setattr(module, "move", counted)
+        one.until(lambda: len(moves) >= 3)
+        assert len(stored_keys(one)) == 2
     one.until(lambda: len(stored_keys(one)) == 1)
 
 
