@@ -13,7 +13,7 @@ KEY, SECRET = "AKIDEXAMPLE", "topsecretkey"
 
 def missing() -> str | None:
     """Why there can be no server here."""
-    absent = [name for name in ("moto", "flask", "obstore") if find_spec(name) is None]
+    absent = [name for name in ("moto", "flask", "flask_cors", "obstore") if find_spec(name) is None]
     return f"{' and '.join(absent)} cannot be found" if absent else None
 
 

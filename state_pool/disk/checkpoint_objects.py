@@ -169,13 +169,15 @@ class CheckpointObjects:
             logger.warning("%s: objects that nothing names are looked for later", self._noted(error))
             batch = None
         if batch is None:
-            self._sweeping = None
+            self._end_sweep()
             return
         old = {listed.key for listed in batch if listed.age_s > ORPHAN_AGE_S} - {f"{self._home}/{_MARKER}"}
 
         def told(used: set[str] | None) -> None:
-            if used is not None:
-                self._cleaner.submit(lambda: self._delete_orphans(sorted(old - used)))
+            if used is None:  # a later sweep begins anew: each further question would wait for the server again
+                self._cleaner.submit(self._end_sweep)
+                return
+            self._cleaner.submit(lambda: self._delete_orphans(sorted(old - used)))
             self._cleaner.submit(lambda: self._sweep(which_used))
 
         states = sorted({state for key in old if (state := _state_of(key)) is not None})
@@ -183,6 +185,9 @@ class CheckpointObjects:
             which_used(states, told)
         else:
             told(set())
+
+    def _end_sweep(self) -> None:
+        self._sweeping = None
 
     def _delete_orphans(self, keys: list[str]) -> None:
         before = self.stats.deletes

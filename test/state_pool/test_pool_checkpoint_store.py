@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.codec import checksum_of
-from state_pool.disk import checkpoint_objects, s3, wal, writer
+from state_pool.disk import checkpoint_objects, reader, s3, wal, writer
 from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
 from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway
 from state_pool.disk.folder import FolderStore
 from state_pool.disk.operations import ObjectPlace, StoredObject
-from state_pool.disk.state_store import Connection
+from state_pool.disk.state_store import Connection, ServerAway
 from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
 from test.object_server import KEY, SECRET
@@ -120,6 +119,34 @@ def test_what_no_row_names_is_swept_when_it_is_old(
     three.until(lambda: objects_of(three).stats.orphans == 3 and objects_of(three)._sweeping is None)
     assert stored_keys(three) == named_keys(tmp_path)
     assert np.array_equal(three.state("s"), state_of([1]))
+
+
+def test_a_sweep_ends_where_the_database_cannot_be_asked(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each further question would hold the reader up for as long as a server that is away is looked for."""
+    one = engines()
+    one.turn("s", [1])
+    objects = objects_of(one)
+    for number in range(6):
+        objects._store.put(f"{objects._home}/{number:016x}-left", b"by a crash")
+    monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
+    monkeypatch.setattr("state_pool.disk.folder.BATCH", 2)
+    asked: list[list[int]] = []
+
+    def is_away(connection: Connection, states: list[int]) -> set[str]:
+        asked.append(states)
+        raise ServerAway("there is nobody")
+
+    monkeypatch.setattr(reader, "keys_used", is_away)
+    two = restarted(one, engines)
+    two.until(lambda: bool(asked) and objects_of(two)._sweeping is None)
+    assert len(asked) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
+    three = restarted(two, engines)
+    three.until(lambda: objects_of(three).stats.orphans == 6 and objects_of(three)._sweeping is None)
+    assert stored_keys(three) == named_keys(tmp_path)
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged"])
@@ -260,9 +287,9 @@ def test_an_object_that_is_replaced_stays_while_a_reader_keeps_its_commit_from_b
         moves.append(connection)
         return move(connection)
 
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT count(*) FROM sessions").fetchone()
+    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
+        other.execute("BEGIN")
+        other.execute("SELECT count(*) FROM sessions").fetchone()
         one.turn("s", [2])
         for module in (wal, writer):
             monkeypatch.setattr(module, "move", counted)
@@ -358,22 +385,3 @@ def test_a_bucket_whose_server_is_away_is_told_and_no_key_with_it(
     monkeypatch.setattr(s3, "obstore", None)
     with pytest.raises(DatabaseUnusable, match="requirements-cluster"):
         open_checkpoint_store(address)
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ("/shared/folder", "must be file:///"),
-        ("file://shared/folder", "three slashes"),
-        ("file:relative", "three slashes"),
-        ("s3:///prefix", "the bucket's name"),
-        ("s3://key:secret@bucket/x", "AWS_SECRET_ACCESS_KEY"),
-        ("s3://bucket/x?endpont=http://h", "knows no 'endpont'"),
-        ("s3://bucket/x?endpoint=h:9000", "http:// or https://"),
-        ("s3://bucket/x?endpoint=http://key:secret@h", "without a password"),
-    ],
-)
-def test_addresses_that_name_no_store(given: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why) as refused:
-        parse_checkpoint_address(given)
-    assert "secret@" not in str(refused.value)

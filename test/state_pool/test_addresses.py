@@ -1,4 +1,4 @@
-"""Addresses of PostgreSQL's databases: what is read of them, and that nothing secret is told of one that is wrong."""
+"""Addresses of databases and checkpoint stores: what is read of them, and that nothing secret is told of a wrong one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from settings import SettingsError, parse_settings
+from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
 from state_pool.errors import DatabaseUnusable
@@ -60,3 +61,22 @@ def test_what_the_driver_says_of_an_address_is_not_repeated(given: str, tmp_path
     with pytest.raises(DatabaseUnusable, match=r"postgresql://nowhere/db: .*as %XX") as refused:
         store.open_writer()
     assert "sec" not in str(refused.value) and refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("/shared/folder", "must be file:///"),
+        ("file://shared/folder", "three slashes"),
+        ("file:relative", "three slashes"),
+        ("s3:///prefix", "the bucket's name"),
+        ("s3://key:secret@bucket/x", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/x?endpont=http://h", "knows no 'endpont'"),
+        ("s3://bucket/x?endpoint=h:9000", "http:// or https://"),
+        ("s3://bucket/x?endpoint=http://key:secret@h", "without a password"),
+    ],
+)
+def test_addresses_that_name_no_store(given: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        parse_checkpoint_address(given)
+    assert "secret@" not in str(refused.value)
