@@ -8,8 +8,8 @@ is an object that no row names: one that is older than an hour is deleted by a s
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from state_pool.disk.membership import begin_among_others
 from state_pool.disk.operations import ObjectPlace, StoredObject
 from state_pool.disk.state_store import Connection
 from state_pool.disk.thread import PoolThread
+from state_pool.disk.transfers import LOOK_S, PATIENCE_S, Once, Workers
 from state_pool.errors import DatabaseUnusable
 
 logger = logging.getLogger(__name__)
@@ -73,23 +74,33 @@ class CheckpointObjects:
         self.name = store.name
         self._store = store
         self._home = home
-        self._transfers = _Workers("state-pool-objects", threads, on_death)
-        self._cleaner = _Workers("state-pool-object-cleaner", 1, on_death)
+        self._transfers = Workers("state-pool-objects", threads, on_death)
+        self._cleaner = Workers("state-pool-object-cleaner", 1, on_death)
         self._sweeping: Iterator[list[Listed]] | None = None
+        self._closing = threading.Event()
+        self._watch = PoolThread("state-pool-object-watch", self._look_for_hung, on_death)
 
     @property
     def failure(self) -> str | None:
         """Why one of the threads is gone."""
-        return self._transfers.failure or self._cleaner.failure
+        return self._transfers.failure or self._cleaner.failure or self._watch.failure
 
     def put(self, state: int, session: int, host: HostState, order: Sequence[str], done: OnPut) -> None:
         """Put a state's bytes under a new name; bounded by the writer, which has so many states under way."""
         key = f"{self._home}/{state:0{_STATE_DIGITS}x}-{secrets.token_hex(8)}"
-        self._transfers.submit(lambda: done(self._try_put(key, state, session, host, order)))
+        tell: Once[StoredObject | Exception] = Once(done)
+
+        def work() -> None:
+            outcome = self._try_put(key, state, session, host, order)
+            if not tell(outcome) and isinstance(outcome, StoredObject):
+                self.delete(key)
+
+        self._transfers.submit(work, lambda: tell(self._hung()))
 
     def get(self, place: ObjectPlace, done: OnFetched) -> None:
         """Fetch and verify a state; bounded by the pool, which loads so many sessions at once."""
-        self._transfers.submit(lambda: done(self._try_get(place)))
+        tell: Once[dict[str, bytes] | Exception] = Once(done)
+        self._transfers.submit(lambda: tell(self._try_get(place)), lambda: tell(self._hung()))
 
     def delete(self, key: str) -> None:
         """Delete an object that no row names any more."""
@@ -103,23 +114,35 @@ class CheckpointObjects:
             self._cleaner.submit(lambda: self._sweep(which_used))
 
     def close(self) -> None:
-        """Finish what was asked, end the threads. Blocks."""
+        """Finish what was asked, end the threads; those that a store holds for ever are left. Blocks."""
         self._transfers.close()
         self._cleaner.close()
+        self._closing.set()
+        self._watch.join()
+
+    def _look_for_hung(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            self._transfers.give_up_hung()
+
+    def _hung(self) -> Exception:
+        return self._noted(
+            CheckpointStoreAway(f"it has not answered for {PATIENCE_S:g} s; see to its server, or the folder's mount")
+        )
 
     def _try_put(
         self, key: str, state: int, session: int, host: HostState, order: Sequence[str]
     ) -> StoredObject | Exception:
         try:
             pieces = list(chunks_of(host.parts(), order))
-            data = b"".join(pieces)
+            data, checksum = b"".join(pieces), checksum_of(pieces, state, session)
+            del pieces  # the buffer is another state's, once this one has been given up
             self._store.put(key, data)
         except (CheckpointStoreAway, MemoryError, ValueError) as error:  # this state's failure
             return self._noted(error)
         self.stats.trouble = None
         self.stats.puts += 1
         self.stats.put_bytes += len(data)
-        return StoredObject(key, checksum_of(pieces, state, session))
+        return StoredObject(key, checksum)
 
     def _try_get(self, place: ObjectPlace) -> dict[str, bytes] | Exception:
         try:
@@ -193,35 +216,6 @@ class CheckpointObjects:
         before = self.stats.deletes
         self._delete(keys)
         self.stats.orphans += self.stats.deletes - before
-
-
-class _Workers:
-    """Threads that do what is submitted."""
-
-    def __init__(self, name: str, count: int, on_death: Callable[[], None]) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [PoolThread(f"{name}-{number}", self._run, on_death) for number in range(count)]
-
-    @property
-    def failure(self) -> str | None:
-        return next((thread.failure for thread in self._threads if thread.failure is not None), None)
-
-    @property
-    def waiting(self) -> int:
-        return self._jobs.qsize()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
 
 
 def _checked(place: ObjectPlace, data: bytes) -> dict[str, bytes]:

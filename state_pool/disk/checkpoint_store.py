@@ -30,7 +30,8 @@ class Listed(NamedTuple):
 
 
 class CheckpointStore(Protocol):
-    """Methods block, for a bounded time, and raise CheckpointStoreAway. Any thread."""
+    """Methods block and raise CheckpointStoreAway. Any thread. One that blocks without end, like a mount that hangs,
+    keeps its thread; `transfers` tells whoever waits."""
 
     name: str
     """What it is called in messages and in /status; nothing secret."""

@@ -1,4 +1,4 @@
-"""Addresses of databases and checkpoint stores: what is read of them, and that nothing secret is told of a wrong one."""
+"""Addresses of databases and checkpoint stores: what is read of them; nothing secret is told of one that is wrong."""
 
 from __future__ import annotations
 

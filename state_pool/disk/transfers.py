@@ -1,0 +1,103 @@
+"""Threads that do what is asked of a checkpoint store, and what is done about a store that answers nothing at all.
+
+The calls of a folder whose mount hangs neither return nor fail, and no thread can be taken back from them. Whoever
+waits for such a job is told after `PATIENCE_S`; the thread goes on with other jobs when the mount is back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from state_pool.disk.thread import PoolThread
+
+PATIENCE_S = 60.0
+"""How long a job may take; the requests of S3, tried anew, end before."""
+LOOK_S = 1.0
+"""Between two looks for jobs that take longer."""
+
+_Outcome = TypeVar("_Outcome")
+
+
+class Once(Generic[_Outcome]):
+    """Tells the first outcome of a job, and no other. Any thread."""
+
+    def __init__(self, tell: Callable[[_Outcome], None]) -> None:
+        self._tell = tell
+        self._is_first = threading.Lock()
+
+    def __call__(self, outcome: _Outcome) -> bool:
+        """Whether it was the first."""
+        if not self._is_first.acquire(blocking=False):
+            return False
+        self._tell(outcome)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Callable[[], object]
+    give_up: Callable[[], object]
+    """Called, perhaps several times and beside `work`, when the job takes too long or never begins."""
+
+
+class Workers:
+    """Threads that do what is submitted, in order."""
+
+    def __init__(self, name: str, count: int, on_death: Callable[[], None]) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._under_way: list[tuple[float, _Job] | None] = [None] * count
+        """By thread: since when (monotonic), and what."""
+        self._threads = [
+            PoolThread(f"{name}-{number}", partial(self._run, number), on_death) for number in range(count)
+        ]
+
+    @property
+    def failure(self) -> str | None:
+        """Why one of the threads is gone."""
+        return next((thread.failure for thread in self._threads if thread.failure is not None), None)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        return self._jobs.qsize()
+
+    def submit(self, work: Callable[[], object], give_up: Callable[[], object] = lambda: None) -> None:
+        """Have `work` done; `give_up` is called by `give_up_hung` if that takes too long."""
+        self._jobs.put(_Job(work, give_up))
+
+    def give_up_hung(self) -> None:
+        """Give up the jobs that take too long, and those behind them if no thread is left to begin them."""
+        hung = [job for number in range(len(self._threads)) if (job := self._hung(number)) is not None]
+        for job in hung:
+            job.give_up()
+        if len(hung) == len(self._threads):
+            with suppress(queue.Empty):
+                while (waiting := self._jobs.get_nowait()) is not None:
+                    waiting.give_up()
+                self._jobs.put(None)  # of `close`, with nothing but others behind it
+
+    def close(self) -> None:
+        """Finish what was asked and end the threads; those that hang are left. Blocks, for a bounded time a job."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for number, thread in enumerate(self._threads):
+            while not thread.join(LOOK_S / 4) and self._hung(number) is None:
+                pass
+
+    def _hung(self, number: int) -> _Job | None:
+        """What that thread has been at for too long."""
+        begun = self._under_way[number]
+        return None if begun is None or time.monotonic() < begun[0] + PATIENCE_S else begun[1]
+
+    def _run(self, number: int) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._under_way[number] = (time.monotonic(), job)
+            job.work()
+            self._under_way[number] = None

@@ -1,0 +1,108 @@
+"""A checkpoint store that neither answers nor fails, as a folder on a mount that hangs: whoever waits is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.disk import checkpoint_objects, transfers
+from state_pool.disk.folder import FolderStore
+from state_pool.errors import SessionUnusable, TurnNotStored
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+
+
+class Mount:
+    """Where the store's calls pass, or stay."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.goes_on = threading.Event()
+
+    def through(self, call: Callable[..., object]) -> Callable[..., object]:
+        def passing(*given: object) -> object:
+            if self.hangs:
+                self.goes_on.wait()
+            return call(*given)
+
+        return passing
+
+    def comes_back(self) -> None:
+        self.hangs = False
+        self.goes_on.set()
+
+
+@pytest.fixture
+def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+    """Of the folder."""
+    made = Mount()
+    for name in ("put", "get", "delete"):
+        monkeypatch.setattr(FolderStore, name, made.through(getattr(FolderStore, name)))
+    monkeypatch.setattr(transfers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(checkpoint_objects, "LOOK_S", 0.05)
+    yield made
+    made.comes_back()
+
+
+def opened(folder: Path) -> Driver:
+    (folder / "objects").mkdir(exist_ok=True)
+    store = (folder / "objects").as_uri()
+    config = config_in(
+        folder, durability="turn", checkpoint_store=store, checkpoint_store_min_mb=0.0, transfer_states=2
+    )
+    return Driver(FakeArena(), config)
+
+
+def test_turns_are_told_and_what_comes_late_is_deleted(tmp_path: Path, mount: Mount) -> None:
+    one = opened(tmp_path)
+    one.turn("s", [1])
+    mount.hangs = True
+    for name in ("s", "t", "u"):  # the last one's state waits behind threads that hang
+        with pytest.raises(TurnNotStored, match="has not answered for"):
+            one.turn(name, [2])
+    assert "has not answered for" in one.pool.stats()["degraded"]
+    mount.comes_back()
+    one.turn("s", [3])
+    assert np.array_equal(one.state("s"), state_of([1, 3]))
+    folder = tmp_path / "objects"
+    one.until(lambda: len([file for file in folder.glob("*/*") if file.name != "of-this-database"]) == 1)
+    assert one.pool.stats()["degraded"] is None
+    one.settle()
+    assert one.pool.check_integrity() == []
+    one.pool.close()
+
+
+def test_sessions_are_told_to_try_again(tmp_path: Path, mount: Mount) -> None:
+    one = opened(tmp_path)
+    for name in ("s", "t", "u"):
+        one.turn(name, [1])
+    one.settle()
+    one.pool.close()
+    two = opened(tmp_path)
+    mount.hangs = True
+    for name in ("s", "t", "u"):
+        with pytest.raises(SessionUnusable, match="try again"):
+            two.state(name)
+    mount.comes_back()
+    for name in ("s", "t", "u"):
+        assert np.array_equal(two.state(name), state_of([1]))
+    two.pool.close()
+
+
+def test_an_engine_ends_all_the_same(tmp_path: Path, mount: Mount) -> None:
+    one = opened(tmp_path)
+    one.turn("s", [1])
+    mount.hangs = True
+    lease = one.ready(one.pool.checkout("s"))
+    outcome = Outcome()
+    slot = one.compute(lease, [2])
+    one.pool.record(lease, [2], outcome)
+    one.pool.checkin(lease, slot)
+    one.pool.poll()
+    closing = threading.Thread(target=one.pool.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
