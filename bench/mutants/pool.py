@@ -559,8 +559,8 @@ MUTANTS: list[Mutant] = [
                 "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
             ),
             (
-                "        self.stats.degraded = None\n        self._wal_bytes += num_bytes",
-                "        self._wal_bytes += num_bytes",
+                "        self.stats.degraded = None\n        self._log.written(num_bytes)",
+                "        self._log.written(num_bytes)",
                 "the service stays degraded after the disk has recovered",
                 "test/state_pool/test_pool_faults.py::test_a_turn_that_cannot_be_stored_is_not_acknowledged",
             ),

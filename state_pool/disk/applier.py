@@ -42,12 +42,15 @@ class Applier:
         self._member = member
 
     def begin(self) -> None:
-        """Begin to write. Raises DeclaredLost when this engine was struck off, with the transaction open."""
+        """Begin to write. An engine that was struck off comes back under a new number: fences say what is its own."""
         if self._member is None:
             self._connection.execute("BEGIN IMMEDIATE")
             return
         begin_among_others(self._connection)
-        self._member.check()
+        if not self._member.is_known:
+            self._connection.execute("ROLLBACK")
+            self._member.join()
+            begin_among_others(self._connection)
 
     def apply(self, job: Small) -> list[statements.OldState]:
         """A small job; returns the states that are garbage now."""

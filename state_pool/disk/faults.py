@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 
+from state_pool.disk.applier import Small
 from state_pool.disk.checkpoint_store import CheckpointStoreAway
+from state_pool.disk.operations import Append, Checkpoint
 from state_pool.disk.state_store import ServerAway
+from state_pool.errors import DirectoryUnreachable, PoolError, TurnInDoubt, TurnNotStored
 
 
 def is_outside(error: Exception) -> bool:
@@ -31,3 +34,19 @@ def in_words(error: Exception) -> str:
     if "locked" in text or "busy" in text:
         return f"another program holds a lock on the session database ({text}); close it"
     return f"the session database cannot be written ({text}); check its disk"
+
+
+def as_told(error: Exception | None, job: Small | Checkpoint, in_doubt: bool) -> Exception | None:
+    """What to tell of a job. `in_doubt`: a commit of it was sent and its outcome not heard."""
+    if error is not None and in_doubt and _ends_turn(job):
+        return TurnInDoubt("the server of the session database was lost while it committed the turn")
+    if error is None or isinstance(error, PoolError):
+        return error
+    if isinstance(error, ServerAway):
+        return DirectoryUnreachable(f"{in_words(error)}; try again in a moment")
+    what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
+    return TurnNotStored(f"{what}: {in_words(error)}")
+
+
+def _ends_turn(job: Small | Checkpoint) -> bool:
+    return isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)

@@ -25,10 +25,6 @@ STATE_BITS = 21
 """Likewise of a state's number."""
 
 
-class DeclaredLost(Exception):  # noqa: N818 - names what happened
-    """Others have not heard of this engine for too long: what it acquired may be somebody else's now."""
-
-
 @dataclass(slots=True)
 class _Seen:
     beat: int
@@ -77,11 +73,11 @@ class Membership:
         self._connection.execute("DELETE FROM engines WHERE id = ?", (self.number,))
         self._connection.execute("COMMIT")
 
-    def check(self) -> None:
-        """Within a transaction: raises DeclaredLost if this engine's work may be somebody else's now."""
+    @property
+    def is_known(self) -> bool:
+        """Within a transaction: whether nobody has struck this engine off, whose work may be somebody else's then."""
         found = self._connection.execute("SELECT 1 FROM engines WHERE id = ?", (self.number,)).fetchone()
-        if found is None:
-            raise DeclaredLost(self._name)
+        return found is not None
 
     @property
     def first_row(self) -> int:

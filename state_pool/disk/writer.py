@@ -8,29 +8,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 
-from state_pool.codec import Layout, chunks_of, part_sizes
+from state_pool.codec import Layout, chunks_of
 from state_pool.crash_points import reach
 from state_pool.disk import statements
 from state_pool.disk.applier import Applier, Small
-from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
-from state_pool.disk.faults import in_words, is_outside
-from state_pool.disk.membership import BEAT_S, DeclaredLost, Membership, first_state_of
-from state_pool.disk.operations import Append, Checkpoint, Delete, Done, StoredObject
+from state_pool.disk.checkpoint_objects import CheckpointObjects
+from state_pool.disk.faults import as_told, in_words, is_outside
+from state_pool.disk.membership import BEAT_S, Membership, first_state_of
+from state_pool.disk.operations import Append, Checkpoint, Delete, Done
 from state_pool.disk.staging import StagedStates, Staging
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerAway, StateStore
 from state_pool.disk.statements import OldState
 from state_pool.disk.thread import PoolThread
-from state_pool.disk.wal import WalMover, move
-from state_pool.errors import DirectoryUnreachable, PoolError, SessionNotFound, TurnInDoubt, TurnNotStored
+from state_pool.disk.uploads import Uploads, check_age
+from state_pool.disk.wal import WriteAheadLog
+from state_pool.disk.writer_stats import WriterStats
+from state_pool.errors import PoolError, SessionNotFound, TurnNotStored
 
 logger = logging.getLogger(__name__)
 
 GROUP_LIMIT = 256
 """Most small jobs in one transaction."""
-WAL_BYTES = 16 << 20
-"""Written bytes after which the write-ahead log is moved into the file, between jobs."""
 SERVER_PATIENCE_S = 10.0
 """How long turns wait for a server that is away, from when it was first; then they are told at once."""
 _LOOK_AGAIN_S = 0.2
@@ -44,23 +44,6 @@ _COUNT_AGAIN_S = 60.0
 
 Deliver = Callable[[Callable[[], None]], None]
 """Hands a callback to the engine thread."""
-
-
-@dataclass(slots=True)
-class WriterStats:
-    """Counters of the writer thread; others only read them."""
-
-    commits: int = 0
-    turns: int = 0
-    states: int = 0
-    state_bytes: int = 0
-    failures: int = 0
-    used_bytes: int = 0
-    """Bytes of the database in use, free pages not counted."""
-    object_bytes: int = 0
-    """Bytes of states that are objects of a checkpoint store."""
-    degraded: str | None = None
-    """Why the last write failed; None since one succeeded."""
 
 
 class Writer:
@@ -89,7 +72,6 @@ class Writer:
         self._database = database
         self._connection = connection
         self._layout = layout
-        self._state_bytes = sum(part_sizes(layout).values())
         self._applier = Applier(connection, layout, fingerprint, retain, member)
         self._queue = queue
         self._deliver = deliver
@@ -97,23 +79,18 @@ class Writer:
         self._small: deque[tuple[Small, Done]] = deque()
         self._staged = StagedStates()
         self._objects = objects
-        self._puts_objects = puts_objects
+        self._uploads: Uploads | None = None
+        if objects is not None and puts_objects:
+            self._uploads = Uploads(objects, layout, self._staged, self._changed, self._state_failed)
         self._next_count = 0.0
-        self._replaced: list[str] = []
-        """Objects that no row names since commits that SQLite may not have synced yet."""
-        self._synced: list[str] = []
-        """Those that the move which is under way makes certain."""
         self._stopping = False
-        self._wal_bytes = 0
         self.next_row, self._next_state = statements.first_numbers(connection)
         if member is not None:
             self.next_row = member.first_row
         self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
         self._measure()
-        self._rest_to_move = False
         self._rounds = 0
-        mover = database.open_mover()
-        self._mover = None if mover is None else WalMover(mover, self._moved, on_death)
+        self._log = WriteAheadLog(connection, database.open_mover(), self._changed, on_death)
         self._discard(self._sweep_at_start() if sweep else ())
         self._away_since: float | None = None
         self._thread = PoolThread("state-pool-writer", self._run, on_death)
@@ -123,7 +100,7 @@ class Writer:
     @property
     def failure(self) -> str | None:
         """Why one of the threads that write is gone."""
-        return self._thread.failure or (None if self._mover is None else self._mover.failure)
+        return self._thread.failure or self._log.failure
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -183,23 +160,20 @@ class Writer:
             self._rounds += 1
         if self.member is not None:
             self._leave(self.member)
-        if self._mover is not None:
-            self._mover.close()
-            if move(self._connection).whole:  # else they are left to a sweep
-                self._delete_objects([*self._synced, *self._replaced])
+        self._log.close()
         self._connection.close()
 
     @property
     def _has_work(self) -> bool:
         staged = self._staged.waiting or self._staged.current
-        return bool(self._small or staged or self._garbage or self._rest_to_move)
+        return bool(self._small or staged or self._garbage or self._log.rest_to_move)
 
     @property
     def _patience(self) -> float | None:
         """Seconds to wait for work; None: until there is some."""
         if self.member is not None:
             return BEAT_S
-        return None if self._wal_bytes == 0 else _IDLE_S
+        return None if self._log.is_short else _IDLE_S
 
     def _round(self) -> bool:
         """The turns that wait, then one piece of the rest; False when told to stop and nothing is left."""
@@ -217,7 +191,7 @@ class Writer:
             self._write_state(staging)
         elif self._garbage and (not group or self._rounds % _GARBAGE_ROUNDS == 0):
             self._collect()
-        self._keep_wal_short(idle)
+        self.stats.degraded = self._log.keep_short(idle) or self.stats.degraded
         return not (idle and self._stopping)
 
     def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
@@ -230,10 +204,10 @@ class Writer:
             # One job of the group is at fault: each for itself, so that the others are kept.
             for job, done in group:
                 error = self._transaction([job])
-                self._report(done, self._failure(error, job, in_doubt or isinstance(error, CommitInDoubt)))
+                self._report(done, as_told(error, job, in_doubt or isinstance(error, CommitInDoubt)))
             return
         for job, done in group:
-            self._report(done, self._failure(error, job, in_doubt))
+            self._report(done, as_told(error, job, in_doubt))
 
     def _may_wait(self) -> bool:
         """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again."""
@@ -247,7 +221,7 @@ class Writer:
     def _transaction(self, jobs: list[Small]) -> Exception | None:
         garbage: list[OldState] = []
         try:
-            self._begin()
+            self._applier.begin()
             for job in jobs:
                 garbage += self._applier.apply(job)
             reach("before_commit")
@@ -268,20 +242,10 @@ class Writer:
         except ServerAway as error:
             raise CommitInDoubt(str(error)) from error
 
-    def _begin(self) -> None:
-        """An engine that was struck off comes back under a new number: fences say what is still its own."""
-        try:
-            self._applier.begin()
-        except DeclaredLost:
-            assert self.member is not None
-            self._connection.execute("ROLLBACK")
-            self.member.join()
-            self._applier.begin()
-
     def _beat(self, member: Membership) -> None:
         """Say that this engine lives; what engines that do not have left half written is garbage."""
         try:
-            self._begin()
+            self._applier.begin()
             lost = member.beat()
             self._connection.execute("COMMIT")
             for engine in lost:
@@ -298,10 +262,9 @@ class Writer:
             self._roll_back(error)
 
     def _begin_pieces(self, staging: Staging) -> None:
-        self._begin()
+        self._applier.begin()
         if staging.stored is not None:  # under whichever number; its fence says whether it counts
-            if time.time() > staging.put_at + ORPHAN_AGE_S / 2:
-                raise TurnNotStored("so long after its state was put it may be taken for an orphan; it is stored again")
+            check_age(staging)
         elif staging.number == 0:
             staging.state = self._new_state()
         elif self.member is not None and not self.member.owns(staging.state):
@@ -313,31 +276,10 @@ class Writer:
         self._next_state += 1
         return self._next_state - 1
 
-    def _upload(self, staging: Staging, objects: CheckpointObjects) -> None:
-        """Have the state's object put while turns and other states go on; then its row is written."""
-        reach("before_checkpoint")
-        staging.state = self._new_state()
-        staging.num_bytes, staging.put_at = self._state_bytes, time.time()
-
-        def put(outcome: StoredObject | Exception) -> None:
-            reach("within_checkpoint")
-            if isinstance(outcome, Exception):
-                self._state_failed(staging, outcome)
-                return
-            with self._changed:
-                staging.stored = outcome
-                if not self._staged.uploaded(staging):
-                    self._give_up(staging)
-                self._changed.notify()
-
-        with self._changed:
-            if self._staged.is_uploading(staging):
-                objects.put(staging.state, staging.job.session.row, staging.job.host, list(self._layout), put)
-
     def _write_state(self, staging: Staging) -> None:
         """Write pieces until done or until somebody's turn waits; the last transaction makes them the state."""
-        if self._puts_objects and self._objects is not None and staging.stored is None:
-            self._upload(staging, self._objects)
+        if self._uploads is not None and staging.stored is None:
+            self._uploads.begin(staging, self._new_state())
             return
         written = 0
         try:
@@ -385,13 +327,13 @@ class Writer:
             self._changed.notify()
         if not is_current:
             return  # a delete overtook it, and has told
-        self._report(staging.done, self._failure(error, staging.job, in_doubt))
+        self._report(staging.done, as_told(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
         """Remove chunks nothing points to, a few at a time, so that turns are not kept waiting."""
         state = self._garbage[0]
         try:
-            self._begin()
+            self._applier.begin()
             empty = statements.delete_chunks(self._connection, state, _GARBAGE_CHUNKS)
             hidden = statements.sweep_hidden(self._connection) if empty and len(self._garbage) == 1 else []
             self._connection.execute("COMMIT")
@@ -402,25 +344,17 @@ class Writer:
         self._discard(hidden)
         if empty:
             self._garbage.popleft()
-        self._wal_bytes += _TRANSACTION_BYTES
+        self._log.written(_TRANSACTION_BYTES)
 
     def _discard(self, garbage: Iterable[OldState]) -> None:
-        """No row points to these any more, and that is committed."""
+        """No row points to these any more, and that is committed; without a store objects are left to a sweep."""
         for old in garbage:
             if old.object_key is None:
                 self._garbage.append(old.state)
                 continue
             self.stats.object_bytes -= old.num_bytes
-            self._replaced.append(old.object_key)
-        if self._mover is None:
-            self._delete_objects(self._replaced)
-
-    def _delete_objects(self, keys: list[str]) -> None:
-        """Of what no row names, even after a loss of power; without a store they are left to a sweep."""
-        if self._objects is not None:
-            for key in keys:
-                self._objects.delete(key)
-        keys.clear()
+            if self._objects is not None:
+                self._log.when_synced(partial(self._objects.delete, old.object_key))
 
     def _sweep_at_start(self) -> list[OldState]:
         self._connection.execute("BEGIN IMMEDIATE")
@@ -428,36 +362,11 @@ class Writer:
         self._connection.execute("COMMIT")
         return garbage
 
-    def _keep_wal_short(self, idle: bool) -> None:
-        """Have the log moved when it is long or nothing else is to do; the little that came meanwhile, at once."""
-        if self._mover is None:
-            return
-        if self._rest_to_move:
-            self._rest_to_move = False
-            mover = self._mover.last
-            rest = mover if mover.error else move(self._connection)
-            self.stats.degraded = rest.error or self.stats.degraded
-            if mover.whole or rest.whole:
-                self._delete_objects(self._synced)
-            elif self._synced:
-                self._wal_bytes = max(1, self._wal_bytes)  # it is tried again when nothing else is to do
-        elif not self._mover.busy and self._wal_bytes > (0 if idle else WAL_BYTES):
-            self._wal_bytes = 0
-            self._synced += self._replaced
-            self._replaced = []
-            self._mover.start()
-
-    def _moved(self) -> None:
-        """On the mover's thread."""
-        with self._changed:
-            self._rest_to_move = True
-            self._changed.notify()
-
     def _succeeded(self, num_bytes: int) -> None:
         self.stats.commits += 1
         self._away_since = None
         self.stats.degraded = None
-        self._wal_bytes += num_bytes
+        self._log.written(num_bytes)
         try:
             self._measure()
         except sqlite3.Error as error:  # what was written stays so
@@ -482,21 +391,6 @@ class Writer:
             except sqlite3.Error as second:
                 self.stats.degraded = in_words(second)
 
-    def _failure(self, error: Exception | None, job: Small | Checkpoint, in_doubt: bool) -> Exception | None:
-        """What to tell. `in_doubt`: a commit of the job was sent and its outcome not heard."""
-        if error is not None and in_doubt and _ends_turn(job):
-            return TurnInDoubt("the server of the session database was lost while it committed the turn")
-        if error is None or isinstance(error, PoolError):
-            return error
-        if isinstance(error, ServerAway):
-            return DirectoryUnreachable(f"{in_words(error)}; try again in a moment")
-        what = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
-        return TurnNotStored(f"{what}: {in_words(error)}")
-
     def _report(self, done: Done, error: Exception | None) -> None:
         reach("before_acknowledgement")
         self._deliver(lambda: done(error))
-
-
-def _ends_turn(job: Small | Checkpoint) -> bool:
-    return isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from state_pool.codec import checksum_of
-from state_pool.disk import checkpoint_objects, reader, s3, wal, writer
+from state_pool.disk import checkpoint_objects, reader, s3, wal
 from state_pool.disk.checkpoint_objects import CheckpointObjects, OnFetched, open_checkpoint_store
 from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway
 from state_pool.disk.folder import FolderStore
@@ -265,14 +265,14 @@ def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring
     """SQLite does not sync each commit: the row of before may come back, and then names the object of before."""
     one = engines()
     writer, starts = one.pool._store.writer, []  # type: ignore[union-attr]
-    assert writer._mover is not None
-    monkeypatch.setattr(writer._mover, "start", lambda: starts.append(1))
+    assert writer._log._mover is not None
+    monkeypatch.setattr(writer._log._mover, "start", lambda: starts.append(1))
     one.turn("s", [1])
     one.turn("s", [2])
     one.until(lambda: bool(starts))
     one.settle()
     assert len(stored_keys(one)) == 2
-    writer._moved()
+    writer._log._moved()
     one.until(lambda: len(stored_keys(one)) == 1)
 
 
@@ -291,8 +291,7 @@ def test_an_object_that_is_replaced_stays_while_a_reader_keeps_its_commit_from_b
         other.execute("BEGIN")
         other.execute("SELECT count(*) FROM sessions").fetchone()
         one.turn("s", [2])
-        for module in (wal, writer):
-            monkeypatch.setattr(module, "move", counted)
+        monkeypatch.setattr(wal, "move", counted)
         one.until(lambda: len(moves) >= 3)
         assert len(stored_keys(one)) == 2
     one.until(lambda: len(stored_keys(one)) == 1)

@@ -1,0 +1,60 @@
+"""States that become objects of a checkpoint store: put while turns and other states are written, then their row is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from state_pool.codec import Layout, part_sizes
+from state_pool.crash_points import reach
+from state_pool.disk.checkpoint_objects import ORPHAN_AGE_S, CheckpointObjects
+from state_pool.disk.operations import StoredObject
+from state_pool.disk.staging import StagedStates, Staging
+from state_pool.errors import TurnNotStored
+
+
+class Uploads:
+    """Begun by the writer's thread; told by those of the objects."""
+
+    def __init__(
+        self,
+        objects: CheckpointObjects,
+        layout: Layout,
+        staged: StagedStates,
+        changed: threading.Condition,
+        failed: Callable[[Staging, Exception], None],
+    ) -> None:
+        """`changed`: the writer's lock, under which `staged` is used; `failed`: told of a state that was not put."""
+        self._objects = objects
+        self._order = list(layout)
+        self._num_bytes = sum(part_sizes(layout).values())
+        self._staged = staged
+        self._changed = changed
+        self._failed = failed
+
+    def begin(self, staging: Staging, state: int) -> None:
+        """Have the object of the state with that number put; then its row is next."""
+        reach("before_checkpoint")
+        staging.state, staging.num_bytes, staging.put_at = state, self._num_bytes, time.time()
+        with self._changed:
+            if self._staged.is_uploading(staging):
+                job = staging.job
+                self._objects.put(state, job.session.row, job.host, self._order, lambda told: self._put(staging, told))
+
+    def _put(self, staging: Staging, outcome: StoredObject | Exception) -> None:
+        reach("within_checkpoint")
+        if isinstance(outcome, Exception):
+            self._failed(staging, outcome)
+            return
+        with self._changed:
+            staging.stored = outcome
+            if not self._staged.uploaded(staging):
+                self._objects.delete(outcome.key)
+            self._changed.notify()
+
+
+def check_age(staging: Staging) -> None:
+    """Raises TurnNotStored for an object that a sweep may take for an orphan."""
+    if time.time() > staging.put_at + ORPHAN_AGE_S / 2:
+        raise TurnNotStored("so long after its state was put it may be taken for an orphan; it is stored again")
