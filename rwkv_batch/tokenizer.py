@@ -20,11 +20,31 @@ def _vocab_file() -> Path:
     return Path(pyrwkv_tokenizer.__file__).with_name("rwkv_vocab_v20230424.txt")
 
 
+@functools.cache
+def _encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
+    """One for all of a process: it takes 230 MB."""
+    return pyrwkv_tokenizer.RWKVTokenizer()
+
+
+@functools.cache
+def _byte_table() -> list[bytes]:
+    """Bytes of each id, as the vocabulary's file has them. Raises ValueError for a damaged file."""
+    table = [b""] * VOCAB_SIZE
+    for line in _vocab_file().read_text(encoding="utf-8").splitlines():
+        first, last = line.index(" "), line.rindex(" ")
+        literal = ast.literal_eval(line[first + 1 : last])
+        token = literal.encode("utf-8") if isinstance(literal, str) else literal
+        if len(token) != int(line[last + 1 :]):
+            raise ValueError(f"vocabulary line {line!r}: {len(token)} bytes, the line says {line[last + 1 :]}")
+        table[int(line[:first])] = token
+    return table
+
+
 class Tokenizer:
-    """Text to token ids and token ids to bytes. Immutable after construction, safe to share."""
+    """Text to token ids and token ids to bytes. Immutable, safe to share."""
 
     def __init__(self) -> None:
-        self._rust = pyrwkv_tokenizer.RWKVTokenizer()
+        self._rust = _encoder()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form."""
@@ -58,18 +78,10 @@ class Tokenizer:
         """Bytes of the longest token."""
         return max(map(len, self.id_by_bytes))
 
-    @functools.cached_property
+    @property
     def byte_table(self) -> list[bytes]:
         """Bytes of each id, [65536]; b"" for id 0 and the unused ids. Raises ValueError for a damaged file."""
-        table = [b""] * VOCAB_SIZE
-        for line in _vocab_file().read_text(encoding="utf-8").splitlines():
-            first, last = line.index(" "), line.rindex(" ")
-            literal = ast.literal_eval(line[first + 1 : last])
-            token = literal.encode("utf-8") if isinstance(literal, str) else literal
-            if len(token) != int(line[last + 1 :]):
-                raise ValueError(f"vocabulary line {line!r}: {len(token)} bytes, the line says {line[last + 1 :]}")
-            table[int(line[:first])] = token
-        return table
+        return _byte_table()
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Bytes of a run of token ids, possibly cutting a character."""

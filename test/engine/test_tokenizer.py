@@ -103,3 +103,8 @@ def test_countless_ids_are_digits_and_blanks(tokenizer: Tokenizer) -> None:
     assert {33, ord("7") + 1, ord("\t") + 1} <= set(tokenizer.penalty_exempt_ids)
     assert 11 not in tokenizer.penalty_exempt_ids and END_OF_TEXT not in tokenizer.penalty_exempt_ids
     assert all(set(tokenizer.decode_bytes([i])) <= set(b"0123456789 \t") for i in tokenizer.penalty_exempt_ids)
+
+
+def test_its_tables_are_made_once_in_a_process() -> None:
+    one, other = Tokenizer(), Tokenizer()
+    assert one._rust is other._rust and one.byte_table is other.byte_table
