@@ -20,8 +20,9 @@ PACKAGES = (
     "supervisor",
 )
 BROAD = {"Exception", "BaseException"}
-MOST = 30
-"""Four of them keep the pool's threads alive whatever a database that several engines share tells them."""
+MOST = 33
+"""Four of them keep the pool's threads alive whatever a database that several engines share tells them, four the
+threads of an engine that is an actor, and of those who speak to it, whatever Ray raises."""
 
 
 def broad_handlers() -> dict[str, str]:

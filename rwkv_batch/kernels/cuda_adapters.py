@@ -135,6 +135,7 @@ class CudaStepAdapters:
     def __init__(
         self, table: AdapterTable, tiles: AdapterTiles, routed: Sequence[tuple[dict[int, Experts], Tensor]] = ()
     ) -> None:
+        """`routed`: of each adapter of experts its layers and the tokens of its rows, int64 [tokens]."""
         assert isinstance(table, CudaAdapterTable), "the cuda kernels have a table of their own"
         self.table, self.tiles, self.routed = table, tiles, routed
 
