@@ -288,7 +288,7 @@ class Fleet:
         is_too_often = journey.losses > self._limits.resubmit
         is_last = self._stopped.is_set() or (self._is_ending and not self.is_connected)
         if is_last or is_too_often or (has_begun and not journey.may_go_on):
-            self._fail(journey, journey.lost_too_often if is_too_often and journey.may_go_on else error)
+            self._fail(journey, journey.lost_too_often(error) if is_too_often and journey.may_go_on else error)
             return
         logger.info("job %s leaves engine %s", attempt.job_id, attempt.member.name)
         self._go_to_one(journey, error)

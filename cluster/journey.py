@@ -44,14 +44,15 @@ class Journey:
         self._progress = Progress(job)
         self._begun = time.monotonic()
 
-    @property
-    def lost_too_often(self) -> ErrorInfo:
-        """What it is told when it may lose no more engines."""
-        is_turn = any(row.session is not None for row in self.job.rows)
+    def lost_too_often(self, last: ErrorInfo) -> ErrorInfo:
+        """What it is told when it may lose no more engines. `last`: what the last one ended with."""
         message = (
             f"the request ran on {self.losses} engines that were lost, --resubmit allows {self.losses - 1}; it may be "
-            f"what ends them and is not tried again{f'; {MAY_BE_KEPT}' if is_turn else ''}"
+            f"what ends them and is not tried again; the last of them: {last.message}"
         )
+        is_turn = any(row.session is not None for row in self.job.rows)
+        if is_turn and MAY_BE_KEPT not in message:
+            message = f"{message}; {MAY_BE_KEPT}"
         return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 
     @property

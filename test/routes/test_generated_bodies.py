@@ -5,6 +5,7 @@ RWKV_LONG_TESTS=1 sends 20,000 instead of 1,000. A failure names the seed of its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -209,18 +210,23 @@ def test_spoiled_bodies_are_refused_and_harm_nobody(bounded: Service) -> None:
     neighbour = Neighbour(bounded)
     neighbour.start()
     before = bounded.pids()
-    client = httpx.Client(base_url=bounded.url, timeout=90, verify=NO_TLS)
+    own, clients = threading.local(), contextlib.ExitStack()
+
+    def begin() -> (
+        None
+    ):  # a pool of connections that threads share may close one that another thread has just been given
+        own.client = clients.enter_context(httpx.Client(base_url=bounded.url, timeout=90, verify=NO_TLS))
 
     def send(seed: int) -> tuple[int, str]:
         route, body, spoiled = generated(seed)
-        answer = client.post(route.path, content=body)
+        answer = own.client.post(route.path, content=body)
         wrong = complaint(route, spoiled, answer)
         return (
             answer.status_code,
             f"seed {seed}, {route.path}: {wrong}; {body[:200]!r} -> {answer.text[:300]}" if wrong else "",
         )
 
-    with client, ThreadPoolExecutor(4) as pool:
+    with clients, ThreadPoolExecutor(4, initializer=begin) as pool:
         results = list(pool.map(send, range(BODIES)))
     neighbour.stop()
     wrong = [text for _, text in results if text]

@@ -115,7 +115,7 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool("f"), tool("f")]}, "tools"),
-        ({"tools": [tool("f", type="string")]}, "tools"),
+        ({"tools": [tool("f", type="string")]}, "tools[0].function.parameters.type"),
         ({"tools": [tool("f")] * 129}, "tools"),
         ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
