@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -227,8 +228,10 @@ Driver(FakeArena(words=4096), config_in(Path(sys.argv[1])))
 def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
     """In a process that is not root, since nothing is read-only for root."""
     write_three(tmp_path)
-    for path in [*tmp_path.iterdir(), tmp_path, *list(tmp_path.parents)[:3]]:
+    for path in [*tmp_path.iterdir(), tmp_path]:
         path.chmod(0o555 if path.is_dir() else 0o444)
+    for path in list(tmp_path.parents)[:3]:  # the last of them may be the machine's /tmp: nothing is taken from it
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
     done = subprocess.run(
         [sys.executable, "-c", _OPEN, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
