@@ -131,7 +131,7 @@ def _outputs(answers: Sequence[Answers]) -> list[RequestOutput]:
 
 
 def of_prompts_call(engine: EngineThread, prompts: Sequence[str | list[int]], asking: Asking) -> Call:
-    """Continue prompts."""
+    """Continue prompts. Raises ValueError for a session beside a state."""
     if asking.session_id is not None and asking.source is not None:
         raise ValueError("give session_id or state, not both")
     return Call(engine, of_prompts, prompts, asking)

@@ -125,7 +125,8 @@ class PIPELINE:
         """The text that follows `ctx`; of several prompts, a list of texts.
 
         callback: gets the text as it is made, of one prompt only. state: from `prefill`, and left as it was.
-        Ends at `token_stop` or after `token_count` tokens, as the package does; other ends there are none.
+        Ends at `token_stop` or after `token_count` tokens, as the package does; other ends there are none. Raises
+        ValueError for a callback beside several prompts.
         """
         params = _params(args or PIPELINE_ARGS(), token_count)
         is_one = isinstance(ctx, str)

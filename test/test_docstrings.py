@@ -8,20 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "native",
-    "sampling",
-    "state_pool",
-    "rwkv_batch",
-    "routes",
-    "batch_store",
-    "bulk",
-    "console",
-    "supervisor",
-    "app.py",
-    "settings.py",
-)
+from test.sources import ROOT, source_files
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NO_FAILURE = {"StopIteration", "AssertionError", "SystemExit", "NotImplementedError", "AttributeError"}
 
@@ -58,10 +46,7 @@ class Documented:
 
 @cache
 def trees() -> tuple[tuple[Path, ast.Module], ...]:
-    files = [
-        file for name in PACKAGES for file in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))
-    ]
-    return tuple((file, ast.parse(file.read_text(encoding="utf-8"))) for file in sorted(files))
+    return tuple((file, ast.parse(file.read_text(encoding="utf-8"))) for file in sorted(source_files()))
 
 
 @cache

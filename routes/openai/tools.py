@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -87,7 +88,9 @@ def toolbox(
         if function.name in names[:at]:
             raise _refusal(f"has two functions of the name {function.name}", "tools")
         if function.parameters.get("type", "object") != "object":
-            raise _refusal('must be "object"', f"{function.field}.type")
+            raise _refusal(
+                f'must be "object", got {json.dumps(function.parameters["type"])[:80]}', f"{function.field}.type"
+            )
     for name in only or ():
         if name not in names:
             raise _refusal(f"names {name!r}, which is not among the tools", "tool_choice")

@@ -135,24 +135,15 @@ class Reader:
         self._objects.get(found.place, fetched)
 
     def _list(self, query: ListQuery, on_listed: OnListed) -> Callable[[], None]:
-        page: Listed | DatabaseUnreadable
-        try:
-            page = (
-                list_sessions(self._connection, query),
-                count_sessions(self._connection) if query.counted else None,
-            )
-        except Exception as error:  # a damaged page, out of memory: this list's failure, and the thread goes on
-            logger.exception("the sessions could not be listed")
-            page = _unreadable("list its sessions", error)
+        def listed() -> Listed:
+            sessions = list_sessions(self._connection, query)
+            return sessions, count_sessions(self._connection) if query.counted else None
+
+        page = _looked(listed, "list its sessions")
         return lambda: on_listed(page)
 
     def _find(self, key: SessionKey, on_found: OnFound) -> Callable[[], None]:
-        found: list[StoredSession] | DatabaseUnreadable
-        try:
-            found = find_session(self._connection, key)
-        except Exception as error:  # likewise: this look's failure
-            logger.exception("a session could not be looked up")
-            found = _unreadable("look a session up", error)
+        found = _looked(lambda: find_session(self._connection, key), "look a session up")
         return lambda: on_found(found)
 
     def _try(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
@@ -202,6 +193,11 @@ def _why_not(error: Exception) -> SessionUnusable:
     return SessionUnusable(f"the session could not be read ({error}); try again")
 
 
-def _unreadable(what: str, error: Exception) -> DatabaseUnreadable:
-    failure = f"{type(error).__name__}: {error}"
-    return DatabaseUnreadable(f"the session database could not {what} ({failure}); check its disk")
+def _looked(look: Callable[[], _Found], what: str) -> _Found | DatabaseUnreadable:
+    """What a look into the database finds, or why it could not `what`."""
+    try:
+        return look()
+    except Exception as error:  # a damaged page, out of memory: this look's failure, and the thread goes on
+        logger.exception("the session database could not %s", what)
+        failure = f"{type(error).__name__}: {error}"
+        return DatabaseUnreadable(f"the session database could not {what} ({failure}); check its disk")

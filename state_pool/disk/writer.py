@@ -159,7 +159,7 @@ class Writer:
         while self._round():
             self._rounds += 1
         if self.member is not None:
-            self._leave(self.member)
+            self._tried(self.member.leave)  # else others notice by themselves
         self._log.close()
         self._connection.close()
 
@@ -184,7 +184,8 @@ class Writer:
             group = [self._small.popleft() for _ in range(min(len(self._small), GROUP_LIMIT))]
             staging = self._staged.next()
         if self.member is not None and self.member.beat_due:
-            self._beat(self.member)
+            # If it fails it is due again; meanwhile others may take this engine for lost.
+            self._tried(partial(self._beat, self.member))
         if group:
             self._commit_group(group)
         if staging is not None:
@@ -220,19 +221,30 @@ class Writer:
 
     def _transaction(self, jobs: list[Small]) -> Exception | None:
         garbage: list[OldState] = []
-        try:
+
+        def write() -> None:
             self._applier.begin()
             for job in jobs:
-                garbage += self._applier.apply(job)
+                garbage.extend(self._applier.apply(job))
             reach("before_commit")
             self._commit()
             reach("after_commit")
-        except Exception as error:  # noqa: BLE001 - a number that SQLite cannot hold, say: the jobs' failure
-            self._roll_back(error)
+
+        error = self._tried(write)
+        if error is not None:
             return error
         self._discard(garbage)
         self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
         self.stats.turns += sum(isinstance(job, Append) for job in jobs)
+        return None
+
+    def _tried(self, work: Callable[[], None]) -> Exception | None:
+        """Do it; what it leaves half done is rolled back. Returns why it failed: the thread goes on."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - a number that SQLite cannot hold, say: the jobs' failure
+            self._roll_back(error)
+            return error
         return None
 
     def _commit(self) -> None:
@@ -244,22 +256,13 @@ class Writer:
 
     def _beat(self, member: Membership) -> None:
         """Say that this engine lives; what engines that do not have left half written is garbage."""
-        try:
-            self._applier.begin()
-            lost = member.beat()
-            self._connection.execute("COMMIT")
-            for engine in lost:
-                logger.warning("engine %d has not been heard of for too long: its sessions may go on elsewhere", engine)
-                first, last = first_state_of(engine), first_state_of(engine + 1)
-                self._garbage.extend(statements.orphaned_states(self._connection, first, last))
-        except Exception as error:  # noqa: BLE001 - tried again; meanwhile others may take this engine for lost
-            self._roll_back(error)
-
-    def _leave(self, member: Membership) -> None:
-        try:
-            member.leave()
-        except Exception as error:  # noqa: BLE001 - others will notice by themselves
-            self._roll_back(error)
+        self._applier.begin()
+        lost = member.beat()
+        self._connection.execute("COMMIT")
+        for engine in lost:
+            logger.warning("engine %d has not been heard of for too long: its sessions may go on elsewhere", engine)
+            first, last = first_state_of(engine), first_state_of(engine + 1)
+            self._garbage.extend(statements.orphaned_states(self._connection, first, last))
 
     def _begin_pieces(self, staging: Staging) -> None:
         self._applier.begin()
