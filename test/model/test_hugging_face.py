@@ -125,3 +125,17 @@ def test_an_adapter_trained_on_a_layout_of_transformers(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     found = read_adapter(tmp_path / "a.safetensors", 1.0)
     assert set(found.parts) == {"blocks.1.att.receptance", "blocks.0.ffn.key", "head"}
+
+
+@pytest.mark.parametrize(
+    "pattern", ["attn.r_proj", "r_proj", "model.layers.1.attn.r_proj", r"layers\.(1|2)\.attn\.r_proj", "att.receptance"]
+)
+def test_an_adapters_alphas_by_the_names_of_its_layout(tmp_path: Path, pattern: str) -> None:
+    pair = {"lora_A.weight": torch.ones(4, 128), "lora_B.weight": torch.ones(128, 4)}
+    names = ["model.layers.1.attn.r_proj", "model.layers.1.attn.k_proj"]
+    tensors = {f"base_model.model.{n}.{p}": t.clone() for n in names for p, t in pair.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"lora_alpha": 8, "alpha_pattern": {pattern: 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    found = read_adapter(tmp_path)
+    assert [found.scale_of(f"blocks.1.att.{name}") for name in ("receptance", "key")] == [2 / 4, 8 / 4]

@@ -78,14 +78,17 @@ class Adapter:
     """experts that are mixed for a token; 0: the file does not say it"""
     alphas: Alphas = ()
     """of single weights; as with PEFT the first that matches counts"""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """weight of the model -> what the file calls it, where that is another layout's name"""
 
     def scale_of(self, target: str) -> float:
         """By which a pair of low-rank matrices acts. Raises FileError if nothing says it."""
         if self.scale is not None:
             return self.scale
-        own = (alpha for end, alpha in self.alphas if _ends(target, end))
+        names = (self.modules.get(target, target), target)
+        own = (alpha for end, alpha in self.alphas if any(_ends(name, end) for name in names))
         alpha = next(own, self.config.get("lora_alpha"))
-        if not isinstance(alpha, int | float):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise FileError(
                 f"adapter file {self.path} does not say its scale; give it behind the name, as FILE:2.0 (alpha / rank, "
                 "or what it was used with)"
@@ -112,20 +115,25 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
     config = _config(path)
     parts: dict[str, dict[str, Tensor]] = {}
     experts: dict[int, ExpertParts] = {}
+    modules: dict[str, str] = {}
     for name, tensor in tensors.items():
         _check(path, name, tensor)
         if name == _MOE_INFO or _is_of_experts(name, tensor, experts):
             continue
-        found_name = _NAME.search(native_module(name))
+        native = native_module(name)
+        found_name = _NAME.search(native)
         if found_name is None:
             raise FileError(f"adapter file {path}: tensor {name!r} belongs to no weight of an RWKV-7 model")
         target = found_name["target"].removesuffix(".weight") if found_name["part"] else found_name["target"]
         parts.setdefault(target, {})[found_name["part"] or ""] = tensor
+        if native != name:
+            modules[target] = name[: len(name) - len(native) + found_name.end("target")]
     if not parts and not experts:
         raise FileError(f"adapter file {path} has no tensors")
     digest = _digest(tensors, scale, config)
     active = _active(path, tensors.get(_MOE_INFO))
-    return Adapter(path, parts, scale, config, digest, experts, active, _alphas(path.with_name(CONFIG), config))
+    alphas = _alphas(path.with_name(CONFIG), config)
+    return Adapter(path, parts, scale, config, digest, experts, active, alphas, modules)
 
 
 def _active(path: Path, info: Tensor | None) -> int:
