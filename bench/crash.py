@@ -156,6 +156,8 @@ def ask(client: httpx.Client, url: str, talk: Conversation, turn: Turn, name: st
     reply = client.post(url + path, json=body)
     reply.raise_for_status()
     answer = reply.json()
+    if "error" in answer:  # a failure that came when the status had been sent
+        raise httpx.HTTPStatusError(str(answer["error"]), request=reply.request, response=reply)
     turn.prompt_tokens = int(answer["usage"]["prompt_tokens"])
     turn.text = str(answer["choices"][0]["message"]["content"])
     if talk.branches:

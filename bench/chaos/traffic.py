@@ -61,7 +61,15 @@ class Client(threading.Thread):
         self._files: list[tuple[bytes, int]] = []
 
     def run(self) -> None:
-        """One request after the other."""
+        """One request after the other. A fault of this program is told as what nothing explains."""
+        try:
+            self._ask_on()
+        except Exception as error:
+            self._findings.note("client", "ended", False, repr(error))
+            self.is_waiting.set()
+            raise
+
+    def _ask_on(self) -> None:
         with httpx.Client(base_url=self._url, timeout=120, verify=False) as client:
             while not self.stopping:
                 if not self._gate.is_set():
