@@ -15,6 +15,8 @@ PREFIX = "test/state_pool/test_pool_prefix.py"
 DIALOGUES = "test/state_pool/test_pool_dialogues.py"
 SHARED = "test/state_pool/test_pool_shared.py"
 PORTABLE = "test/state_pool/test_pool_portable.py"
+BETWEEN = "test/state_pool/test_pool_between.py"
+DISK = "test/state_pool/test_pool_disk_effects.py"
 
 MUTANTS: list[Mutant] = [
     *of(
@@ -41,6 +43,7 @@ MUTANTS: list[Mutant] = [
                 "if other is not None and (not unwanted or used <= unwanted[0].updated):",
                 "if other is not None:",
                 "cached prefixes leave before sessions unused for longer",
+                f"{BETWEEN}::test_the_longest_unused_state_makes_room_whoever_owns_it[True]",
             ),
             (
                 "if session.slot != slot or not self._may_leave(session):\n                return\n            self.slots.drop(slot)",
@@ -82,7 +85,7 @@ MUTANTS: list[Mutant] = [
                 "            if not session.deleted:\n                self._store_state",
                 "            if True:\n                self._store_state",
                 "a deleted session's state is stored again",
-                "test/state_pool/test_pool_faults.py::test_a_delete_overtakes_a_state_that_waits_to_be_written",
+                f"{BETWEEN}::test_a_state_that_leaves_its_slot_when_its_session_is_deleted_is_not_stored[log]",
             ),
             (
                 "            if error is None:\n                mark_stored(session, job.session)",
@@ -105,17 +108,19 @@ MUTANTS: list[Mutant] = [
                 "        if session.deleted or self._store is None:\n                return  # whoever",
                 "        if self._store is None:\n                return  # whoever",
                 "a deleted session's whole-state turn is stored",
+                f"{BETWEEN}::test_a_state_that_leaves_its_slot_when_its_session_is_deleted_is_not_stored[turn]",
             ),
             (
                 "return has_log and session.unlogged == 0 and not self.is_due(session)",
                 "return has_log and not self.is_due(session)",
                 "a state is forgotten before its last turn is in the log",
+                f"{BETWEEN}::test_a_state_may_go_only_when_its_last_turn_is_in_the_log",
             ),
             (
                 "return session.dirty and (session.log_broken or session.log_tokens",
                 "return session.dirty and (session.log_tokens",
                 "a session with a gap in its log is never stored",
-                "test/state_pool/test_pool_effects.py::test_an_older_state_does_not_mend_a_broken_log",
+                f"{BETWEEN}::test_a_session_with_a_gap_in_its_log_is_stored_with_its_next_turn",
             ),
         ],
     ),
@@ -203,6 +208,7 @@ MUTANTS: list[Mutant] = [
                 "self._longest(ids) < longest < len(ids)",
                 "self._longest(ids) < longest",
                 "a prompt waits for a prefix as long as itself",
+                f"{BETWEEN}::test_nobody_waits_for_a_prefix_as_long_as_his_prompt",
             ),
             (
                 "        while len(self._l2) > self._config.prefix_cache_l2:\n",
@@ -214,11 +220,13 @@ MUTANTS: list[Mutant] = [
                 "if self._closed or entry.slot != slot or self._tiers.slots.holders(slot) != 1:",
                 "if self._closed or entry.slot != slot:",
                 "a prefix leaves its slot under a row that reads it",
+                f"{BETWEEN}::test_a_prefix_that_is_read_again_while_it_leaves_stays_in_its_slot",
             ),
             (
                 "            entry.host = host\n            self._l2[entry] = None\n            return False",
                 "            return False",
                 "a prefix that cannot be brought back is lost on the way",
+                f"{BETWEEN}::test_a_prefix_for_which_there_is_no_slot_is_found_when_there_is_one",
             ),
         ],
         ci=(0, 3),
@@ -273,7 +281,7 @@ MUTANTS: list[Mutant] = [
                 "if source is None or not source.exists:",
                 "if source is None:",
                 "a branch from a dialogue that was never kept",
-                "test/state_pool/test_pool_effects.py::test_no_branch_from_what_is_unusable_or_deleted",
+                f"{BETWEEN}::test_no_branch_from_a_dialogue_whose_turn_is_not_kept_yet",
             ),
             (
                 "        self._refuse_when_full()\n        now = time.time()\n        # Its number",
@@ -309,12 +317,13 @@ MUTANTS: list[Mutant] = [
                 "        turn = PendingTurn(session.turn + 1, list(tokens), on_durable)\n",
                 "        turn = PendingTurn(session.turn + 1, tokens, on_durable)\n",
                 "a recorded turn changes when the engine goes on with its list",
+                f"{BETWEEN}::test_a_recorded_turn_is_what_it_was_when_it_was_recorded",
             ),
             (
-                '        if session.deleted:\n            error = SessionNotFound(f"session {session.key.shown!r} was deleted while its turn ran")\n',
-                "",
+                "        if turn.outcome is True and not session.deleted:\n",
+                "        if turn.outcome is True:\n",
                 "a deleted session's turn is acknowledged",
-                "test/state_pool/test_pool_effects.py::test_a_deleted_sessions_turn_is_not_acknowledged",
+                f"{BETWEEN}::test_a_delete_between_the_log_and_the_state_wins",
             ),
             (
                 "        session.num_tokens += len(turn.tokens)\n",
@@ -354,6 +363,7 @@ MUTANTS: list[Mutant] = [
                 "        if error is not None:\n            _tell(turn, error)\n",
                 "        _tell(turn, error)\n",
                 "an acknowledged session is 404 for a moment",
+                f"{BETWEEN}::test_a_turn_is_acknowledged_when_whoever_asks_next_finds_it",
             ),
             (
                 "            lease.state, lease.error = LeaseState.FAILED, error\n",
@@ -365,6 +375,7 @@ MUTANTS: list[Mutant] = [
                 "        if not session.exists and not session.deleted:\n            self._index.remove(session)\n",
                 "",
                 "sessions whose first turn was cancelled stay in memory for ever",
+                f"{BETWEEN}::test_a_session_whose_first_turn_was_given_up_is_forgotten",
             ),
         ],
         ci=(11,),
@@ -383,23 +394,32 @@ MUTANTS: list[Mutant] = [
                 "        if session.loading or session.unlogged or self",
                 "        if session.loading or self",
                 "a state is read back before its last turn is on disk",
+                f"{BETWEEN}::test_a_state_is_read_back_when_its_log_is_whole",
             ),
             (
                 "        self._waiting.extendleft(reversed(kept))\n",
                 "        self._waiting.extendleft(kept)\n",
                 "leases that wait overtake each other",
+                f"{BETWEEN}::test_who_waits_longer_for_a_slot_gets_it_first",
             ),
             (
                 "        if session.deleted or session.slot is not None or session.host is not None:\n            return\n",
                 "",
                 "a deleted session comes back from disk",
+                f"{BETWEEN}::test_a_session_that_is_deleted_while_it_is_read_stays_away",
             ),
             (
                 "            lease.source.readers -= 1\n",
                 "            pass\n",
                 "sessions once read never leave their slot",
+                f"{BETWEEN}::test_a_session_that_was_read_may_leave_again",
             ),
-            ("        self._tiers.arriving -= 1\n", "", "after a few sessions none comes back from disk"),
+            (
+                "        self._tiers.arriving -= 1\n",
+                "",
+                "after a few sessions none comes back from disk",
+                f"{BETWEEN}::test_a_session_that_was_read_may_leave_again",
+            ),
             (
                 "        if isinstance(result, Damaged):\n            self._quarantine(session, str(result))\n",
                 "",
@@ -422,21 +442,25 @@ MUTANTS: list[Mutant] = [
                 "            self._delete_rows((session.row,))\n",
                 "",
                 "half of a failed import comes back with a restart",
+                f"{BETWEEN}::test_nothing_is_left_of_an_import_that_failed",
             ),
             (
                 "            session.row = self._store.next_row()  # who",
                 "            pass  # who",
                 "a turn behind a failed import is deleted with it",
+                f"{BETWEEN}::test_who_waited_for_an_import_that_failed_begins_anew",
             ),
             (
                 "        if session.slot is None and session.host is None and session.unlogged:\n",
                 "        if False:\n",
                 "an export just after a turn fails as damaged",
+                f"{BETWEEN}::test_an_export_comes_when_the_log_is_whole",
             ),
             (
                 "        self._under_way -= 1\n        session.pending = None\n",
                 "        session.pending = None\n",
                 "after two imports no other is taken",
+                f"{BETWEEN}::test_one_import_after_the_other_is_taken",
             ),
             (
                 "        if self._under_way >= AT_ONCE:\n",
@@ -551,6 +575,7 @@ MUTANTS: list[Mutant] = [
                 "            self._give_up(staged)\n            self._report",
                 "            self._report",
                 "pieces of deleted, half written states are never collected",
+                f"{DISK}::test_pieces_of_a_state_that_is_deleted_half_written_are_collected[1]",
             ),
             (
                 "        if self._connection.in_transaction:\n",
@@ -574,6 +599,7 @@ MUTANTS: list[Mutant] = [
                 "            if not self._staged.finish(staging):\n                return  # a delete",
                 "            if not self._staged.finish(staging) and False:\n                return  # a delete",
                 "a delete that overtook a state is told as a success of it",
+                f"{DISK}::test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure",
             ),
         ],
         ci=(1,),
@@ -591,6 +617,7 @@ MUTANTS: list[Mutant] = [
                 '            return SessionUnusable(f"the session could not be read ({error}); try again")\n',
                 '            return Damaged(f"the session could not be read ({error}); try again")\n',
                 "a disk error condemns a session for good",
+                f"{DISK}::test_a_disk_that_fails_once_condemns_no_session",
             ),
             (
                 "        except Exception as error:  # out of memory",
@@ -602,6 +629,7 @@ MUTANTS: list[Mutant] = [
                 "            return Loaded(None, replay, 4 * len(replay), num_tokens)\n",
                 "            return Loaded(None, [], 0, num_tokens)\n",
                 "a session that was never checkpointed comes back empty",
+                f"{DISK}::test_a_session_without_a_state_comes_back_by_its_log",
             ),
         ],
     ),
@@ -619,20 +647,31 @@ MUTANTS: list[Mutant] = [
                 "        return False\n    garbage +=",
                 "        pass\n    garbage +=",
                 "a parent is removed under dialogues that need it",
-                "test/state_pool/test_pool_sessions.py::test_what_a_delete_means",
+                f"{DISK}::test_a_parent_stays_while_a_dialogue_needs_it",
             ),
-            ("WHERE excluded.turn > sessions.turn", "", "an older state moves its session back"),
+            (
+                "WHERE excluded.turn > sessions.turn",
+                "",
+                "an older state moves its session back",
+                f"{DISK}::test_an_older_state_does_not_move_its_session_back",
+            ),
             (
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn, num_tokens - retain)',
                 '"DELETE FROM turns WHERE session = ? AND turn <= ? AND num_tokens <= ?", (session, turn + 1, num_tokens + 10**6)',
                 "the turn after a checkpoint leaves the log with it",
                 "test/state_pool/test_pool_faults.py::test_the_log_keeps_what_is_asked",
             ),
-            ("    return gone < limit\n", "    return True\n", "most pieces of a state stay for ever"),
+            (
+                "    return gone < limit\n",
+                "    return True\n",
+                "most pieces of a state stay for ever",
+                f"{DISK}::test_all_pieces_of_a_state_are_collected",
+            ),
             (
                 "        needed = [row for row in left if not _removed(connection, row, garbage)]\n        if not needed or",
                 "        needed = [row for row in left[::-1] if not _removed(connection, row, garbage)]\n        if True or",
                 "dialogues deleted together stay on disk",
+                f"{DISK}::test_dialogues_that_are_deleted_together_go_together",
             ),
         ],
     ),

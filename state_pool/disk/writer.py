@@ -304,8 +304,15 @@ class Writer:
             self._state_failed(staging, error)
             return
         self._succeeded(written + _TRANSACTION_BYTES)
-        if not staging.chunks:
+        if staging.chunks:
+            self._piece_written(staging)
+        else:
             self._state_written(staging, old)
+
+    def _piece_written(self, staging: Staging) -> None:
+        with self._changed:
+            if self._staged.current is not staging:  # a delete overtook it, perhaps before it had a piece to collect
+                self._garbage.append(staging.state)
 
     def _state_written(self, staging: Staging, old: list[OldState]) -> None:
         reach("after_checkpoint")

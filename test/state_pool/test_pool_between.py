@@ -9,16 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.arena import ZERO_SLOT
-from state_pool.disk import statements
-from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
+from state_pool.disk.operations import Append
 from state_pool.disk.store import Store
-from state_pool.disk.writer import Writer
 from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import Lease, LeaseState, Session, SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
-from test.state_pool.test_pool_effects import pieces
 from test.state_pool.test_pool_portable import export
 from test.state_pool.test_pool_prefix import Prompts, cache, head_of
 
@@ -336,7 +332,7 @@ def test_a_session_that_was_read_may_leave_again(tmp_path: Path) -> None:
 def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Driver, Lease]]:
     """An import whose state was stored and whose log was not, and a turn that waits for it."""
     driver = reopened(tmp_path)
-    whole = decode(export(driver, "a").__bytes__())
+    whole = decode(export(driver, "a"))
     file = SessionFile(whole.fingerprint, whole.num_tokens + 2, [5, 6], whole.layout, whole.parts)
     store, outcome = store_of(driver), Outcome()
     submit = store.submit
@@ -389,23 +385,3 @@ def test_one_import_after_the_other_is_taken(tmp_path: Path) -> None:
         assert outcome.ok
     assert not driver.pool._import_export.pending
     driver.pool.close()
-
-
-# -- the writer --------------------------------------------------------------------------------------------------------
-
-
-def half_written(driver: Driver, then: Callable[[Writer, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store the state of "s" in many pieces, and do something at the second, on the writer's thread."""
-    writer, put = store_of(driver).writer, statements.put_chunk
-    row = session_of(driver, "s").row
-
-    def put_and_do(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
-        put(connection, state, number, data)
-        if number == 1:
-            then(writer, row)
-
-    monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 64)
-    monkeypatch.setattr(statements, "put_chunk", put_and_do)
-    assert driver.pool._tiers.checkpoints.begin(session_of(driver, "s"))
-    driver.settle()
-    driver.until(lambda: not store_of(driver).writer.collecting)

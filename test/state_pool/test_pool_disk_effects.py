@@ -1,0 +1,191 @@
+"""What a careless change to the database's threads and statements would do: garbage, sessions condemned, moved back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from state_pool.arena import ZERO_SLOT
+from state_pool.disk import statements
+from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
+from state_pool.disk.writer import Writer
+from state_pool.errors import SessionNotFound, SessionUnusable
+from state_pool.sessions import SessionKey
+from test.pool_fakes import Driver, Outcome, state_of
+from test.state_pool.test_pool_between import opened, reopened, rows_of, session_of, store_of
+from test.state_pool.test_pool_effects import pieces
+
+# -- the writer --------------------------------------------------------------------------------------------------------
+
+
+def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store the state of "s" in many pieces, and do something at one of them, on the writer's thread."""
+    writer, put = store_of(driver).writer, statements.put_chunk
+    row = session_of(driver, "s").row
+
+    def put_and_do(connection: sqlite3.Connection, state: int, number: int, data: memoryview) -> None:
+        put(connection, state, number, data)
+        if number == at:
+            then(writer, row)
+
+    monkeypatch.setattr("state_pool.codec.CHUNK_BYTES", 64)
+    monkeypatch.setattr(statements, "put_chunk", put_and_do)
+    assert driver.pool._tiers.checkpoints.begin(session_of(driver, "s"))
+    driver.settle()
+    driver.until(lambda: not store_of(driver).writer.collecting)
+
+
+def interrupt(writer: Writer) -> None:
+    """Whatever waits in front of the rest of a state ends its transaction."""
+    row = SessionRow(900 + len(writer._small), SessionKey("other"), None, 1, 1, 0.0, 0.0)
+    writer._small.append((Append(row, [1]), Outcome()))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    driver = opened(tmp_path)
+    driver.turn("s", [1])
+    driver.settle()
+
+    def delete(writer: Writer, row: int) -> None:
+        with writer._changed:
+            interrupt(writer)
+            writer.submit(Delete((row,)), Outcome())
+
+    half_written(driver, delete, at, monkeypatch)
+    assert pieces(tmp_path) == (0, 0)
+    driver.pool.close()
+
+
+def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told once: the state is no success of it, though its row was there for a moment."""
+    driver = opened(tmp_path)
+    driver.turn("s", [1])
+    driver.settle()
+    writer, row = store_of(driver).writer, session_of(driver, "s").row
+    written, told = writer._state_written, Outcome()
+
+    def deleted_before(staging: object, old: object) -> None:
+        writer.submit(Delete((row,)), Outcome())
+        written(staging, old)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer, "_state_written", deleted_before)
+    slot = session_of(driver, "s").slot
+    assert slot is not None
+    copy = driver.arena.save(slot)
+    copy.wait()
+    job = SessionRow(row, SessionKey("s"), None, 1, 1, 0.0, 0.0)
+    store_of(driver).submit_state(Checkpoint(job, copy.host), told)
+    driver.until(lambda: told.known)
+    driver.settle()
+    assert len(told.calls) == 1
+    assert isinstance(told.calls[0], SessionNotFound)
+    assert rows_of(tmp_path, "states") == 0
+    driver.pool.close()
+
+
+# -- the reader --------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fails_once_condemns_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = reopened(tmp_path)
+    reader = store_of(driver)._reader
+
+    def fails(row: int, useless: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reader._loader, "read", fails)
+        with pytest.raises(SessionUnusable, match=r"disk I/O error\); try again"):
+            driver.state("a")
+    assert np.array_equal(driver.state("a"), state_of([ord("a")]))
+    assert driver.pool.stats()["quarantined_count"] == 0
+    driver.pool.close()
+
+
+def test_a_session_without_a_state_comes_back_by_its_log(tmp_path: Path) -> None:
+    driver = opened(tmp_path)
+    driver.turn("s", [1, 2])
+    driver.turn("s", [3])
+    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+    driver.pool.close()
+    driver = opened(tmp_path)
+    lease = driver.ready(driver.pool.checkout("s"))
+    assert (lease.read_slot, lease.replay) == (ZERO_SLOT, [1, 2, 3])
+    driver.pool.release(lease)
+    driver.pool.close()
+
+
+# -- the statements ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    """Of a database that has no sessions."""
+    opened(tmp_path).pool.close()
+    connection = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)
+    yield connection
+    connection.close()
+
+
+def put(connection: sqlite3.Connection, row: int, turn: int = 1, parent: int | None = None) -> None:
+    """A session, or dialogue, as it is after a turn."""
+    key = SessionKey("s", -1 if parent is None else row)
+    session = SessionRow(row, key, parent, turn, 10 * turn, 0.0, float(turn))
+    statements.put_session(connection, session, "model")
+
+
+def put_state(connection: sqlite3.Connection, row: int) -> None:
+    """The session's state."""
+    statements.put_state(connection, statements.StateRow(100 + row, row, 1, 10, "model", "", 0))
+
+
+def ids(connection: sqlite3.Connection) -> list[int]:
+    """Of the sessions that are there."""
+    return [row for (row,) in connection.execute("SELECT id FROM sessions ORDER BY id")]
+
+
+def test_a_parent_stays_while_a_dialogue_needs_it(connection: sqlite3.Connection) -> None:
+    """Hidden, until the dialogue has a state of its own."""
+    put(connection, 1)
+    put_state(connection, 1)
+    put(connection, 2, parent=1)
+    assert statements.delete_sessions(connection, [1]) == []
+    assert ids(connection) == [1, 2]
+    assert statements.count_sessions(connection) == 1
+    put_state(connection, 2)
+    assert [old.state for old in statements.sweep_hidden(connection)] == [101]
+    assert ids(connection) == [2]
+
+
+def test_an_older_state_does_not_move_its_session_back(connection: sqlite3.Connection) -> None:
+    put(connection, 1, turn=3)
+    put(connection, 1, turn=2)
+    assert connection.execute("SELECT turn, num_tokens, updated FROM sessions").fetchone() == (3, 30, 3.0)
+
+
+def test_dialogues_that_are_deleted_together_go_together(connection: sqlite3.Connection) -> None:
+    """Whichever has the larger number: a child of an import may have a smaller one than its parent."""
+    put(connection, 3)
+    put(connection, 1, parent=3)
+    put(connection, 2, parent=1)
+    statements.delete_sessions(connection, [1, 2, 3])
+    assert ids(connection) == []
+
+
+def test_all_pieces_of_a_state_are_collected(connection: sqlite3.Connection) -> None:
+    for number in range(10):
+        statements.put_chunk(connection, 7, number, memoryview(b"piece"))
+    rounds = 0
+    while not statements.delete_chunks(connection, 7, 4):
+        rounds += 1
+    assert rounds == 2
+    assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
