@@ -6,14 +6,20 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the engine process; before torch is loaded
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores have a worker each; tests of several threads ask for them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # else each process that a test starts compiles the tree again
+    sys.dont_write_bytecode = False
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from test import longest_files
 from test.serving import Service
 
 ROOM_MB = 500
@@ -24,6 +30,17 @@ LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
     # Memory of engines that have ended goes back: glibc would else keep it, in an arena for each of their threads.
     LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Kernels share their work out, also where a worker of `make test` has one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +54,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service without a password, shared by every test that leaves it as it was."""
-    running = Service(tmp_path_factory.mktemp("service"), "--model-path", str(tiny_model))
+    running = Service(tmp_path_factory.mktemp("service"), "--model-path", str(tiny_model), "--threads", "2")
     try:
         yield running.wait_ready()
     finally:
@@ -54,6 +71,13 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
     finally:
         running.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first (`make test` deals them in this order)."""
+    if missing := longest_files.missing():
+        raise pytest.UsageError(f"test/longest_files.py names what is not there: {', '.join(missing)}")
+    items.sort(key=lambda item: longest_files.turn(item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -26,6 +26,7 @@ from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.stage import Stage
 
 needs_compiler = pytest.mark.skipif(cpu_library.build_problem() is not None, reason=str(cpu_library.build_problem()))
+pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
 WIDTH, SLOTS, LAYERS = 192, 16, 3
 BATCHES = [

@@ -18,6 +18,7 @@ from sampling.registry import sampler_class
 from sampling.sampler import Logprobs, Sampled, Sampler
 from test.sampling_oracle import OracleRow
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
 ON_GPU = ("rapid",)
 VOCABS = (50, 1003, 65536)
