@@ -251,7 +251,8 @@ class Fleet:
 
     def _answered(self, journey: Journey, attempt: Attempt, refusal: ServiceError | None) -> None:
         """An engine has admitted a job, or not."""
-        attempt.member.answered(attempt.job_id, refusal is None)
+        if refusal is not None:
+            attempt.member.refused(attempt.job_id)
         if attempt.number != journey.attempt:
             return
         if refusal is None:

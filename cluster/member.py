@@ -32,9 +32,7 @@ class Member:
         self._lock = threading.Lock()
         self._load = NO_LOAD
         self._sent: dict[str, float] = {}
-        """what jobs weigh that it has not admitted yet"""
-        self._admitted = 0.0
-        """what those weigh that it has admitted since its last report"""
+        """what jobs weigh that are on their way to it: its reports do not count them"""
         self._heard = 0
         self._silent_looks = 0
 
@@ -50,9 +48,9 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Its last report and what it was given since, as `choose` counts."""
+        """Its last report and what is on its way to it, as `choose` counts."""
         with self._lock:
-            return load_of(self._load.rows, self._load.prompt_tokens) + self._admitted + sum(self._sent.values())
+            return load_of(self._load.rows, self._load.prompt_tokens) + sum(self._sent.values())
 
     @property
     def report(self) -> Load:
@@ -64,12 +62,10 @@ class Member:
         with self._lock:
             self._sent[job.job_id] = load_of(job.num_rows, sum(row.num_prompt_tokens for row in job.rows))
 
-    def answered(self, job_id: str, is_taken: bool) -> None:
-        """It has admitted the job, or refused it."""
+    def refused(self, job_id: str) -> None:
+        """It does not take the job."""
         with self._lock:
-            self._admitted += self._sent.pop(job_id, 0.0) if is_taken else 0.0
-            if not is_taken:
-                self._sent.pop(job_id, None)
+            self._sent.pop(job_id, None)
 
     def fails(self, connection: int) -> None:
         """It has refused work on that connection: it gets none before the next one."""
@@ -84,9 +80,11 @@ class Member:
             self._silent_looks = 0
             self.client.drop()
 
-    def _reported(self, load: Load) -> None:
+    def _reported(self, load: Load, job_id: str | None) -> None:
         with self._lock:
-            self._load, self._admitted = load, 0.0
+            self._load = load
+            if job_id is not None:
+                self._sent.pop(job_id, None)
 
     def _changed(self, is_there: bool) -> None:
         with self._lock:

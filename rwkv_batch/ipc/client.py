@@ -21,6 +21,7 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.wire import (
     Admitted,
     Answer,
+    Arrived,
     Call,
     Cancel,
     EventBatch,
@@ -114,14 +115,14 @@ class EngineClient:
     """EngineProtocol over the links that `connect` gives. Reconnects for as long as the process lives.
 
     `on_change` is called with True when the engine is there and with False when it is lost, `on_load` with what it has
-    to do, both on the client's thread.
+    to do and the job that it counts from now on, if it has just come; both on the client's thread.
     """
 
     def __init__(
         self,
         connect: Connect,
         on_change: Callable[[bool], None] = lambda is_there: None,
-        on_load: Callable[[Load], None] = lambda load: None,
+        on_load: Callable[[Load, str | None], None] = lambda load, job_id: None,
     ) -> None:
         self._connect = connect
         self._name = ""
@@ -271,9 +272,11 @@ class EngineClient:
     def _handle(self, message: ToWorker) -> None:
         match message:
             case Heartbeat(load):
-                self._on_load(load)
+                self._on_load(load, None)
+            case Arrived(job_id, load):
+                self._on_load(load, job_id)
             case EventBatch(batch, load):
-                self._on_load(load)
+                self._on_load(load, None)
                 for events in batch:
                     pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
                     listener = pop(events.job_id, None)

@@ -25,6 +25,7 @@ from native.priority import at_low_priority
 from rwkv_batch.calls import EngineCall, EnterClient, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
+from rwkv_batch.ipc.arrivals import Arrivals
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child, settle_garbage_collector
 from rwkv_batch.ipc.quotas import Quotas
@@ -33,6 +34,7 @@ from rwkv_batch.ipc.wire import (
     HEARTBEAT_S,
     Admitted,
     Answer,
+    Arrived,
     Call,
     Cancel,
     EventBatch,
@@ -95,7 +97,9 @@ class ManagedEngine(EngineProtocol, Protocol):
 class Peer:
     """One HTTP worker's connection: its jobs are cancelled when it goes away."""
 
-    def __init__(self, link: PeerLink, engine: EngineProtocol, metrics: Metrics, quotas: Quotas) -> None:
+    def __init__(
+        self, link: PeerLink, engine: EngineProtocol, arrivals: Arrivals, metrics: Metrics, quotas: Quotas
+    ) -> None:
         self.name = "?"
         self.pid = 0
         self.since = time.time()
@@ -103,6 +107,7 @@ class Peer:
         self._elsewhere: set[str] = set()
         """jobs that other engines run and whose clients' limits are held here"""
         self._engine = engine
+        self._arrivals = arrivals
         self._metrics = metrics
         self._quotas = quotas
         self._events: list[JobEvents] = []
@@ -158,7 +163,9 @@ class Peer:
             self._link.send(Admitted(job.job_id, refusal))
             return
         self.jobs.add(job.job_id)
-        self._engine.submit(job, self._deliver, lambda refusal: self._admit(job.job_id, refusal))
+        self._arrivals.come(job)
+        self._link.send(Arrived(job.job_id, self._arrivals.load))
+        self._engine.submit(job, self._deliver, lambda refusal: self._admit(job, refusal))
 
     def _deliver(self, events: JobEvents) -> None:
         self._quotas.observe(events)
@@ -187,12 +194,13 @@ class Peer:
             self._engine.cancel(job_id)
             self._link.send(EventBatch([JobEvents(job_id=job_id, deltas=[], done=True, error=info)]))
 
-    def _admit(self, job_id: str, refusal: ServiceError | None) -> None:
+    def _admit(self, job: Job, refusal: ServiceError | None) -> None:
+        self._arrivals.gone(job)
         if refusal is not None:
-            self.jobs.discard(job_id)
-            self._quotas.take_back(job_id)
-            self._metrics.observe_refusal(job_id, refusal.info.kind)
-        self._link.send(Admitted(job_id, None if refusal is None else refusal.info))
+            self.jobs.discard(job.job_id)
+            self._quotas.take_back(job.job_id)
+            self._metrics.observe_refusal(job.job_id, refusal.info.kind)
+        self._link.send(Admitted(job.job_id, None if refusal is None else refusal.info))
 
     def _answer(self, call_id: int, value: Any) -> None:
         if isinstance(value, ServiceError):
@@ -210,6 +218,7 @@ class EngineServer:
 
     def __init__(self, engine: ManagedEngine) -> None:
         self._engine = engine
+        self._arrivals = Arrivals(engine)
         self._metrics = Metrics()
         self._quotas = Quotas(self._metrics)
         self._peers: set[Peer] = set()
@@ -226,8 +235,8 @@ class EngineServer:
 
     def serve(self, link: PeerLink) -> None:
         """Serve the HTTP worker at the other end until it is gone."""
-        peer = Peer(link, self._engine, self._metrics, self._quotas)
-        peer.beat(self._engine.load)
+        peer = Peer(link, self._engine, self._arrivals, self._metrics, self._quotas)
+        peer.beat(self._arrivals.load)
         self._peers.add(peer)
         try:
             peer.serve(self._ask)
@@ -237,7 +246,7 @@ class EngineServer:
     def _beat(self) -> None:
         while True:
             time.sleep(HEARTBEAT_S)
-            load = self._engine.load
+            load = self._arrivals.load
             for peer in self._peers.copy():
                 peer.beat(load)
 
@@ -252,7 +261,7 @@ class EngineServer:
             threading.Thread(target=self.serve, args=(link,), name="worker-receive", daemon=True).start()
 
     def _tell_all(self) -> None:
-        load = self._engine.load
+        load = self._arrivals.load
         for peer in self._peers.copy():
             peer.tell(load)
 

@@ -94,6 +94,13 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     error: ErrorInfo | None
 
 
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="j"):
+    """The job has come, and is in this load and all that follow; whether it is admitted is said between two steps."""
+
+    job_id: str
+    load: Load
+
+
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, tag="n"):
     """What one engine step brought for the jobs of a worker."""
 
@@ -115,7 +122,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     error: ErrorInfo | None
 
 
-ToWorker = Admitted | EventBatch | Answer | Heartbeat
+ToWorker = Arrived | Admitted | EventBatch | Answer | Heartbeat
 
 
 class FrameTooLong(Exception):  # noqa: N818 - names what it is about

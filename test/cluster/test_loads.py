@@ -1,0 +1,91 @@
+"""What an HTTP worker knows of an engine's load when others give it work at the same moment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.member import Member
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.request import Job, Load
+from test.cluster.test_fleet import told
+from test.harness import ask
+from test.serving import wait_for
+
+
+class InAStep:
+    """An engine whose thread looks at nothing before `end_step`."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.load = Load(0, 0)
+
+    def when_delivered(self, act: Any) -> None:
+        """Nothing is delivered."""
+
+    def cancel(self, job_id: str) -> None:
+        """Its rows are nobody's."""
+
+    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
+        self.waiting.append((job, admitted))
+
+    def end_step(self, refusal: ServiceError | None = None) -> None:
+        for job, admitted in self.waiting:
+            if refusal is None:
+                self.load = Load(self.load.rows + job.num_rows, self.load.prompt_tokens)
+            admitted(refusal)
+        self.waiting.clear()
+
+
+@pytest.fixture
+def engine() -> InAStep:
+    return InAStep()
+
+
+@pytest.fixture
+def two_workers(engine: InAStep, tmp_path: Path) -> Iterator[list[Member]]:
+    """The engine as two HTTP workers see it."""
+    address = str(tmp_path / "engine")
+    EngineServer(engine).listen(address)  # type: ignore[arg-type]  # as far as it is used here
+    with contextlib.ExitStack() as stack:
+        members = [Member(told(address), lambda _, is_there: None) for _ in range(2)]
+        for member in members:
+            member.client.start("test")
+            stack.callback(member.client.stop)
+        wait_for(lambda: all(member.client.is_connected for member in members), 30, "both are connected")
+        yield members
+
+
+def give(member: Member, *job_ids: str) -> None:
+    for job_id in job_ids:
+        job = Job(job_id=job_id, rows=[ask("")])
+        member.sent(job)
+        member.client.submit(job, lambda events: None, lambda refusal: None)
+
+
+def test_it_knows_what_others_gave_to_an_engine_in_the_midst_of_a_step(
+    engine: InAStep, two_workers: list[Member]
+) -> None:
+    one, other = two_workers
+    give(one, *(f"one-{number}" for number in range(20)))
+    wait_for(lambda: len(engine.waiting) == 20, 30, "they have come")
+    give(other, "other")
+    wait_for(lambda: int(other.load) == 21, 30, "all are counted")
+    engine.end_step()
+    assert engine.load.rows == 21
+    give(other, "another")
+    wait_for(lambda: int(other.load) == 22, 30, "none is counted twice")
+
+
+def test_what_an_engine_refuses_is_not_its_load(engine: InAStep, two_workers: list[Member]) -> None:
+    one, other = two_workers
+    give(one, "one", "two")
+    wait_for(lambda: len(engine.waiting) == 2, 30, "they have come")
+    engine.end_step(ServiceError(ErrorKind.OVERLOADED, "the queue is full"))
+    give(other, "three")
+    wait_for(lambda: int(other.load) == 1, 30, "only what is there is counted")
