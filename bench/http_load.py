@@ -149,8 +149,8 @@ def _open(host: str, port: int, request: bytes) -> Exchange:
 
 
 def drive(load: Load, host: str, port: int, numbers: list[int], results: Any) -> None:
-    """Run some clients to their end on one selector; puts their exchanges' figures into `results`."""
-    started = time.perf_counter()
+    """Run some clients to their end on one selector; puts (began, ended, CPU seconds, their exchanges' figures)."""
+    started, used = time.perf_counter(), time.process_time()
     selector = selectors.DefaultSelector()
     marker = MARKERS.get(load.route, b'"content"') if load.stream else b"}"
     rounds = dict.fromkeys(numbers, load.rounds - 1)
@@ -175,7 +175,8 @@ def drive(load: Load, host: str, port: int, numbers: list[int], results: Any) ->
                 following = _open(host, port, _request(load, host, number))
                 selector.register(following.connection, selectors.EVENT_READ, (number, following))
     ended = time.perf_counter()
-    results.put((started, ended, [(one.first, one.gaps, one.failed) for one in done]))
+    used = time.process_time() - used
+    results.put((started, ended, used, [(one.first, one.gaps, one.failed) for one in done]))
 
 
 def fetch(url: str, path: str, password: str) -> str:
@@ -193,7 +194,7 @@ def served_tokens(url: str, password: str) -> float:
 
 
 def over_http(load: Load, url: str, client_processes: int) -> dict[str, Any]:
-    """One run of the load against a service."""
+    """One run of the load against a service. `clients_cpu_s`: of each client process."""
     address = urllib.parse.urlsplit(url)
     host, port = address.hostname or "127.0.0.1", address.port or 80
     spawn = multiprocessing.get_context("spawn")
@@ -206,6 +207,8 @@ def over_http(load: Load, url: str, client_processes: int) -> dict[str, Any]:
     shares_done = [results.get() for _ in drivers]
     for driver in drivers:
         driver.join()
-    seconds = max(ended for _, ended, _ in shares_done) - min(started for started, _, _ in shares_done)
-    figures = [figure for _, _, share in shares_done for figure in share]
-    return {"figures": figures, "tokens": served_tokens(url, load.password) - before, "seconds": seconds}
+    seconds = max(ended for _, ended, _, _ in shares_done) - min(started for started, _, _, _ in shares_done)
+    figures = [figure for _, _, _, share in shares_done for figure in share]
+    tokens = served_tokens(url, load.password) - before
+    used = [used for _, _, used, _ in shares_done]
+    return {"figures": figures, "tokens": tokens, "seconds": seconds, "clients_cpu_s": used}

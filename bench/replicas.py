@@ -1,4 +1,4 @@
-"""What it costs to stand before several engines, and what it is worth.
+"""What it costs to stand before several engines. What a second one is worth: bench.pair.
 
 `cost`: tokens a second of one engine process through `cluster.fleet`, which follows every job so that another engine
 could go on, against the bare `EngineClient`, in turns on one machine; `--streams` jobs of one row. Bounded by the
@@ -8,12 +8,9 @@ others use at the same time, where wall time does not. `ok`: it is 0.98 at least
 `ray`: tokens a second of an engine that is a Ray actor against one behind a socket, in turns on one machine, from the
 same process; `--streams` jobs of one row. Both hold their memory at once (on a GPU:
 `--gpu-memory-utilization 0.4`). `ok`: 0.95, likewise. Needs requirements-cluster.txt.
-`pair`: tokens a second of a service with two engines against one with one, `--streams` streams for each engine. On a
-machine with two GPUs each engine has one; on a CPU they share the cores, and it says nothing.
 
     python -m bench.replicas cost --streams 64
     python -m bench.replicas ray --streams 64
-    python -m bench.replicas pair --streams 320 --model-path /dev/shm/random.pth
 
 Further flags are the service's. The last line is JSON.
 """
@@ -28,7 +25,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,8 +34,9 @@ from typing import Any
 import torch
 
 from app import with_model
-from bench.http_load import Load, over_http
-from bench.serve import machine, service
+from bench.cpu_time import cpu_s
+from bench.engine_load import Streams, run_streams
+from bench.serve import machine
 from cluster.actors.address import ClusterAddress, EngineAddress
 from cluster.actors.plan import ClusterPlan
 from cluster.fleet import Fleet, FleetLimits
@@ -48,25 +45,20 @@ from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 from rwkv_batch.protocol import EngineProtocol
-from rwkv_batch.request import GenerateRequest, Job, JobEvents
-from rwkv_batch.tokenizer import Tokenizer
-from sampling.params import SamplingParams
 from settings import parse_settings
 from supervisor.service import ENGINE_FACTORY, engine_process
 
-ROUTE = "/v1/chat/completions"
 LEAST_RATIO, LEAST_RATIO_OVER_RAY = 0.98, 0.95
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "ray", "pair"))
+    parser.add_argument("what", choices=("cost", "ray"))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--chunk-size", type=int, default=4)
-    parser.add_argument("--client-processes", type=int, default=2)
     return parser.parse_known_args()
 
 
@@ -96,26 +88,8 @@ def one_engine(flags: list[str]) -> Iterator[tuple[str, int]]:
 
 def tokens_per_s(engine: EngineProtocol, options: argparse.Namespace, turn: int) -> float:
     """Of one run of the streams."""
-    encode = Tokenizer().encode
-    ended = threading.Semaphore(0)
-    begun = time.perf_counter()
-    for number in range(options.streams):
-        row = GenerateRequest(
-            prompt=encode(f"User: {turn}.{number} what is new?\n\nAssistant:"),
-            max_tokens=options.max_tokens,
-            sampling=SamplingParams(seed=number, top_p=0.6),
-            ignore_eos=True,
-            chunk_size=options.chunk_size,
-        )
-
-        def sink(events: JobEvents) -> None:
-            if events.done:
-                ended.release()
-
-        engine.submit(Job(job_id=f"{turn}.{number}", rows=[row]), sink, lambda refusal: None)
-    for _ in range(options.streams):
-        ended.acquire()
-    return options.streams * options.max_tokens / (time.perf_counter() - begun)
+    streams = Streams(options.streams, options.max_tokens, options.chunk_size)
+    return streams.tokens / run_streams(engine, streams, str(turn)).seconds
 
 
 def cost(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
@@ -154,12 +128,6 @@ def in_turns(ways: dict[str, tuple[EngineProtocol, int]], options: argparse.Name
     }  # fmt: skip
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @contextmanager
 def one_actor(flags: list[str]) -> Iterator[tuple[EngineClient, int]]:
     """An engine in a Ray cluster of one node, which is started for it; gives a client and the engine's process id."""
@@ -174,13 +142,14 @@ def one_actor(flags: list[str]) -> Iterator[tuple[EngineClient, int]]:
             node = nodes.start(os.cpu_count() or 1, torch.cuda.device_count())
             place = ClusterAddress(nodes.address, node, "bench")
             roster = Roster(ClusterPlan(cluster=place, replicas=1, config=config, factory=ENGINE_FACTORY), LogStyle())
-            roster.ensure()
+            roster.begin(is_up=False)
             while [one.status for one in roster.look()] != [ModelStatus.READY]:
                 time.sleep(0.2)
             client = EngineClient(to_actor(EngineAddress(place, "engine-0")))
             client.start("bench")
             yield client, roster.look()[0].pid
             client.stop()
+            roster.leave()
         finally:
             nodes.close()
 
@@ -195,27 +164,10 @@ def over_ray(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         return in_turns({"socket": (local, pid), "ray": (actor, actor_pid)}, options, LEAST_RATIO_OVER_RAY)
 
 
-# Two engines --------------------------------------------------------------------------------------------------
-
-
-def pair(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """One engine, then two with twice the streams."""
-    speeds: dict[int, list[float]] = {}
-    for count in (1, 2):
-        load = Load(ROUTE, options.streams * count, 1, 1, options.max_tokens, 16, options.chunk_size, True, "")
-        more = ["--replicas", str(count), "--max-streams-per-client", "480", *flags]
-        with service(more) as url:
-            over_http(load, url, options.client_processes)
-            runs = [over_http(load, url, options.client_processes) for _ in range(options.rounds)]
-        speeds[count] = [round(run["tokens"] / run["seconds"], 1) for run in runs]
-    ratio = statistics.median(speeds[2]) / statistics.median(speeds[1])
-    return {"tokens_per_s": speeds, "ratio": round(ratio, 3)}
-
-
 def main() -> None:
     """Run what is asked for and print it."""
     options, flags = parse()
-    figures = {"cost": cost, "ray": over_ray, "pair": pair}[options.what](options, flags)
+    figures = {"cost": cost, "ray": over_ray}[options.what](options, flags)
     sys.stdout.write(json.dumps({"what": options.what, **figures, "machine": machine()}) + "\n")
 
 

@@ -57,7 +57,7 @@ def ask(load: Load, url: str, number: int) -> float:
     address = urllib.parse.urlsplit(url)
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     drive(load, address.hostname or "", address.port or 80, [number], results)
-    _, _, [(first, _, failed)] = results.get()
+    _, _, _, [(first, _, failed)] = results.get()
     if failed:
         print(f"request {number} failed: {failed}")
     return float(first)

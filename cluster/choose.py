@@ -38,7 +38,8 @@ def choose(request: Wish, loads: Sequence[float], holder: int | None, rng: rando
     """
     if len(loads) == 1:
         return 0
-    probes = [int(rng.random() * len(loads)) for _ in range(2)]
+    one = int(rng.random() * len(loads))
+    probes = one, (one + 1 + int(rng.random() * (len(loads) - 1))) % len(loads)
     lighter = min(probes, key=loads.__getitem__)
     if holder is not None:
         mean = (loads[probes[0]] + loads[probes[1]]) / 2
