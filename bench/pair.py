@@ -1,7 +1,7 @@
 """What a second engine is worth: tokens/s of two engines against one, over HTTP and without it, by turns.
 
 Two services run at the same time, one with one engine and one with two; each engine of a service has a GPU of its own,
-and those of both services share them, so only one service has work at a time (`--gpu-memory-utilization 0.4`).
+and those of both services share them: half of the memory of the first is the single engine's.
 `--streams` streams for each engine come at once. Four ways take turns: `http_1` and `http_2` from client processes,
 `link_1` and `link_2` from this process through `cluster.fleet` on the engines' own sockets. `ratio` is the median over
 the rounds of two against one by HTTP, `link_ratio` without it: what both have in common is the engines' and not that of
@@ -11,7 +11,7 @@ What binds is told by `cores`: of each process the cores that it used in the way
 where 1.0 is a thread that never waited (client processes: the busiest alone); and by `shares`: what each of two engines
 drew, since the one with more ends later. On a CPU both services' engines share the cores, and the ratio says nothing.
 
-    python -m bench.pair --streams 320 --model-path /dev/shm/random.safetensors --gpu-memory-utilization 0.4
+    python -m bench.pair --streams 320 --model-path /dev/shm/random.safetensors
 
 Further flags are the services'. The last line is JSON.
 """
@@ -43,6 +43,7 @@ from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 ROUTE = "/v1/chat/completions"
 LEAST_RATIO = 1.9
 PROMPT_WORDS = 16
+MEMORY_OF_ONE = "0.45"
 
 
 @dataclass
@@ -186,7 +187,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     """Measure and print."""
     options, flags = parse()
-    with running(1, flags, options.log) as single, running(2, flags, options.log) as double:
+    beside = ["--gpu-memory-utilization", MEMORY_OF_ONE, *flags]
+    with running(1, beside, options.log) as single, running(2, flags, options.log) as double:
         figures = measure(single, double, options)
     asked = {name: value for name, value in vars(options).items() if name not in ("log", "commit")}
     sys.stdout.write(json.dumps({"bench": "pair", **asked, "flags": flags, **figures, **origin(options.commit)}) + "\n")
