@@ -68,6 +68,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--seconds", type=float, default=10.0, help="of each part of a load")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--within", type=float, default=1e9, help="seconds after which `kills` begins no more rounds")
     parser.add_argument("--out", type=Path, help="file for what the last line says")
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     parser.add_argument("--seed", type=int, default=1)

@@ -49,20 +49,21 @@ async def kills(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]
             undisturbed = await _all(clients, options)
             length, expected = time.perf_counter() - begun, [one.text for one in undisturbed]
             wrong = [one.error for one in undisturbed if not one.is_good]
-            pauses, firsts, usual = [], [], [one.pause_s for one in undisturbed]
-            for number in range(options.rounds):
+            pauses, firsts, usual, rounds = [], [], [one.pause_s for one in undisturbed], 0
+            while rounds < options.rounds and time.perf_counter() - begun < options.within:
                 answers, _ = await asyncio.gather(_all(clients, options), _kill_one(engines, rng, length))
                 pauses += [one.pause_s for one in answers]
                 firsts += [one.first_s for one in answers]
                 pairs = zip(answers, expected, strict=True)
                 wrong += [one.error or "another text" for one, text in pairs if one.error or one.text != text]
                 await asyncio.to_thread(engines.wait_ready)
-                print(f"round {number + 1}: {len(wrong)} wrong, pause p99 {ms(part(pauses, 0.99))} ms", flush=True)
+                rounds += 1
+                print(f"round {rounds}: {len(wrong)} wrong, pause p99 {ms(part(pauses, 0.99))} ms", flush=True)
     return {
-        "ok": not wrong and part(pauses, 0.99) < PAUSE_S,
+        "ok": not wrong and part(pauses, 0.99) < PAUSE_S and rounds == options.rounds,
         "streams": options.streams,
         "engines": options.engines,
-        "kills": options.rounds,
+        "kills": rounds,
         "max_tokens": options.max_tokens,
         "wrong": len(wrong),
         "first_wrong": wrong[:3],
