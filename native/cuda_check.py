@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from native import machine
-from native.build import CUDA_FLAGS, INCLUDES
+from native.build import CUDA_FLAGS, INCLUDES, SHARED_HEADERS
 
 CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
-ALIKE = {"86": "80", "120": "100"}
-"""Virtual architectures of the checked ones that no source of ours asks to be told from the one they stand beside."""
+GENERATIONS = (80, 100)
+"""Virtual architectures that every source is read for: between them the compiler's first half makes the same of all
+that no source asks to be told apart."""
 OWN_INSTRUCTIONS = "__CUDA_ARCH_FEAT_"
 
 
@@ -60,10 +61,12 @@ def front_end_of(arch: str, source: Path) -> str:
 
     The compiler's first half takes as long as the second, and makes the same of each of them.
     """
+    text = _with_headers(source)
     number = arch.removeprefix("sm_")
-    if number.endswith("a") and not _uses_own_instructions(source):
-        return number.removesuffix("a")
-    return ALIKE.get(number, number)
+    if number.endswith("a") and OWN_INSTRUCTIONS in text:
+        return number
+    asked = {int(condition) // 10 for condition in re.findall(r"__CUDA_ARCH__\W+(\d+)", text)}
+    return str(max(n for n in {*GENERATIONS, *asked} if n <= int(number.removesuffix("a"))))
 
 
 def _compile(sources: list[Path], archs: list[str]) -> list[Compiled]:
@@ -99,8 +102,9 @@ def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
     return said
 
 
-def _uses_own_instructions(source: Path) -> bool:
-    """Whether a source, or a header that it includes, asks for an architecture's own instructions ("a")."""
+def _with_headers(source: Path) -> str:
+    """The text of a source and of all of our headers that it includes."""
     text = source.read_text()
-    headers = [source.parent / name for name in re.findall(r'^#include "(.+)"', text, re.MULTILINE)]
-    return OWN_INSTRUCTIONS in text or any(_uses_own_instructions(header) for header in headers if header.exists())
+    names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    headers = [folder / name for name in names for folder in (source.parent, SHARED_HEADERS)]
+    return text + "".join(_with_headers(header) for header in headers if header.exists())

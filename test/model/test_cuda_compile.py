@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from native import cuda_check
-from native.build import SHARED_HEADERS
 from test.model.card_launches import CARDS, ROOT, Card, Launcher, Record, build_library, compiled, needs, problems
 
 MAX_SPILL_BYTES = 160
@@ -43,14 +42,16 @@ def test_compiles(source: Path) -> None:
         assert max(spills, default=0) <= MAX_SPILL_BYTES, result.output
 
 
-def test_sources_ask_for_no_architecture_between_those_that_are_read_alike() -> None:
-    """What `cuda_check.ALIKE` rests on: a condition on another number would be compiled for one side only."""
-    asked: set[str] = set()
-    for folder in {source.parent for source in SOURCES} | {SHARED_HEADERS}:
-        for path in [*folder.glob("*.cu*"), *folder.glob("*.h")]:
-            asked |= set(re.findall(r"__CUDA_ARCH__\W+(\d+)", path.read_text()))
-    thresholds = {f"{arch.removeprefix('sm_').removesuffix('a')}0" for arch in cuda_check.CHECKED_ARCHS}
-    assert asked <= thresholds - {f"{number}0" for number in cuda_check.ALIKE}
+def test_a_source_is_read_for_each_architecture_that_it_asks_about(tmp_path: Path) -> None:
+    (tmp_path / "plain.cuh").write_text("#pragma once\n")
+    (tmp_path / "asking.cuh").write_text("#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890\n#endif\n")
+    read = {}
+    for name in ("plain", "asking"):
+        source = tmp_path / f"{name}.cu"
+        source.write_text(f'#include "early_launch.cuh"\n#include "{name}.cuh"\n')
+        read[name] = [cuda_check.front_end_of(arch, source) for arch in cuda_check.CHECKED_ARCHS]
+    assert read["plain"] == ["80", "80", "80", "90", "90", "100", "100"]
+    assert read["asking"] == ["80", "80", "89", "90", "90", "100", "100"]
 
 
 @pytest.mark.timeout(900)
