@@ -4,12 +4,12 @@
     python -m bench.batch_ttft --random 7.2b --folder /dev/shm --seats 320 --wkv-state fp16      # on a GPU
 
 A service is started here. Single requests, streamed, come one after another, each 0 to `--pause` s after the last one's
-end: half of them to the idle service, then twice as many while a batch of /openai/v1/batches, whose lines do not end by
-themselves, has all places but those that are kept for interactive work; then the other half to the idle service again.
-Measured at the client, for each length of prompt: p50 and p99 of both, their ratio; and what the batch draws meanwhile,
-against what it draws alone. What bounds the ratio: a step that runs cannot be left, so an interactive row waits for the
-rest of one with all the batch's rows; the shorter its prompt, the more that is beside its own time. The last line is
-JSON.
+end; in each of `--rounds` rounds first to the idle service, then as many while a batch of /openai/v1/batches, whose
+lines do not end by themselves, has all places but those that are kept for interactive work. Measured at the client, for
+each length of prompt: p50 and p99 of both, their ratio; and what the batch draws meanwhile, against what it draws when
+no interactive request has come for as long as steps stay short behind one. What bounds the ratio: a piece of a step
+that runs cannot be left, and on a CPU no part of one, so an interactive row waits for its rest; the shorter its prompt,
+the more that is beside its own time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -31,6 +32,7 @@ from bench.origin import origin
 from bench.serve import percentile, service
 from bench.traffic import numbers
 from bench.ttft import ask
+from rwkv_batch.core.batch_share import LULL_S
 
 ROUTE = "/v1/chat/completions"
 FILES, BATCHES = "/openai/v1/files", "/openai/v1/batches"
@@ -107,23 +109,29 @@ def speed(client: Client, seconds: float) -> float:
 
 def measured(client: Client, options: argparse.Namespace) -> dict[str, Any]:
     """All of it."""
-    half = options.requests // 2
+    part, rows, alone = -(-options.requests // options.rounds), [], 0.0
+    idle: dict[int, list[float]] = {words: [] for words in options.words}
+    beside: dict[int, list[float]] = {words: [] for words in options.words}
+    left: dict[int, list[float]] = {words: [] for words in options.words}
     client.firsts(8, options.words[0])
-    idle = {words: client.firsts(half, words) for words in options.words}
-    batch = client.begin_batch(2 * options.seats, options.batch_words)
-    rows = client.wait_for(options.seats - options.seats // 16 - 1, options.seats)
-    alone = speed(client, options.settle)
-    beside, left = {}, {}
-    for words in options.words:
-        before, started = client.drawn(), time.perf_counter()
-        beside[words] = client.firsts(2 * half, words)
-        drawn = client.drawn() - before - 2 * half * options.max_tokens
-        left[words] = round(drawn / (time.perf_counter() - started), 1)
-    client.end_batch(batch)
-    lengths = []
-    for words in options.words:
-        idle[words] += client.firsts(half, words)
-        lengths.append(compared(words, idle[words], beside[words]) | {"batch_tokens_per_s": left[words]})
+    for number in range(options.rounds):
+        for words in options.words:
+            idle[words] += client.firsts(part, words)
+        batch = client.begin_batch(2 * options.seats, options.batch_words)
+        rows.append(client.wait_for(options.seats - options.seats // 16 - 1, options.seats))
+        for words in options.words:
+            before, started = client.drawn(), time.perf_counter()
+            beside[words] += client.firsts(part, words)
+            drawn = client.drawn() - before - part * options.max_tokens
+            left[words].append(drawn / (time.perf_counter() - started))
+        if number == options.rounds - 1:
+            time.sleep(LULL_S)
+            alone = speed(client, options.settle)
+        client.end_batch(batch)
+    lengths = [
+        compared(words, idle[words], beside[words]) | {"batch_tokens_per_s": round(fmean(left[words]), 1)}
+        for words in options.words
+    ]
     return {"rows_of_the_batch": rows, "batch_alone_tokens_per_s": alone, "prompts": lengths}
 
 
@@ -162,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seats", type=int, default=64)
     parser.add_argument("--requests", type=int, default=200, help="of each kind and length")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--words", type=numbers, default=(60, 600), help="of a request's prompt")
     parser.add_argument("--max-tokens", type=int, default=4, help="of a request")
     parser.add_argument("--batch-words", type=int, default=16, help="of a line's prompt")
@@ -176,7 +185,7 @@ def main() -> None:
     with service(flags) as url:
         client = Client(url, options)
         figures = measured(client, options)
-    about = {**origin(options.commit), "seats": options.seats, "requests": options.requests}
+    about = {**origin(options.commit), "seats": options.seats, "requests": options.requests, "rounds": options.rounds}
     print(json.dumps({"bench": "batch_ttft", **about, "flags": flags, **figures, "target": TARGET}))
 
 

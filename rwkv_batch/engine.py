@@ -9,14 +9,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.grammars import GrammarDesk, Grammars
 from rwkv_batch.core.job_table import JobTable
+from rwkv_batch.core.let_in import Between, LetIn
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.state_manager import StateManager, as_service_error
 from rwkv_batch.core.throughput import Throughput
@@ -48,13 +50,27 @@ class Step(NamedTuple):
     number: int
     parts: list[Launched]
 
+    @property
+    def holds_first_token(self) -> bool:
+        """Whether an interactive row draws its first token in it, as far as the host knows."""
+        rows = (row for part in self.parts for row in part.rows)
+        return any(row.draws and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
+
+
+class Command(NamedTuple):
+    """What the engine's thread is to do."""
+
+    act: Callable[[], None]
+    is_arrival: bool = False
+    """whether it only adds a job, so that it may be done within a step"""
+
 
 class Engine:
     """Implements `EngineProtocol`. `start` loads the model; `stop` ends everything."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._draining = False
@@ -67,6 +83,7 @@ class Engine:
         self.speed = Throughput()
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
+        self._let_in: LetIn[Step] = LetIn(self._take_arrivals, self._first_tokens, self._launch, self._conclude)
         self._files = SessionTransfer(self._put, self._refusal)
         self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
         self._states = StateLibrary(config, self._put, self._refusal)
@@ -125,7 +142,10 @@ class Engine:
         arrived = time.monotonic()
 
         def put(grammars: Grammars) -> None:
-            if not self._put(lambda: self._answer(admitted, lambda: self._admit(job, sink, arrived, grammars))):
+            def admit() -> None:
+                self._answer(admitted, lambda: self._admit(job, sink, arrived, grammars))
+
+            if not self._put(admit, is_arrival=True):
                 admitted(self._refusal())
 
         if any(row.constraint is not None for row in job.rows):
@@ -144,10 +164,10 @@ class Engine:
         if not taken:
             reply(self._refusal())
 
-    def _put(self, command: Callable[[], None]) -> bool:
+    def _put(self, act: Callable[[], None], is_arrival: bool = False) -> bool:
         if self._dead is not None or self._stopping:
             return False
-        self._inbox.append(command)
+        self._inbox.append(Command(act, is_arrival))
         self._wake.set()
         return True
 
@@ -303,7 +323,15 @@ class Engine:
 
     def _drain_inbox(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            self._inbox.popleft().act()
+
+    def _take_arrivals(self) -> bool:
+        """Admit jobs within a step, up to a command that may not be done there; whether there were any."""
+        taken = False
+        while self._inbox and self._inbox[0].is_arrival:
+            self._inbox.popleft().act()
+            taken = True
+        return taken
 
     def step(self) -> bool:
         """Schedule and launch a step, then conclude the oldest one if as many are in flight as may be.
@@ -317,19 +345,22 @@ class Engine:
         self.jobs.expire(now)
         rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step, now)
         if rows:
-            self._in_flight.append(Step(self._next_step, self._launch(rows)))
-            self._next_step += 1
+            self._in_flight.append(self._launch(rows, self._let_in.begin(rows) if self.machine.has_pieces else None))
+            self._let_in.end()
         may_wait = len(self._in_flight) < self.machine.steps_in_flight and not self._awaits_masks()
         concludes = bool(self._in_flight) and not (rows and may_wait)
-        if concludes:
+        while concludes:
             self._conclude(self._in_flight.popleft())
             self._draw_constrained()
+            if not (self._in_flight and self._is_awaited(self._in_flight[-1])):
+                break
         self.jobs.deliver()  # of rows that ended without a step
         return bool(rows) or concludes
 
-    def _launch(self, rows: list[ScheduledRow]) -> list[Launched]:
+    def _launch(self, rows: list[ScheduledRow], between: Between | None = None) -> Step:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
         launched: list[Launched] = []
+        number, self._next_step = self._next_step, self._next_step + 1
         oldest = self._in_flight[0].parts if self._in_flight else ()
         may_have_ended = False
         for planned in self.machine.parts(rows):
@@ -338,17 +369,24 @@ class Engine:
             if not part:
                 continue
             try:
-                step = self.machine.launch(part, oldest)
-                step.number, step.launched = self._next_step, time.monotonic()
+                step = self.machine.launch(part, oldest, between)
+                step.number, step.launched = number, time.monotonic()
             except Exception as error:  # noqa: BLE001 - a device raises anything; the part's jobs end, or the engine
                 self._fail_step(part, error)
                 may_have_ended = True
                 continue
-            self.jobs.launched(part, self._next_step)
+            self.jobs.launched(part, number)
             launched.append(step)
             may_have_ended |= step.awaits_masks
             self._draw_constrained_of(step)
-        return launched
+        return Step(number, launched)
+
+    def _first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
+        return self.scheduler.first_tokens(under_way)
+
+    def _is_awaited(self, step: Step) -> bool:
+        """Whether a first token of it would else be read when the next step, in pieces of batch work, is done."""
+        return self.machine.has_pieces and self.scheduler.places.batch.num_running > 0 and step.holds_first_token
 
     def _awaits_masks(self) -> bool:
         """Whether rows of the latest step draw only when the host has read the step before."""

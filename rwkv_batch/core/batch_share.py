@@ -64,14 +64,16 @@ class BatchShare:
 
     def stands_aside(self) -> bool:
         """Whether batch rows leave this step to others: a first token is waited for, and it is not their turn."""
-        is_waited_for = self._interactive.num_running and any(
-            not (sequence.job.is_batch or sequence.has_answered or sequence.has_drawn)
-            and sequence.num_uncomputed_tokens > 0
-            for sequence in self._reading
-        )
-        self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_waited_for else 0
+        is_one_awaited = self._interactive.num_running and any(map(is_waited_for, self._reading))
+        self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_one_awaited else 0
         return self._steps_aside > 0
 
     def prompt_tokens(self, budget: int) -> int:
         """Most prompt tokens of batch rows in this step, of a budget of so many."""
         return min(budget, TOKENS_PER_ROW * max(1, self._rows_left)) if self._is_short else budget
+
+
+def is_waited_for(sequence: Sequence) -> bool:
+    """Whether it is an interactive row in the steps that has something to read before its first token."""
+    may_draw = not (sequence.job.is_batch or sequence.has_answered or sequence.has_drawn)
+    return may_draw and sequence.num_uncomputed_tokens > 0

@@ -13,12 +13,13 @@ they share a graph, with every step, since a group that read all of them would b
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
 from rwkv_batch.core.admission import Admission
-from rwkv_batch.core.batch_share import BatchShare
+from rwkv_batch.core.batch_share import BatchShare, is_waited_for
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
 from rwkv_batch.core.sequence import NOTHING_SCORED, Phase, RunningJob, Sequence
@@ -133,6 +134,15 @@ class Scheduler:
             budget = limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step
             rows += self._prefill_rows(budget, stands_aside)
         return rows
+
+    def first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
+        """The rows of a step between two pieces of another one: prompts of interactive rows whose first token is
+        awaited, but of no job that has rows in the other step.
+        """
+        self.places.admit()
+        reading = [s for s in self._reading if is_waited_for(s) and not s.members and s.job not in under_way]
+        chunks = share_out(reading, self.limits.prefill_tokens_beside, self._chunk, self._steps)
+        return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _sort_in(self) -> None:
         """Rows that have one token left to read decode from now on, in the smallest group."""

@@ -22,15 +22,16 @@ def forward_layers(
     inputs: StepInputs,
     ops: Ops,
     adapters: StepAdapters | None = None,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the layers of one stage over one ragged step.
+    """Run layers of one stage over one ragged step: those from its layer `first` on.
 
     x [T, C] the residual stream, v_first [T, C] the first layer's values (None before layer 0);
     `state` is read and updated in place; `adapters`: of the step's rows, None: none has one. Returns both for the
     next stage.
     """
     delta: Tensor | None = None
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(layers, first):
         added = None if adapters is None else adapters.of_layer(i)
         x, mixed = ops.shift_mix(x, delta, layer.ln1, layer.att_mix, state.att_shift(i), inputs)
         # The projections have no name here: while the rest of the layer runs, nothing holds their memory.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Protocol, runtime_checkable
 
@@ -29,7 +29,8 @@ from torch import Tensor
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda_adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
-from rwkv_batch.runner.graph_capture import StagedArrays
+from rwkv_batch.runner.graph_capture import CaptureError, StagedArrays
+from rwkv_batch.runner.graph_pieces import GraphPieces, Pieces
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import GraphStage
@@ -129,6 +130,9 @@ class DecodeGraphs:
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
         """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
+        self.pieces = GraphPieces(self) if GraphPieces.are_possible(self.places) else None
+        self._ended: Callable[[], None] = lambda: None
+        """waits until the last step in pieces is done"""
 
     @staticmethod
     def why_not(stages: Sequence[Stage], sampler: object) -> str | None:
@@ -154,6 +158,11 @@ class DecodeGraphs:
                 for number in range(len(self.places)):
                     self._graph(number, size, sampled, adds)
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
+        if self.pieces is not None:
+            try:
+                self.pieces.warm_up()
+            except CaptureError as error:
+                self._give_up_pieces(error)
 
     @torch.inference_mode()
     def run(
@@ -163,13 +172,15 @@ class DecodeGraphs:
         write_slots: Sequence[int],
         undrawn: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> Tensor:
         """Launch one step over B rows: [B] int64 drawn tokens on the last device, overwritten by the next run.
 
         `undrawn`: rows that draw later, from `logits`; the token told of them means nothing. `adapters`: the number
-        of each row's, 0 for none; None: no row has one.
+        of each row's, 0 for none; None: no row has one. `between`: see `GraphPieces.run`, which returns when most of
+        the step is done.
         """
-        self._replay(seats, read_slots, write_slots, sampled=True, undrawn=undrawn, adapters=adapters)
+        self._replay(seats, read_slots, write_slots, True, undrawn, adapters, between)
         return self._drawn[: len(seats)]
 
     @torch.inference_mode()
@@ -179,9 +190,10 @@ class DecodeGraphs:
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         adapters: Sequence[int] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> Tensor:
         """As `run` without the draw: fp32 logits [B, V], overwritten by the next run. `remember` what is drawn."""
-        self._replay(seats, read_slots, write_slots, sampled=False, adapters=adapters)
+        self._replay(seats, read_slots, write_slots, False, (), adapters, between)
         return self.logits[: len(seats)]
 
     def _replay(
@@ -190,18 +202,38 @@ class DecodeGraphs:
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         sampled: bool,
-        undrawn: Sequence[int] = (),
-        adapters: Sequence[int] | None = None,
+        undrawn: Sequence[int],
+        adapters: Sequence[int] | None,
+        between: Callable[[], None] | None,
     ) -> None:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
+        arrays = {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}
+        if between is not None and adapters is None and (pieces := self._pieces_for(len(seats), sampled)) is not None:
+            self._fill(pieces.size, arrays, undrawn)
+            self._ended = pieces.run(between, self._ended)
+            return
         size = next(size for size in self.sizes if size >= len(seats))
         graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.places))]
-        self._fill(size, {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}, undrawn, adapters)
+        self._fill(size, arrays, undrawn, adapters)
         before = None
         for place, graph in zip(self.places, graphs, strict=True):
             place.run(graph.replay, size, before)
             before = place
+
+    def _pieces_for(self, rows: int, sampled: bool) -> Pieces | None:
+        """The pieces of a step of so many rows, if it has any."""
+        if self.pieces is None:
+            return None
+        try:
+            return self.pieces.of(rows, sampled)
+        except CaptureError as error:
+            self._give_up_pieces(error)
+            return None
+
+    def _give_up_pieces(self, error: CaptureError) -> None:
+        logger.error("steps go on in one piece each, which first tokens wait for: %s", error)
+        self.pieces = None
 
     def _graph(self, number: int, size: int, sampled: bool, adapters: bool) -> torch.cuda.CUDAGraph:
         """The graph of a stage; only the last one's has a draw or not."""
@@ -209,11 +241,15 @@ class DecodeGraphs:
         if key not in self._captured:
             started = time.perf_counter()
             with self.places[number].current():
-                self._fill(size, dict.fromkeys(self._padding, ()), adapters=() if adapters else None)
+                self.fill_padding(size, adapters)
                 name = f"a decode graph of {size} rows on {self.places[number].device}"
                 self._captured[key] = self.places[number].recorder.record(lambda: self._step(*key), name)
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
+
+    def fill_padding(self, size: int, adapters: bool = False) -> None:
+        """A step over nobody, for a graph of this size that is to be captured."""
+        self._fill(size, dict.fromkeys(self._padding, ()), adapters=() if adapters else None)
 
     def _fill(
         self,
@@ -235,7 +271,15 @@ class DecodeGraphs:
 
     def _step(self, number: int, size: int, sampled: bool, adapters: bool) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        place, staged, rows = self.places[number], self._staged.on_device[number], self._identity[number]
+        place = self.places[number]
+        inputs, fed = self.inputs(number, size, adapters)
+        x = place.forward(inputs, fed)
+        if number == len(self.places) - 1:
+            self.finish(x, inputs, sampled)
+
+    def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
+        """Inside a graph: what a stage reads of a step, and the tokens [size] that the first one is fed."""
+        staged, rows = self._staged.on_device[number], self._identity[number]
         seats = staged["seats"][:size]
         fed = self.tokens.to_feed[seats] if number == 0 else None
         inputs = StepInputs(
@@ -250,12 +294,13 @@ class DecodeGraphs:
             tiles = max_tiles(size, self._max_adapters)
             tokens = staged["tile_tokens"][: tiles * TILE].view(tiles, TILE)
             inputs.adapter_tiles = AdapterTiles(tokens, staged["tile_numbers"][:tiles])
-        x = place.forward(inputs, fed)
-        if number < len(self.places) - 1:
-            return
-        logits = place.stage.logits(x, inputs, self.logits)
+        return inputs, fed
+
+    def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
+        """Inside a graph: logits of x [T, C] behind the last layer, and the draw."""
+        logits = self.places[-1].stage.logits(x, inputs, self.logits)
         if sampled:
-            self.draw(logits, staged, self._drawn[:size])
+            self.draw(logits, self._staged.on_device[-1], self._drawn[: len(logits)])
 
     def draw(self, logits: Tensor, staged: Mapping[str, Tensor], drawn: Tensor) -> None:
         """Inside a graph: draw for logits [B, V] of the staged seats into `drawn` [B] int64, and keep the tokens."""

@@ -20,7 +20,7 @@ CPU_PREFILL_TOKENS = 256
 GPU_PREFILL_TOKENS = 4096
 GPU_PREFILL_BESIDE = 1024
 """As fast per token as more (7.2B on an H200: 26 ms for 8 x 128); rows that decode beside it wait 40 ms, not 110."""
-CPU_BATCH_BESIDE = 6
+CPU_BATCH_BESIDE = 4
 """For each compute thread: of rows that decode, each adds more to a step the fewer threads there are."""
 CPU_SLOTS_SHARE = 0.25
 """Share of the machine's memory that slots may take on a CPU."""

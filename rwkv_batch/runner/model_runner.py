@@ -214,6 +214,11 @@ class ModelRunner:
         """Whether a sampler or a graph is being made, which may take longer than any step. Any thread."""
         return self._drawing.is_making or (self._graphs is not None and self._graphs.is_recording)
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether steps in which rows decode can be launched in pieces."""
+        return self._graphs is not None and self._graphs.pieces is not None
+
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
         """A step's rows as they are launched: all together, those with a constraint last, so that the logits of both
         kinds lie together; with graphs, rows that decode after the others.
@@ -254,10 +259,17 @@ class ModelRunner:
         return [row for row in mixtures if not row.feeds_back]
 
     @torch.inference_mode()
-    def launch(self, rows: list[ScheduledRow], after: Collection[Launched] = ()) -> Launched:
+    def launch(
+        self,
+        rows: list[ScheduledRow],
+        after: Collection[Launched] = (),
+        between: Callable[[], None] | None = None,
+    ) -> Launched:
         """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
 
-        `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn.
+        `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn. `between`: is
+        called between pieces of it, where it has any, and may launch other steps of rows that read; then most of the
+        step is done when this returns.
         """
         step = Launched(rows, [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
@@ -265,7 +277,7 @@ class ModelRunner:
         if self._graphs is not None and not is_routed and self._is_for_graphs(self._graphs, rows):
             try:
                 if rows[-1].feeds_back:
-                    self._launch_graph(self._graphs, step)
+                    self._launch_graph(self._graphs, step, between)
                 else:
                     self._launch_mixed(step)
                 return step
@@ -300,7 +312,7 @@ class ModelRunner:
         holds_all = into is not None and len(inputs.logit_tokens) <= len(into)
         return self.pipeline.forward(inputs, into if holds_all else None)
 
-    def _launch_graph(self, graphs: DecodeGraphs, step: Launched) -> None:
+    def _launch_graph(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
         sequences = [row.sequence for row in step.rows]
         if any(sequence.members for sequence in sequences):
@@ -310,13 +322,13 @@ class ModelRunner:
         slots, adapters = _slots_of(sequences), self._adapters_of(sequences)
         free, held = parted(step.drawing)
         if free and self._drawing.fits_graphs([sequences[i] for i in free]):
-            drawn = graphs.run(seats, *slots, held, adapters)
+            drawn = graphs.run(seats, *slots, held, adapters, between)
             step.tokens_sent = self._tokens.send()
             step.draws.append(Drawn(free, HostCopy(drawn), places=free if held else None))
             if held:
                 step.undrawn = Undrawn(held, graphs.logits, held)
         else:
-            self._drawing.draw(step, graphs.run_logits(seats, *slots, adapters), self._tokens)
+            self._drawing.draw(step, graphs.run_logits(seats, *slots, adapters, between), self._tokens)
 
     def _launch_mixtures(self, graphs: DecodeGraphs, step: Launched, sequences: list[Sequence]) -> None:
         """The same where some are mixtures: their members are rows of the graph, what they say is mixed behind it."""

@@ -102,6 +102,15 @@ class Stage:
             return rows
         return layer_norm(rows, self.embedding.ln0).to(self.precision.activations)
 
+    def run_part(self, part: range, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Run some of the stage's layers, for rows without an adapter: x [T, C] and v_first [T, C] as in `forward`."""
+        assert self.state is not None and self.shape.version == X070, "see `GraphPieces.are_possible`"
+        with self._device:
+            layers = cast(Sequence[Layer], self.layers[part.start : part.stop])
+            x, v_first = forward_layers(layers, x, v_first, self.state, inputs, self.ops, first=part.start)
+            assert v_first is not None
+            return x, v_first
+
     def forward(self, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Run the layers; x [T, C] and v_first [T, C] as the stage before left them."""
         assert self.state is not None, "allocate_slots comes first"

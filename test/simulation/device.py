@@ -21,6 +21,8 @@ _FACTOR = 0x5851F42D4C957F2D14057B7EF767814F
 _TEXTS = [b"a", b"b", b"ab", b"ba", b" a", b"\n", b"\n\n", b"aa", b"\xc3", b"\xa9", "é".encode(), b"stop", b" b"]
 ALPHABET = [TOKENIZER.byte_table.index(text) for text in _TEXTS if text in TOKENIZER.byte_table]
 """What the model draws from: few tokens that join in many ways, so that stops begin and fail often."""
+PIECES = 4
+"""Of a step, where steps have pieces."""
 
 
 def fold(state: int, tokens: Iterable[int], mark: int = 0) -> int:
@@ -174,6 +176,8 @@ class Runner:
     before_launch: Callable[[list[ScheduledRow]], None]
     """may raise what a device raises"""
     before_read: Callable[[Step], None]
+    within: Callable[[], None] | None = None
+    """what happens between two pieces of a step; None: there are none"""
     tokenizer: Tokenizer = TOKENIZER
     vocab: int = VOCAB_SIZE
     _seats: dict[int, list[Any]] = field(default_factory=dict)
@@ -184,6 +188,11 @@ class Runner:
         """See `ModelRunner.steps_in_flight`."""
         return self.limits.groups + self.overlaps
 
+    @property
+    def has_pieces(self) -> bool:
+        """See `ModelRunner.has_pieces`."""
+        return self.within is not None
+
     def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
         """See `ModelRunner.parts`."""
         if not self.splits:
@@ -192,14 +201,21 @@ class Runner:
         rest = [row for row in rows if row not in decode and row not in scored]
         return [part for part in (rest, decode, scored) if part]
 
-    def launch(self, rows: list[ScheduledRow], after: Iterable[Step] = ()) -> Step:
-        """Compute a step: all rows read, then all write."""
+    def launch(
+        self, rows: list[ScheduledRow], after: Iterable[Step] = (), between: Callable[[], None] | None = None
+    ) -> Step:
+        """Compute a step: all rows read, then all write; what goes between finds states that are not written yet."""
         self.before_launch(rows)
         states = [self._computed(row) for row in rows]
         scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
         self._check_slots(rows)
-        for row, found in zip(rows, states, strict=True):
-            for slot, state in zip(write_slots(row.sequence), found, strict=True):
+        targets = [write_slots(row.sequence) for row in rows]
+        if between is not None and self.within is not None and all(row.feeds_back for row in rows):
+            for _ in range(PIECES - 1):
+                self.within()
+                between()
+        for slots, found in zip(targets, states, strict=True):
+            for slot, state in zip(slots, found, strict=True):
                 self.device.memory[slot] = state
         drawn = [
             self._draw(row, mixed(found, shares(row.sequence)))

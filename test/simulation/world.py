@@ -49,11 +49,13 @@ from test.simulation.violation import Violation, demand
 STEPS = 140
 DRAIN_STEPS = 4000
 CHUNK_BYTES = 8
+"""States are written in pieces of so many bytes, so that there are several."""
 SCORING_WORLDS = 5
 """In one world of so many prompts are scored, have candidates, or are only read."""
 OWN_WORLDS = 6
 """In one of so many there are tuned states, mixtures and adapters."""
-"""States are written in pieces of so many bytes, so that there are several."""
+PIECES_WORLDS = 7
+"""In one of so many clients act between the pieces of steps."""
 
 
 class WatchedKeeper(StateManager):
@@ -174,6 +176,7 @@ class World:
         self.own = OwnWeights(self, random.Random(f"{seed} own")) if seed % OWN_WORLDS == 0 else None
         self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "restarts": 0}
         self.steps = 0
+        self._drains = False
 
     # Life ----------------------------------------------------------------------------------------------------
 
@@ -222,6 +225,7 @@ class World:
             settings.splits,
             self.faults.before_launch,
             self.faults.before_read,
+            self._act_within if self.seed % PIECES_WORLDS == 3 else None,
         )
         self.engine = WatchedEngine(EngineConfig(model_path="", pool=pool_config))
         self.engine.load(self, runner)
@@ -305,13 +309,20 @@ class World:
 
     def drain(self) -> None:
         """Until every job has ended and nothing is under way."""
+        self._drains = True
         for _ in range(DRAIN_STEPS):
             self.step()
             self.tasks.run(20)
             if not self.clients.open_jobs and not self.clients.open_calls and self._is_quiet():
                 check_rest(self.engine, self.pool)
+                self._drains = False
                 return
         raise Violation(f"never ends: {self.clients.describe()}")
+
+    def _act_within(self) -> None:
+        """Between two pieces of a step."""
+        if not self._drains:
+            self.clients.act()
 
     def _is_quiet(self) -> bool:
         undeleted: Any = self.pool._turns._undeleted

@@ -1,0 +1,194 @@
+"""Prompts that are let in between two pieces of a step with batch work, told by counting steps and pieces. No model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rwkv_batch.core.let_in import MOST_LET_IN, LetIn
+from rwkv_batch.core.limits import Limits
+from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
+from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.engine import Step
+from rwkv_batch.runner.drawing import Launched
+from rwkv_batch.runner.graph_pieces import Pieces
+from test.engine.test_scheduler import Slots, job, read
+
+PIECES = 16
+PIECE_MS, PROMPT_MS = 0.75, 4.5
+"""7.2B on an H200: two layers over 320 rows, and a prompt of eighty tokens."""
+
+
+class Device:
+    """A step loop over a clock that stands still unless a piece runs: one step at a time, pieces one after another."""
+
+    def __init__(self, places: int = 320) -> None:
+        self.plan = Scheduler(Limits(places, 10_000, 1024, 1024, 1024), Slots(1000))
+        self.let_in: LetIn[Step] = LetIn(self._take, self.plan.first_tokens, self._launch, self._conclude)
+        self.now = 0.0
+        self.coming: list[tuple[float, Sequence]] = []
+        """(when, row) of requests that come"""
+        self.first_at: dict[Sequence, float] = {}
+        self.let_in_within: list[list[ScheduledRow]] = []
+        """steps that were launched within one"""
+
+    def chat_at(self, at: float, prompt_tokens: int = 80) -> Sequence:
+        _, (sequence,) = job(1, prompt_tokens, client=f"chat at {at}")
+        self.coming.append((at, sequence))
+        return sequence
+
+    def batch(self, rows: int) -> list[Sequence]:
+        running, sequences = job(rows, client="bulk")
+        self.plan.add(running, sequences)
+        return sequences
+
+    def step(self) -> list[ScheduledRow]:
+        self._take()
+        rows = self.plan.schedule()
+        between = self.let_in.begin(rows)
+        for _ in range(PIECES - 1 if between is not None else 0):
+            self.now += PIECE_MS
+            assert between is not None
+            between()
+        self._end(rows, PIECE_MS if between is not None else PROMPT_MS)
+        self.let_in.end()
+        return rows
+
+    def _take(self) -> bool:
+        taken = [(at, sequence) for at, sequence in self.coming if at <= self.now]
+        for entry in taken:
+            self.coming.remove(entry)
+            self.plan.add(entry[1].job, [entry[1]])
+        return bool(taken)
+
+    def _launch(self, rows: list[ScheduledRow]) -> Step:
+        self.let_in_within.append(rows)
+        self._end(rows, PROMPT_MS)
+        return Step(0, [Launched(rows, rows)])
+
+    def _end(self, rows: list[ScheduledRow], ms: float) -> None:
+        self.now += ms
+        read(rows)
+        for row in rows:
+            if row.draws:
+                self.first_at.setdefault(row.sequence, self.now)
+
+    def _conclude(self, step: Step) -> None:
+        assert step.parts
+
+
+def waits(places: int, come_at: list[float]) -> list[float]:
+    """Milliseconds to the first token of requests that come one after another beside a batch on all places."""
+    device = Device(places)
+    device.batch(2 * places)
+    device.step()
+    found = []
+    for part in come_at:
+        came = device.now + part
+        chat = device.chat_at(came)
+        while chat not in device.first_at:
+            device.step()
+        found.append(device.first_at[chat] - came)
+        device.plan.remove(chat)
+    return found
+
+
+def test_a_first_token_waits_for_a_piece_of_a_step_and_not_for_its_end() -> None:
+    step_ms = PIECES * PIECE_MS
+    for wait in waits(320, [step_ms * part / 40 for part in range(1, 40)]):
+        assert PROMPT_MS <= wait <= PROMPT_MS + 2 * PIECE_MS
+
+
+def test_a_step_lets_in_so_many_steps_of_prompts_and_no_more() -> None:
+    device = Device()
+    bulk = device.batch(300)
+    device.step()
+    for number in range(10):
+        device.chat_at(device.now + 0.1 + number * 0.01 + PROMPT_MS * number)
+    began = device.now
+    rows = device.step()
+    assert {row.sequence for row in rows} == set(bulk)
+    assert len(device.let_in_within) == MOST_LET_IN
+    assert device.now - began == PIECES * PIECE_MS + MOST_LET_IN * PROMPT_MS
+
+
+def test_batch_prompts_and_rows_that_decode_are_not_let_in() -> None:
+    device = Device()
+    bulk = device.batch(20)
+    device.step()
+    chat = device.chat_at(device.now + 1)
+    _, (late, *_) = job(12, 500, client="bulk")
+    device.coming.append((device.now + 1, late))
+    device.step()
+    assert [[row.sequence for row in rows] for rows in device.let_in_within] == [[chat]]
+    device.step()
+    assert len(device.let_in_within) == 1, "its second token is drawn in a step like all others"
+    assert all(len(sequence.token_ids) > 1 for sequence in bulk)
+
+
+def test_rows_of_a_job_that_is_under_way_are_not_let_in() -> None:
+    """Were the job to fail with them, a slot would be free to which the rest of the step writes."""
+    plan = Scheduler(Limits(32, 10_000, 256, 256, 256), Slots(100))
+    running, rows = job(3, 40, client="chat")
+    plan.add(running, rows)
+    other, (single,) = job(1, 40, client="chat")
+    plan.add(other, [single])
+    assert [row.sequence for row in plan.first_tokens({running})] == [single]
+    assert {row.sequence for row in plan.first_tokens(set())} == {*rows, single}
+
+
+def test_a_step_without_batch_rows_is_not_in_pieces() -> None:
+    device = Device()
+    device.chat_at(0.0)
+    device.step()
+    chat = device.chat_at(device.now + 0.1)
+    device.step()
+    assert not device.let_in_within and chat not in device.first_at
+
+
+def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None:
+    told: list[str] = []
+    _, (chat,) = job(1, 5)
+    _, batch = job(9)
+    comes = [False, True, False, False]
+    let_in: LetIn[Step] = LetIn(
+        lambda: comes.pop(0),
+        lambda _: [ScheduledRow(chat, 5, draws=True)],
+        lambda rows: told.append("prompt") or Step(7, [Launched(rows, rows)]),  # type: ignore[func-returns-value]
+        lambda step: told.append(f"conclude {step.number}"),
+    )
+    between = let_in.begin([ScheduledRow(sequence, 1, draws=True) for sequence in batch])
+    assert between is not None
+    between()
+    told.append("piece")
+    between()
+    assert told == ["piece", "prompt"]
+    told.append("piece")
+    let_in.end()
+    assert told == ["piece", "prompt", "piece", "conclude 7"]
+
+
+def test_pieces_are_launched_one_ahead_of_the_device() -> None:
+    told: list[str] = []
+
+    def launch(graph: object) -> Callable[[], None]:
+        told.append(f"launch {graph}")
+        return lambda: told.append(f"wait {graph}")
+
+    pieces = Pieces(32, ["a", "b", "c"], launch)  # type: ignore[list-item]
+    ended = pieces.run(lambda: told.append("between"), lambda: told.append("wait for the step before"))
+    before = ["launch a", "wait for the step before", "between"]
+    assert told == [*before, "launch b", "wait a", "between", "launch c"]
+    ended()
+    assert told[-1] == "wait c"
+
+
+def test_a_step_holds_a_first_token_until_it_is_known() -> None:
+    _, (chat,) = job(1, 5)
+    _, (bulk, *_) = job(9)
+    row = ScheduledRow(chat, 5, draws=True)
+    assert Step(0, [Launched([row], [row])]).holds_first_token
+    assert not Step(0, [Launched([ScheduledRow(chat, 3, draws=False)], [])]).holds_first_token
+    other = ScheduledRow(bulk, 1, draws=True)
+    assert not Step(0, [Launched([other], [other])]).holds_first_token
+    chat.output.push(5, None)
+    assert not Step(0, [Launched([row], [row])]).holds_first_token

@@ -1,0 +1,118 @@
+"""Decode steps in pieces on a GPU: as whole ones, whatever goes between, and interactive rows beside a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from demo.files import ensure_model
+from demo.random_weights import random_weights
+from rwkv_batch.engine import Engine
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.prefill_graphs import PrefillGraphs
+from rwkv_batch.runner.stage import Stage
+from rwkv_batch.runner.stage_graphs import graph_stages
+from test.harness import ask, run, settles, started_engine, submit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+GPU = torch.device("cuda", 0)
+LAYERS, WIDTH, VOCAB, RANKS = 5, 1024, 512, (64, 64, 32, 128)
+SLOTS, ROWS = 80, 48
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    from rwkv_batch.kernels.cuda import CudaOps
+
+    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)
+    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+    half = torch.float16
+    stage = Stage(weights, 0, LAYERS, Precision(GPU, half, half, half), CudaOps())
+    stage.allocate_slots(SLOTS)
+    return stage
+
+
+@pytest.mark.parametrize("rows", [16, 33, ROWS])
+def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
+    """The prompt that goes between writes slots, logits and tokens of its own."""
+    assert stage.state is not None
+    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS)
+    prompts = PrefillGraphs(graphs.places, graphs.logits)
+    state, slots, seats = stage.state, list(range(2, 2 + rows)), list(range(rows))
+    state.wkv.normal_(std=0.1)
+    state.shift.normal_()
+    state.wkv[0] = state.shift[0] = 0
+    before = state.wkv.clone(), state.shift.clone()
+    graphs.tokens.drawn[:rows] = torch.randint(VOCAB, (rows,), device=GPU)
+    fed = graphs.tokens.drawn.clone()
+    wanted, wanted_logits = graphs.run(seats, slots, slots).clone(), graphs.logits[:rows].clone()
+    after = state.wkv[2 : 2 + rows].clone(), state.shift[2 : 2 + rows].clone()
+    calls: list[int] = []
+
+    def between() -> None:
+        calls.append(1)
+        inputs = step_inputs([[7] * 20, [9] * 5], [0, 0], [70, 71], [0, 1])
+        size = prompts.size_for(inputs)
+        assert size is not None
+        with torch.inference_mode():
+            logits = prompts.run(inputs, size)
+            graphs.tokens.remember([ROWS - 1], logits[:1].argmax(-1)) if rows < ROWS else None
+
+    for _ in range(2):
+        state.wkv.copy_(before[0])
+        state.shift.copy_(before[1])
+        graphs.tokens.drawn.copy_(fed)
+        calls.clear()
+        drawn = graphs.run(seats, slots, slots, between=between).clone()
+        torch.cuda.synchronize()
+        assert len(calls) == 2, "three pieces of five layers"
+        assert (graphs.logits[:rows] - wanted_logits).norm() / wanted_logits.norm() < 2e-3
+        assert torch.equal(graphs.tokens.drawn[:rows], drawn)
+        assert (drawn == wanted).float().mean() > 0.9
+        for got, one in zip((state.wkv, state.shift), after, strict=True):
+            assert (got[2 : 2 + rows].float() - one.float()).norm() / one.float().norm() < 2e-3
+        graphs.run(seats, slots, slots)  # whole steps and pieces take turns
+
+
+def test_steps_of_few_rows_are_whole(stage: Stage) -> None:
+    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS)
+
+    def between() -> None:
+        raise AssertionError("nothing is let in")
+
+    graphs.run(list(range(8)), list(range(2, 10)), list(range(2, 10)), between=between)
+    torch.cuda.synchronize()
+
+
+def questions(rows: int) -> list[str]:
+    return [f"English: He has {number} apples and a dog.\n\nChinese:" for number in range(rows)]
+
+
+def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
+    rows = [ask(text, max_tokens=24, stop_ids=[261]) for text in questions(40)]
+    with started_engine(ensure_model(), devices=("cuda:0",), max_running=256) as engine:
+        assert engine.machine.has_pieces
+        alone = [run(engine, row).all_texts[0] for row in rows]
+        batch = submit(engine, *(ask(text, max_tokens=8000, ignore_eos=True) for text in questions(200)))
+        assert settles(engine, lambda: engine.scheduler.running_rows == 200)
+        within = _count_let_in(engine)
+        beside = [run(engine, row).all_texts[0] for row in rows]
+        assert within, "none of them came within a step"
+        assert sum(one == other for one, other in zip(alone, beside, strict=True)) >= 36
+        assert engine.scheduler.running_rows == 200
+        engine.cancel(batch.job.job_id)
+        batch.wait()
+
+
+def _count_let_in(engine: Engine) -> list[int]:
+    within: list[int] = []
+    launch = engine._let_in._launch
+    engine._let_in._launch = lambda rows: within.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
+    return within
