@@ -35,13 +35,12 @@ import torch
 from app import with_model
 from bench.gpu_model import SIZES, write_random_file
 from bench.origin import origin
-from native import machine
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint, Form
-from sampling.grammar.masks import Masks
+from sampling.grammar.constraint import Constraint, Form, SchemaRule
+from sampling.grammar.masks import Masks, mask_threads
 from sampling.grammar.matcher import Matcher
 from sampling.params import SamplingParams
 from settings import parse_settings
@@ -58,7 +57,11 @@ PERSON = {
     "required": ["name", "age", "languages"],
     "additionalProperties": False,
 }
-ENDLESS = Constraint(form=Form.LARK, source=f'start: one ("," one)*\none: %json {json.dumps(PERSON)}')
+ENDLESS = Constraint(
+    form=Form.LARK,
+    source='start: one ("," one)*',
+    rules=(SchemaRule(name="one", source=json.dumps(PERSON)),),
+)
 SCHEMA = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(PERSON))
 SHARES = (0, 50, 100)
 MASK_STEPS = 200
@@ -167,14 +170,16 @@ def measure_masks(rows: int, device: torch.device) -> dict[str, Any]:
     tokenizer = Tokenizer()
     table, encode = tokenizer.byte_table, tokenizer.encode_bytes
     started = time.perf_counter()
-    compiler = GrammarCompiler(table, encode, VOCAB)
+    threads = mask_threads(device)
+    compiler = GrammarCompiler(table, encode, VOCAB, threads=threads)
     compiler.compile(SCHEMA)
     first_ms = (time.perf_counter() - started) * 1e3
     started = time.perf_counter()
     grammar = compiler.compile(ENDLESS)
     next_ms = (time.perf_counter() - started) * 1e3
+    compiler.widen(ENDLESS, grammar, rows)
     draw, matchers = random.Random(1), [Matcher(grammar) for _ in range(rows)]
-    masks, steps, single = Masks(VOCAB, device, machine.cores()), [], []
+    masks, steps, single = Masks(VOCAB, device, threads), [], []
     own = np.zeros(VOCAB // 32, dtype=np.int32)
     for _ in range(MASK_STEPS):
         started = time.perf_counter()

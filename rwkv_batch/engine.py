@@ -292,10 +292,12 @@ class Engine:
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
         from sampling.grammar.compiler import GrammarCompiler
+        from sampling.grammar.masks import mask_threads
         from sampling.grammar.trial import Trials
 
         table, vocab = self.machine.tokenizer.byte_table, self.machine.vocab
-        return GrammarCompiler(table, self.machine.tokenizer.encode_bytes, vocab, Trials(table, vocab))
+        encode, threads = self.machine.tokenizer.encode_bytes, mask_threads(self.machine.device)
+        return GrammarCompiler(table, encode, vocab, Trials(table, vocab), threads)
 
     def _serve(self) -> None:
         try:

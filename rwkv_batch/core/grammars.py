@@ -5,9 +5,11 @@ Only a job with a constraint that is not compiled yet waits here; whatever happe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,6 +75,7 @@ class GrammarDesk:
         constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
         kept = self._kept(constraints)
         if len(kept) == len(constraints):
+            self._widen_soon(job, kept)
             then(kept)
             return
         with self._lock:
@@ -133,6 +136,7 @@ class GrammarDesk:
         try:
             if not all(waiting.is_cancelled for waiting in group):
                 grammars = self._compile(group[0].constraints)
+                self._widen(grammars, _rows_of([waiting.job for waiting in group]))
         except BaseException as caught:  # noqa: BLE001 - whatever it was, the job is told
             error = caught
         for waiting in group:
@@ -165,6 +169,19 @@ class GrammarDesk:
                 raise _refused(constraint, error) from error
         return grammars
 
+    def _widen_soon(self, job: Job, grammars: Grammars) -> None:
+        """The same for a job that need not wait for it: later rows will find it done."""
+        compiler, rows = self._compiler, _rows_of([job])
+        if compiler is not None and any(compiler.lacks_lexers(grammars[one], rows[one]) for one in grammars):
+            with contextlib.suppress(RuntimeError):  # closed
+                self._threads.submit(self._widen, grammars, rows)
+
+    def _widen(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
+        """Have masks of so many rows computed by as many threads as that helps."""
+        compiler = self._ready_compiler()
+        for constraint, grammar in grammars.items():
+            compiler.widen(constraint, grammar, rows[constraint])
+
     def _ready_compiler(self) -> GrammarCompiler:
         with self._lock:
             if self._compiler is None:
@@ -181,6 +198,15 @@ class GrammarDesk:
             waiting.admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it began"))
         elif error is not None:
             waiting.admitted(_as_service_error(error))
+
+
+def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:
+    """How many rows each constraint holds."""
+    rows: Counter[Constraint] = Counter()
+    for request in (request for job in jobs for request in job.rows):
+        if request.constraint is not None:
+            rows[request.constraint] += request.num_rows
+    return rows
 
 
 def _refused(constraint: Constraint, error: GrammarError) -> ServiceError:

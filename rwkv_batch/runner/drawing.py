@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from native import machine
 from native.transfer import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
@@ -188,9 +187,9 @@ class Drawing:
 
     def _mask_memory(self) -> Masks:
         if self._masks is None:
-            from sampling.grammar.masks import Masks
+            from sampling.grammar.masks import Masks, mask_threads
 
-            self._masks = Masks(self._vocab, self._device, machine.cores())
+            self._masks = Masks(self._vocab, self._device, mask_threads(self._device))
         return self._masks
 
     def _draw_members(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 KEPT = 256
-"""Compiled grammars."""
+"""Compiled grammars, each as often as it was compiled."""
 KEPT_CHARACTERS = 4_194_304
 """Of their sources together."""
 WRITTEN: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it: no model loses itself in white space, and what is certain need not be drawn."""
+ROWS_PER_LEXER = 8
+"""With more rows of a grammar it is compiled once more, so that their masks are computed by several threads at once."""
+COSTLY_S = 0.02
+"""A grammar that takes longer to compile is compiled once, and its masks are computed one after another."""
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=50_000,
@@ -50,9 +55,15 @@ class GrammarCompiler:
         encode: Callable[[bytes], list[int]],
         vocab: int,
         trials: Trials | None = None,
+        threads: int = 1,
     ) -> None:
-        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits; `trials`: tries each grammar first."""
+        """`byte_table`, `encode`: the tokenizer's; `vocab`: number of logits; `trials`: tries each grammar first.
+
+        `threads`: how many compute masks at once.
+        """
         self._trials = trials
+        self._threads = threads
+        self._widening = threading.Lock()
         self._vocabulary = make_vocabulary(byte_table, encode, vocab)
         self._lock = threading.Lock()
         self._kept: OrderedDict[object, tuple[Grammar, int]] = OrderedDict()
@@ -76,11 +87,26 @@ class GrammarCompiler:
         if found is None:
             if self._trials is not None:
                 self._trials.check(constraint)
-            found = Grammar(self._matcher(constraint), constraint.field)
+            started = time.thread_time()
+            start = self._matcher(constraint)
+            found = Grammar(start, constraint.field, time.thread_time() - started)
             self._keep(constraint, found)
         if found.is_too_slow:
             raise GrammarError("its masks take too long; write it with less ambiguity")
         return found
+
+    def lacks_lexers(self, grammar: Grammar, rows: int) -> bool:
+        """Whether masks would be computed by more threads, were it compiled once more: with so many rows to come."""
+        wanted = min(self._threads, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
+        return len(grammar.starts) < wanted and grammar.compile_s <= COSTLY_S
+
+    def widen(self, constraint: Constraint, grammar: Grammar, rows: int) -> None:
+        """Compile it as often as that helps so many rows more."""
+        with self._widening:
+            while self.lacks_lexers(grammar, rows):
+                grammar.starts.append(self._made(_as_llguidance(constraint)))
+        with self._lock:
+            self._drop_oldest()
 
     def forget(self) -> None:
         """Keep nothing of what was compiled."""
@@ -125,9 +151,15 @@ class GrammarCompiler:
             if constraint.key not in self._kept:
                 self._characters += constraint.size
             self._kept[constraint.key] = grammar, constraint.size
-            while len(self._kept) > KEPT or self._characters > KEPT_CHARACTERS:
-                _, (_, size) = self._kept.popitem(last=False)
-                self._characters -= size
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Down to the limits, those used longest ago first."""
+        lexers = sum(len(grammar.starts) for grammar, _ in self._kept.values())
+        while lexers > KEPT or self._characters > KEPT_CHARACTERS:
+            _, (grammar, size) = self._kept.popitem(last=False)
+            self._characters -= size
+            lexers -= len(grammar.starts)
 
 
 def _as_llguidance(constraint: Constraint) -> str:

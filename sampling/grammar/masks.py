@@ -9,6 +9,7 @@ import llguidance
 import torch
 from torch import Tensor
 
+from native import machine
 from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
 
@@ -20,15 +21,21 @@ RING = 4
 """Steps' masks in memory at once, so that the host writes one while the device reads others."""
 
 
+def mask_threads(device: torch.device) -> int:
+    """How many threads compute the masks of a step whose samplers are on this device."""
+    # On a CPU the step waits while masks are computed; beside a GPU the rest of the host goes on.
+    threads = torch.get_num_threads() if device.type == "cpu" else machine.cores() // 2
+    return max(1, min(_MOST_THREADS, threads))
+
+
 class Masks:
     """Memory for masks, on the host and on the samplers' device. Engine thread."""
 
-    def __init__(self, vocab: int, device: torch.device, cores: int) -> None:
+    def __init__(self, vocab: int, device: torch.device, threads: int) -> None:
+        """`threads`: see mask_threads."""
         self._words = -(-vocab // 32)
         self._device = device
-        # On a CPU the step waits while masks are computed; beside a GPU the rest of the host goes on.
-        threads = cores if device.type == "cpu" else cores // 2
-        self._threads = llguidance.LLExecutor(max(1, min(_MOST_THREADS, threads)))
+        self._threads = llguidance.LLExecutor(threads)
         self._ring: list[_Staging] = [_Staging(device) for _ in range(RING if device.type == "cuda" else 1)]
         self._turn = 0
         self._timed_steps = 0
@@ -48,8 +55,7 @@ class Masks:
             self._timed_steps -= 1
             self._fill_timed(matchers, address, size)
         else:
-            pairs = [(matcher.state, index) for index, matcher in enumerate(matchers)]
-            self._threads.unsafe_compute_mask_ptr(pairs, address, size, len(matchers))
+            self._threads.unsafe_compute_mask_ptr(_by_lexer(matchers), address, size, len(matchers))
             if time.perf_counter() - started > SLOW_STEP_S:
                 self._timed_steps = TIMED_STEPS
         errors = [_error(matcher) for matcher in matchers]
@@ -68,6 +74,13 @@ class Masks:
             matcher.state.unsafe_compute_mask_ptr(address + index * size, size)
             grammar.mask_s += time.thread_time() - started
             grammar.masks += 1
+
+
+def _by_lexer(matchers: Sequence[Matcher]) -> list[tuple[llguidance.LLMatcher, int]]:
+    """Their states and where their masks go; those with one lexer are neighbours, since threads take runs of them."""
+    states = [matcher.state for matcher in matchers]
+    lexers = [(id(matcher.grammar), matcher.lexer) for matcher in matchers]
+    return [(states[index], index) for index in sorted(range(len(matchers)), key=lexers.__getitem__)]
 
 
 def _error(matcher: Matcher) -> GrammarError | None:

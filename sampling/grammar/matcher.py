@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import TYPE_CHECKING
 
 from sampling.grammar.errors import GrammarError, in_one_line
@@ -19,16 +21,29 @@ MOST_CERTAIN = 64
 class Grammar:
     """What rows with the same constraint have in common."""
 
-    __slots__ = ("field", "mask_s", "masks", "start")
+    __slots__ = ("_turns", "compile_s", "field", "mask_s", "masks", "matchers", "starts")
 
-    def __init__(self, start: llguidance.LLMatcher, field: str) -> None:
-        self.start = start
-        """never advanced: rows copy it"""
+    def __init__(self, start: llguidance.LLMatcher, field: str, compile_s: float = 0.0) -> None:
+        self.starts = [start]
+        """Compiled alike and never advanced: rows copy them, each in turn.
+
+        Copies of one share its lexer, behind a lock: of these one mask is computed at a time, however many threads
+        there are.
+        """
+        self.compile_s = compile_s
+        """processor time that one of them took"""
         self.field = field
+        self.matchers: weakref.WeakSet[Matcher] = weakref.WeakSet()
+        """of the rows that follow it"""
         self.mask_s = 0.0
         """seconds that its masks have taken, of those that were timed (see masks.py)"""
         self.masks = 0
         """how many were timed"""
+        self._turns = itertools.count()
+
+    def next_start(self) -> int:
+        """Which of `starts` the next row copies."""
+        return next(self._turns) % len(self.starts)
 
     @property
     def is_too_slow(self) -> bool:
@@ -39,17 +54,21 @@ class Grammar:
 class Matcher:
     """Follows a row's tokens. Engine thread."""
 
-    __slots__ = ("_state", "grammar")
+    __slots__ = ("__weakref__", "_state", "grammar", "lexer")
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
+        self.lexer = -1
+        """which of the grammar's starts it has copied"""
         self._state: llguidance.LLMatcher | None = None
+        grammar.matchers.add(self)
 
     @property
     def state(self) -> llguidance.LLMatcher:
         """llguidance's own; copied when the row draws for the first time."""
         if self._state is None:
-            self._state = self.grammar.start.deep_copy()
+            self.lexer = self.grammar.next_start()
+            self._state = self.grammar.starts[self.lexer].deep_copy()
         return self._state
 
     def advance(self, token: int) -> bool:

@@ -48,7 +48,7 @@ def _answer() -> None:
 
 def _refusal(compiler: GrammarCompiler, constraint: Constraint) -> tuple[str, str, str] | None:
     try:
-        state = compiler.compile(constraint).start.deep_copy()
+        state = compiler.compile(constraint).starts[0].deep_copy()
         compiler.forget()
         started = time.thread_time()
         state.compute_bitmask()

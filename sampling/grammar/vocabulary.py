@@ -8,6 +8,17 @@ import llguidance
 
 END = 0
 """Id of the token that ends a text; it has no bytes."""
+_INSIDE_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_INSIDE_STRING}{{1,{most}}}" for most in (1, 3, 5, 8, 10, 14, 17, 30)),
+    f"{_INSIDE_STRING}+",
+)
+"""Parts of the vocabulary that a mask takes whole where the grammar allows anything like it; all others are walked.
+
+llguidance's own, and between them more: near the end of a string with a longest length only short tokens fit, and
+most of what masks cost was to find out which (`docs/notebook.md`).
+"""
 
 
 class _Tokens:
@@ -30,4 +41,5 @@ def make_vocabulary(
 ) -> llguidance.LLTokenizer:
     """`byte_table`: bytes of each id, b"" for ids that are no token; `size`: of the logits, which may have more ids."""
     table = [*byte_table[:size], *[b""] * (size - len(byte_table))]
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(table, encode)), n_vocab=size, eos_token=END)
+    tokens = llguidance.TokenizerWrapper(_Tokens(table, encode))
+    return llguidance.LLTokenizer(tokens, n_vocab=size, eos_token=END, slices=list(SLICES))

@@ -285,7 +285,7 @@ def test_a_grammar_whose_masks_take_long_is_found_and_ends(monkeypatch: pytest.M
     compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536)
     slow, quick = compiler.compile(choice("slow")), compiler.compile(choice("quick"))
     monkeypatch.setattr(masks, "SLOW_STEP_S", 0.0)
-    room = masks.Masks(65536, torch.device("cpu"), cores=2)
+    room = masks.Masks(65536, torch.device("cpu"), threads=2)
     rows = [Matcher(slow), Matcher(quick)]
     assert room.fill(rows)[1] == [None, None]
     assert slow.masks == quick.masks == 0, "steps are not timed until one has taken long"

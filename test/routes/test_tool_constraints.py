@@ -59,7 +59,7 @@ def compiler() -> GrammarCompiler:
 def followed(compiler: GrammarCompiler, text: str, toolbox: Toolbox, **fields: Any) -> str:
     """What of a text the grammar takes, and "|" behind what may end there."""
     constraint = call_constraint(toolbox, **{"is_open": False, "thinks": False, **fields})
-    state = compiler.compile(constraint).start.deep_copy()
+    state = compiler.compile(constraint).starts[0].deep_copy()
     ids = [token for letter in text.encode() for token in TOKENIZER.encode_bytes(bytes([letter]))]
     taken = TOKENIZER.decode_bytes(ids[: state.try_consume_tokens(ids)]).decode()
     return taken + ("|" if state.is_accepting() else "")

@@ -1,0 +1,141 @@
+"""Masks that are computed at once: of one grammar's rows too, and of a vocabulary whose parts are taken whole."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import llguidance
+import numpy as np
+import pytest
+import torch
+
+from rwkv_batch.core import grammars
+from rwkv_batch.core.grammars import GrammarDesk, Grammars
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import Job
+from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
+from sampling.grammar import compiler as compilers
+from sampling.grammar import vocabulary
+from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.masks import Masks
+from sampling.grammar.matcher import Grammar, Matcher
+from sampling.grammar.vocabulary import make_vocabulary
+from test.harness import WAIT_S, ask
+
+TOKENIZER = Tokenizer()
+SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}, "required": ["name"]}
+THREADS = 4
+
+
+def regex(source: str) -> Constraint:
+    return Constraint(form=Form.REGEX, source=source, field="regex")
+
+
+@pytest.fixture(scope="module")
+def one() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE, threads=THREADS)
+
+
+@pytest.fixture
+def compiler(one: GrammarCompiler) -> Iterator[GrammarCompiler]:
+    yield one
+    one.forget()
+
+
+def test_rows_of_one_grammar_are_spread_over_lexers(compiler: GrammarCompiler) -> None:
+    held = regex("[a-z]{1,9}")
+    grammar = compiler.compile(held)
+    assert not compiler.lacks_lexers(grammar, 8) and compiler.lacks_lexers(grammar, 9)
+    compiler.widen(held, grammar, 17)
+    assert len(grammar.starts) == 3
+    rows = [Matcher(grammar) for _ in range(30)]
+    compiler.widen(held, grammar, 1)
+    assert len(grammar.starts) == THREADS, "more than there are threads are of no use"
+    room = Masks(VOCAB_SIZE, torch.device("cpu"), THREADS)
+    for token in TOKENIZER.encode("abc"):
+        masks, errors = room.fill(rows)
+        assert errors == [None] * len(rows) and torch.equal(masks, masks[:1].expand_as(masks))
+        assert not any(row.advance(token) for row in rows)
+    assert sorted({row.lexer for row in rows}) == list(range(THREADS))
+    rows.clear()
+    assert len(grammar.matchers) == 0
+
+
+def test_masks_go_to_their_rows_whatever_lexer_they_have(compiler: GrammarCompiler) -> None:
+    digits, letters = regex("[0-9]+x"), regex("[a-z]+0")
+    compiled = [compiler.compile(digits), compiler.compile(letters)]
+    for held, grammar in zip((digits, letters), compiled, strict=True):
+        compiler.widen(held, grammar, 16)
+    rows = [Matcher(compiled[number % 2]) for number in range(12)]
+    masks, _ = Masks(VOCAB_SIZE, torch.device("cpu"), THREADS).fill(rows)
+    for number, mask in enumerate(masks.numpy()):
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        first = {TOKENIZER.byte_table[token][:1] for token in allowed}
+        assert all(byte.isalpha() if number % 2 else byte.isdigit() for byte in first)
+
+
+def test_a_grammar_that_takes_long_is_compiled_once(compiler: GrammarCompiler) -> None:
+    held = regex("a+")
+    grammar = compiler.compile(held)
+    grammar.compile_s = 2 * compilers.COSTLY_S
+    compiler.widen(held, grammar, 100)
+    assert len(grammar.starts) == 1
+
+
+def test_lexers_count_among_what_is_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "KEPT", 5)
+    old, new = regex("old"), regex("new")
+    compiler.compile(old)
+    grammar = compiler.compile(new)
+    compiler.widen(new, grammar, 32)
+    assert compiler.kept(old) is not None, "five are kept"
+    compiler.compile(regex("newest"))
+    assert compiler.kept(new) is None and compiler.kept(old) is not None, "the one used longest ago goes"
+
+
+def test_jobs_of_many_rows_find_lexers_and_more_are_made_for_those_to_come(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "THREADS", 1)
+    desk = GrammarDesk(lambda: compiler, lambda: ServiceError(ErrorKind.DRAINING, "it ends"))
+    found: list[Grammar] = []
+    told = threading.Event()
+
+    def put(ready: Grammars) -> None:
+        found.extend(ready.values())
+        told.set()
+
+    def prepare(name: str, rows: int, source: str = "[a-f]+") -> None:
+        told.clear()
+        row = ask("x", constraint=regex(source), n=rows)
+        desk.prepare(Job(job_id=name, rows=[row]), lambda refusal: pytest.fail(f"{refusal}"), put)
+        assert told.wait(WAIT_S)
+
+    prepare("few", 16)
+    assert len(found[0].starts) == 2
+    prepare("many", 32)
+    assert found[1] is found[0]
+    prepare("behind", 1, "[g-z]+")  # the desk's one thread has come to it
+    assert len(found[0].starts) == THREADS
+    desk.close()
+
+
+def test_what_is_taken_whole_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SHORT))
+    texts = ['{"name": "abcdefghijk', '{"name": "é 日本語 of it', '{"name": "", "other": [1.5, "an unbounded']
+    masks: list[list[bytes]] = []
+    for slices in (vocabulary.SLICES, ()):
+        monkeypatch.setattr(vocabulary, "SLICES", slices)
+        matcher = llguidance.LLMatcher(make_vocabulary(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536), grammar)
+        masks.append([])
+        for text in texts:
+            matcher.reset()
+            for token in TOKENIZER.encode(text):
+                masks[-1].append(matcher.compute_bitmask())
+                assert matcher.consume_token(token), text
+            masks[-1].append(matcher.compute_bitmask())
+    assert masks[0] == masks[1]
+    assert len(set(masks[0])) > 20
