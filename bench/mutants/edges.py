@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bench.mutants.mutant import Mutant, of
 
+LINKS = "test/engine/test_engine_links.py"
+HANDLERS = "test/routes/test_handlers.py"
 SAMPLING = ("test/sampling/test_sampling.py", "test/sampling/test_sampling_parts.py")
 WIRE = ("test/engine/test_wire.py", "test/engine/test_calls.py")
 BODIES = (
@@ -31,6 +33,7 @@ MUTANTS: list[Mutant] = [
                 "    mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_().double()\n",
                 "    mass = ((values * scale) - largest.unsqueeze(1) * scale).exp_()\n",
                 "masses are summed in fp32",
+                "test/sampling/test_sampling_parts.py::test_masses_are_summed_in_fp64",
             ),
             (
                 "    before = mass.cumsum(dim=1).sub_(mass)\n",
@@ -49,6 +52,7 @@ MUTANTS: list[Mutant] = [
                 "ids.masked_fill(score != best, torch.iinfo(torch.int64).max).amin(dim=1)",
                 "ids.masked_fill(score != best, -1).amax(dim=1)",
                 "of equal tokens the higher id is drawn",
+                "test/sampling/test_sampling.py::test_of_equal_scores_the_lower_id_is_drawn[naive]",
             ),
             (
                 '    undecided = ((last <= values[:, -1:]) & (last > -float("inf"))).flatten()\n',
@@ -107,6 +111,7 @@ MUTANTS: list[Mutant] = [
                 "        counts = counts.masked_fill_(fresh, 0.0)",
                 "        counts = counts",
                 "what the last row in a seat drew counts for the next",
+                "test/sampling/test_sampling.py::test_a_new_rows_counts_begin_at_zero[naive]",
             ),
             (
                 "penalty = self.seen_counts[seats, :width] * alphas[:, 1:2] + alphas[:, 0:1]",
@@ -132,7 +137,12 @@ MUTANTS: list[Mutant] = [
                 "/v2 draws as /v1",
                 "test/sampling/test_sampling.py::test_noise",
             ),
-            ("    if is_greedy(params):\n        return GREEDY\n", "", "temperature 0 is not greedy"),
+            (
+                "    if is_greedy(params):\n        return GREEDY\n",
+                "",
+                "temperature 0 is not greedy",
+                "test/sampling/test_sampling.py::test_greedy_rows_take_the_lowest_of_equal_tokens",
+            ),
             (
                 "seed=params.seed & 0xFFFFFFFFFFFFFFFF",
                 "seed=params.seed & 0xFFFFFFFF",
@@ -155,6 +165,7 @@ MUTANTS: list[Mutant] = [
                 "if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);",
                 "if (p.top_p < 1) limits.enough = static_cast<float>(p.top_p * total_mass(row)) * 0.999f;",
                 "masses are compared in fp32",
+                "test/sampling/test_sampling.py::test_a_token_just_below_top_p_is_kept[cpu]",
             ),
             (
                 "    seat.counts[i] *= seat.parameters.decay;\n",
@@ -225,34 +236,44 @@ MUTANTS: list[Mutant] = [
                 "            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))\n",
                 "            pass\n",
                 "who waits when the engine dies waits for ever",
+                f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
             (
                 "            asked.reply(ServiceError.from_info(lost))\n",
                 "            pass\n",
                 "a call that waits when the engine dies is never answered",
+                f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
             (
                 "            error = lost_turn if listener.is_turn else lost\n",
                 "            error = lost\n",
                 "a turn that may be kept is told to be sent again",
+                f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
             (
                 "                if error is not None:\n                    self._waiting.listeners.pop(job_id, None)\n",
                 "",
                 "refused jobs are kept for ever",
+                f"{LINKS}::test_jobs_that_were_refused_or_have_ended_are_forgotten",
             ),
             (
                 "            waiting, self._waiting = self._waiting, _Waiting()\n",
                 "            waiting = self._waiting\n",
                 "jobs of a dead engine are told of twice",
+                f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
             (
-                "                pop = self._waiting.listeners.pop if events.done else",
-                "                pop =",
-                "ended jobs are kept for ever",
-            )
-            if False
-            else ("        self._on_change(False)\n", "", "/readyz says ready without an engine"),
+                "pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get",
+                "pop = self._waiting.listeners.get",
+                "jobs that have ended are kept for ever",
+                f"{LINKS}::test_jobs_that_were_refused_or_have_ended_are_forgotten",
+            ),
+            (
+                "        self._on_change(False)\n",
+                "",
+                "/readyz says ready without an engine",
+                f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
+            ),
         ],
     ),
     *of(
@@ -263,12 +284,19 @@ MUTANTS: list[Mutant] = [
                 "            for job_id in list(self.jobs):\n",
                 "            for job_id in ():\n",
                 "jobs of a dead worker run on",
+                f"{LINKS}::test_a_worker_that_is_gone_leaves_nothing_behind",
             ),
-            ("            self._peers.discard(peer)\n", "            pass\n", "dead workers are kept for ever"),
+            (
+                "            self._peers.discard(peer)\n",
+                "            pass\n",
+                "dead workers are kept for ever",
+                f"{LINKS}::test_a_worker_that_is_gone_leaves_nothing_behind",
+            ),
             (
                 "        if events.done:\n            self.jobs.discard(events.job_id)\n",
                 "",
                 "ended jobs are kept for ever",
+                f"{LINKS}::test_a_worker_that_is_gone_leaves_nothing_behind",
             ),
         ],
     ),
@@ -288,7 +316,12 @@ MUTANTS: list[Mutant] = [
                 "the gate is not left after whole answers",
                 "test/routes/test_http_faults.py::test_whole_answers_and_refusals_give_their_places_back",
             ),
-            ("        self._chunks.close()\n", "", "a client that left keeps its row running"),
+            (
+                "        self._chunks.close()\n",
+                "",
+                "a client that left keeps its row running",
+                f"{HANDLERS}::test_a_client_that_has_left_ends_the_work_behind_its_answer",
+            ),
             (
                 "    if max(length, len(body)) > limit:\n",
                 "    if False:\n",
@@ -311,12 +344,13 @@ MUTANTS: list[Mutant] = [
                 "        if chunk not in _SIGNS_OF_LIFE:\n            exchange.wrote()\n",
                 "        exchange.wrote()\n",
                 "the time to the first byte ends with a heartbeat",
+                f"{HANDLERS}::test_the_first_byte_is_one_of_the_answer",
             ),
             (
                 "    if route.is_work:\n        context.gate.check_draining()\n",
                 "",
                 "work is taken while the service ends",
-                "test/routes/test_http_lifecycle.py::test_sigterm_refuses_new_work_finishes_old_and_ends_with_0",
+                f"{HANDLERS}::test_work_that_waited_for_the_engine_until_the_service_ends_is_refused",
             ),
             (
                 '    answer.headers["Allow"] = allowed\n',
@@ -335,6 +369,7 @@ MUTANTS: list[Mutant] = [
                 "    except Exception:  # a fault of ours is a 500",
                 "    except ZeroDivisionError:  # a fault of ours is a 500",
                 "a fault of a route is no JSON",
+                f"{HANDLERS}::test_a_fault_of_ours_is_a_500_in_the_routes_form",
             ),
         ],
     ),
@@ -352,7 +387,7 @@ MUTANTS: list[Mutant] = [
                 '    if scheme.lower() != "bearer":\n        return None\n',
                 "",
                 "a password in another scheme is taken",
-                "test/routes/test_http_auth.py::test_a_wrong_header_is_401",
+                f"{HANDLERS}::test_a_bearer_alone_is_taken_from_the_header",
             ),
         ],
     ),
@@ -372,7 +407,12 @@ MUTANTS: list[Mutant] = [
         "routes/request/bodies.py",
         BODIES,
         [
-            ("    wait: bool = Field(True, ", "    wait: bool = Field(False, ", "`wait` is false by default"),
+            (
+                "    wait: bool = Field(True, ",
+                "    wait: bool = Field(False, ",
+                "`wait` is false by default",
+                "test/routes/test_body_limits.py::test_bodies_are_bounded_and_say_one_thing[body0-seed]",
+            ),
             (
                 '        "rwkv7",\n        max_length=256,\n        description="Repeated in the answer; ',
                 '        "rwkv7",\n        description="Repeated in the answer; ',
@@ -407,11 +447,13 @@ MUTANTS: list[Mutant] = [
                 "seed: int | None = Field(\n        None, ge=0, lt=2**64",
                 "seed: int | None = Field(\n        None, ge=0",
                 "a seed beyond 64 bits reaches the engine",
+                "test/routes/test_body_limits.py::test_bodies_are_bounded_and_say_one_thing[body0-seed]",
             ),
             (
                 "StopTokens = Annotated[list[StopToken], Field(max_length=64, fail_fast=True)]",
                 "StopTokens = Annotated[list[StopToken], Field(fail_fast=True)]",
                 "any number of stops",
+                "test/routes/test_body_limits.py::test_bodies_are_bounded_and_say_one_thing[body2-stop_tokens]",
             ),
             (
                 "Texts = Annotated[list[str], Field(fail_fast=True)]",
@@ -437,7 +479,12 @@ MUTANTS: list[Mutant] = [
                 "top_p above 1",
                 "test/routes/test_http_input.py::test_a_wrong_field_is_named_with_its_value",
             ),
-            ("        if sum(forms) != 1:\n", "        if sum(forms) < 1:\n", "contents beside messages are dropped"),
+            (
+                "        if sum(forms) != 1:\n",
+                "        if sum(forms) < 1:\n",
+                "contents beside messages are dropped",
+                "test/routes/test_body_limits.py::test_bodies_are_bounded_and_say_one_thing",
+            ),
         ],
         ci=(1,),
     ),
@@ -449,6 +496,7 @@ MUTANTS: list[Mutant] = [
                 "    if len(errors) == num_rows:\n        raise ServiceError.from_info(errors[0])\n",
                 "",
                 "a failed answer is 200",
+                f"{HANDLERS}::test_an_answer_of_which_every_row_failed_is_a_failure[2-409]",
             ),
             (
                 "    if transcript.error is not None:\n        raise ServiceError.from_info(transcript.error)\n",
@@ -460,6 +508,7 @@ MUTANTS: list[Mutant] = [
                 '                chunk += sse(self._dialect.error_form.body(row.finish.error) | {"index": row.row})\n',
                 "                pass\n",
                 "a row's failure is not told in a stream",
+                f"{HANDLERS}::test_a_stream_tells_of_rows_that_failed_and_ends",
             ),
             (
                 "        if self._transcript.error is not None:\n            return sse(self._dialect.error_form.body(self._transcript.error)) + DONE\n",
@@ -471,17 +520,19 @@ MUTANTS: list[Mutant] = [
                 "            return HEARTBEAT\n        updates",
                 '            return b""\n        updates',
                 "a stream without news is silent: a client that left is not noticed",
-                "test/routes/test_http_faults.py::test_a_client_that_leaves_before_the_status_is_noticed_soon_after",
+                f"{HANDLERS}::test_a_stream_tells_of_rows_that_failed_and_ends",
             ),
             (
                 "        if not self._stream.wait_on_thread(PATIENCE_S):\n            return BLANK\n",
                 "        while not self._stream.wait_on_thread(PATIENCE_S):\n            pass\n",
                 "a client that left keeps its whole answer running",
+                f"{HANDLERS}::test_an_answer_that_takes_its_time_shows_whether_its_client_is_there",
             ),
             (
                 "            self.ended = True\n            chunk += self._end()\n",
                 "            chunk += self._end()\n",
                 "a stream does not end",
+                f"{HANDLERS}::test_a_stream_tells_of_rows_that_failed_and_ends",
             ),
         ],
     ),
@@ -489,21 +540,29 @@ MUTANTS: list[Mutant] = [
         "routes/response/tool_calls.py",
         TOOLS,
         [
-            ("            self._escaped = self._in_string\n", "            pass\n", "a quoted quote ends a string"),
+            (
+                "            self._escaped = self._in_string\n",
+                "            pass\n",
+                "a quoted quote ends a string",
+                "test/routes/test_tools.py::test_calls_are_parted_wherever_the_text_is_cut",
+            ),
             (
                 "        if self.count and not self._has_said:\n",
                 "        if False:\n",
                 "white space behind a call is told",
+                "test/routes/test_tools.py::test_calls_are_parted_wherever_the_text_is_cut",
             ),
             (
                 "        self._place = _Place.HEAD if is_open else _Place.TEXT\n",
                 "        self._place = _Place.TEXT\n",
                 "a call that the prompt has opened is text",
+                "test/routes/test_tools.py::test_an_answer_that_the_prompt_has_opened_as_a_call",
             ),
             (
                 "            self._looked = len(self._held)\n            return False\n",
                 "            self._looked = len(self._held)\n            return self._is_none() if final else False\n",
                 "half a call is text",
+                "test/routes/test_tools.py::test_calls_are_parted_wherever_the_text_is_cut",
             ),
         ],
     ),
@@ -515,8 +574,14 @@ MUTANTS: list[Mutant] = [
                 '        made["additionalProperties"] = False\n',
                 "        pass\n",
                 "a call may have arguments that nobody knows",
+                "test/routes/test_tool_constraints.py::test_arguments_are_those_of_the_schema",
             ),
-            (" if several else", " if True else", "parallel_tool_calls: false is several calls"),
+            (
+                " if several else",
+                " if True else",
+                "parallel_tool_calls: false is several calls",
+                "test/routes/test_tool_constraints.py::test_what_an_answer_may_be",
+            ),
         ],
     ),
 ]

@@ -547,6 +547,7 @@ MUTANTS: list[Mutant] = [
                 "return fresh and alone and sequence.request.use_prefix_cache",
                 "return fresh and alone",
                 "use_prefix_cache: false is ignored",
+                "test/engine/test_row_ends.py::test_a_row_that_wants_no_cached_prefix_leaves_none",
             ),
             (
                 "is_ready = sequence.lease.state is LeaseState.READY",
@@ -595,9 +596,10 @@ MUTANTS: list[Mutant] = [
                 "            shared, sequence.shared = sequence.shared, None\n            self.pool.free(slot)\n",
                 "            shared, sequence.shared = sequence.shared, None\n",
                 "a slot leaks when a shared prompt is a cached prefix",
+                "test/engine/test_row_ends.py::test_a_shared_prompt_whose_end_is_cached_keeps_no_slot_of_its_own",
             ),
             (
-                "        del sequence.token_ids[end:]\n",
+                "        sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)\n",
                 "",
                 "tokens past the stop stay",
                 "test/engine/test_engine_sessions.py::test_a_stop_inside_tokens_is_not_in_the_state",
@@ -719,6 +721,7 @@ MUTANTS: list[Mutant] = [
                 "            self._cut = self._length\n            self._release(len(self._tail))\n",
                 "            self._cut = self._length - len(self._tail)\n",
                 "held text is lost at a stop id",
+                "test/engine/test_output.py::test_text_that_is_held_is_shown_with_the_token_that_ends_the_row",
             ),
             (
                 "        if self._cut is not None:\n            del self._tail",
@@ -746,6 +749,7 @@ MUTANTS: list[Mutant] = [
                 "            self._release(len(self._tail))\n            return FinishReason.LENGTH",
                 "            return FinishReason.LENGTH",
                 "held text is kept in the session and shown late at the limit",
+                "test/engine/test_output.py::test_text_that_is_held_is_shown_with_the_token_that_ends_the_row",
             ),
             (
                 "whole = bisect_right(self._ends, self._cut)",

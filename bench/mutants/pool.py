@@ -323,7 +323,7 @@ MUTANTS: list[Mutant] = [
                 "        if turn.outcome is True and not session.deleted:\n",
                 "        if turn.outcome is True:\n",
                 "a deleted session's turn is acknowledged",
-                f"{BETWEEN}::test_a_delete_between_the_log_and_the_state_wins",
+                f"{BETWEEN}::test_a_delete_between_the_log_and_the_state_wins[given up]",
             ),
             (
                 "        session.num_tokens += len(turn.tokens)\n",
@@ -575,7 +575,7 @@ MUTANTS: list[Mutant] = [
                 "            self._give_up(staged)\n            self._report",
                 "            self._report",
                 "pieces of deleted, half written states are never collected",
-                f"{DISK}::test_pieces_of_a_state_that_is_deleted_half_written_are_collected[1]",
+                f"{DISK}::test_pieces_of_a_state_that_is_deleted_half_written_are_collected[between two]",
             ),
             (
                 "        if self._connection.in_transaction:\n",

@@ -71,6 +71,18 @@ def test_stop_string_across_tokens(chunk_size: int) -> None:
     assert len(output.tokens) == len("one STOP")
 
 
+@pytest.mark.parametrize(("last", "reason"), [(24281, FinishReason.STOP), (spell("T")[0], FinishReason.LENGTH)])
+def test_text_that_is_held_is_shown_with_the_token_that_ends_the_row(last: int, reason: FinishReason) -> None:
+    asked = request(stop_strings=[b"STOP"], stop_ids=[24281], max_tokens=6)
+    output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
+    assert [output.push(token) for token in [*spell("one S"), last]] == [None] * 5 + [reason]
+    shown = b"one S" if reason is FinishReason.STOP else b"one ST"
+    delta = output.take_delta(DONE)
+    assert delta is not None
+    assert (delta.text, output.shown_tokens()) == (shown, (spell(shown.decode()), b""))
+    assert not output.is_holding
+
+
 def test_half_a_stop_is_shown_in_the_end() -> None:
     assert run(spell("one STO"), stop_strings=[b"STOP"], max_tokens=7)[:2] == (b"one STO", FinishReason.LENGTH)
 

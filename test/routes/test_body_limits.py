@@ -246,6 +246,28 @@ def test_names_and_penalties_have_limits(body: dict[str, Any], named: str) -> No
             validate(model, {**good, **edge})
 
 
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"stop_tokens": ["x"] * 65}, "stop_tokens"),
+        ({"messages": [MESSAGE]}, "exactly one of contents, messages"),
+    ],
+)
+def test_bodies_are_bounded_and_say_one_thing(body: dict[str, Any], named: str) -> None:
+    from routes.request.bodies import PromptBody, validate
+    from rwkv_batch.errors import ServiceError
+
+    edge = {"contents": ["a"], "seed": 2**64 - 1, "stop_tokens": ["x"] * 64}
+    taken = validate(PromptBody, edge)
+    assert isinstance(taken, PromptBody)
+    assert (taken.seed, taken.wait) == (2**64 - 1, True)
+    with pytest.raises(ServiceError) as refusal:
+        validate(PromptBody, {**edge, **body})
+    assert named in refusal.value.info.message
+
+
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 def test_openais_penalties_have_limits(penalty: str) -> None:
     from routes.openai.request import ChatBody

@@ -185,6 +185,44 @@ def test_a_row_that_moves_in_forgets_the_last_one(make: Make) -> None:
     assert [sampler.sample(logits.clone(), [0]).token_ids.item() for _ in range(20)] == first
 
 
+def test_a_new_rows_counts_begin_at_zero(make: Make) -> None:
+    """However often the last row in its seat drew what stood in their place."""
+    sampler = make(10, [SamplingParams(temperature=0.0, frequency_penalty=0.001)])
+    favourite = torch.zeros(1, 10)
+    favourite[0, 7] = 5.0
+    assert [sampler.sample(favourite.clone(), [0]).token_ids.item() for _ in range(30)] == [7] * 30
+    sampler.admit(0, SamplingParams(temperature=0.0, frequency_penalty=1.0))
+    rivals = torch.zeros(1, 10)
+    rivals[0, 3], rivals[0, 4] = 10.0, 5.5
+    assert [sampler.sample(rivals.clone(), [0]).token_ids.item() for _ in range(6)] == [3, 3, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=0.0)],
+    ids=["temperature", "top_k", "top_p"],
+)
+def test_greedy_rows_take_the_lowest_of_equal_tokens(make: Make, params: SamplingParams) -> None:
+    sampler = make(64, [params])
+    assert [sampler.sample(torch.ones(1, 64), [0]).token_ids.item() for _ in range(8)] == [0] * 8
+
+
+def test_of_equal_scores_the_lower_id_is_drawn(make: Make) -> None:
+    """Logits so large that no noise tells them apart."""
+    rows = [SamplingParams(seed=seed, top_k=k, top_p=p) for seed in range(4) for k, p in ((5, 1.0), (0, 0.9), (0, 1.0))]
+    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(3))
+    logits[:, [7, 30, 41]] = math.inf
+    assert make(50, rows).sample(logits, list(range(len(rows)))).token_ids.tolist() == [7] * len(rows)
+
+
+def test_a_token_just_below_top_p_is_kept(make: Make) -> None:
+    """The first of two equal ones has half of the mass, which is below 0.5003 of it."""
+    rows = [SamplingParams(seed=seed, top_p=0.5003) for seed in range(64)]
+    logits = torch.full((64, 50), -math.inf)
+    logits[:, [7, 30]] = 1.0
+    assert set(make(50, rows).sample(logits, list(range(64))).token_ids.tolist()) == {7, 30}
+
+
 def mixed_params() -> list[SamplingParams]:
     """One row of every sort."""
     return [

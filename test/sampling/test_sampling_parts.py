@@ -11,7 +11,7 @@ import torch
 from rwkv_batch.config import EngineConfig
 from sampling import philox, registry
 from sampling.flashinfer import FlashInferSampler
-from sampling.naive import NaiveSampler, ranked_head
+from sampling.naive import NaiveSampler, kept_of_ranked, make_plan, ranked_head
 from sampling.params import SamplingParams
 from sampling.seats import SeatTable
 from test.sampling_oracle import philox as numpy_philox
@@ -115,3 +115,16 @@ def test_unknown_samplers_and_none_left() -> None:
     assert registry.order(("rapid", "flashinfer"), asked="flashinfer") == ("flashinfer", "rapid", "cpu", "naive")
     assert registry.order(("naive",), asked="flashinfer") == ("naive", "cpu")
     assert EngineConfig(model_path="").samplers == tuple(registry.SAMPLERS)
+
+
+def test_masses_are_summed_in_fp64() -> None:
+    """Of two tokens the first has a little less than top_p: so little that a sum in fp32 cannot tell."""
+    second = torch.linspace(-2.0, -0.01, 200)
+    total = 1.0 + second.exp().double()
+    rows = [SamplingParams(top_p=top_p) for top_p in ((1 + 1e-10) / total).tolist()]
+    table = SeatTable(len(rows), 50, CPU, [])
+    for seat, params in enumerate(rows):
+        table.admit(seat, params)
+    group = make_plan(table, list(range(len(rows)))).groups["cut_large"]
+    first = torch.zeros(len(rows))
+    assert kept_of_ranked(torch.stack([first, second], dim=1), first, group, total).all()

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.disk.operations import Append
 from state_pool.disk.store import Store
 from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
@@ -206,11 +205,16 @@ def test_a_turn_is_acknowledged_when_whoever_asks_next_finds_it(tmp_path: Path) 
     driver.pool.close()
 
 
-def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["checked in", "given up"])
+def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path, how: str) -> None:
     driver = opened(tmp_path)
     lease, slot, outcome = logged(driver, 1)
     driver.pool.delete("s")
-    driver.pool.checkin(lease, slot)
+    if how == "checked in":
+        driver.pool.checkin(lease, slot)
+    else:
+        driver.pool.free(slot)
+        driver.pool.release(lease)
     driver.settle()
     assert isinstance(outcome.calls[0], SessionNotFound)
     assert len(outcome.calls) == 1
@@ -328,51 +332,53 @@ def test_a_session_that_was_read_may_leave_again(tmp_path: Path) -> None:
 # -- imports -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Driver, Lease]]:
-    """An import whose state was stored and whose log was not, and a turn that waits for it."""
-    driver = reopened(tmp_path)
+def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_state: bool) -> Lease:
+    """The disk takes nothing but, maybe, the import's state; even what is left is not deleted. A turn that waited."""
     whole = decode(export(driver, "a"))
     file = SessionFile(whole.fingerprint, whole.num_tokens + 2, [5, 6], whole.layout, whole.parts)
     store, outcome = store_of(driver), Outcome()
-    submit = store.submit
 
-    def refuse_turns(job: object, done: Callable[[Exception | None], None]) -> None:
-        if isinstance(job, Append):
-            driver.pool._deliver(lambda: done(TurnNotStored("the disk is full")))
-        else:
-            submit(job, done)  # type: ignore[arg-type]
+    def refuse(job: object, done: Callable[[Exception | None], None]) -> None:
+        driver.pool._deliver(lambda: done(TurnNotStored("the disk is full")))
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "submit", refuse_turns)
+        patched.setattr(store, "submit", refuse)
+        if not stores_state:
+            patched.setattr(store, "submit_state", refuse)
         driver.pool.import_session("t", file, outcome)
         lease = driver.pool.checkout("t")
         driver.until(lambda: outcome.known)
+        driver.pool.poll()
     assert isinstance(outcome.calls[0], TurnNotStored)
-    yield driver, lease
+    assert not driver.ready(lease).exists
+    return lease
+
+
+def test_nothing_is_left_of_an_import_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = reopened(tmp_path)
+    driver.pool.release(failed_import(driver, monkeypatch, stores_state=True))
+    assert rows_of(tmp_path) == 3
+    driver.pool._turns.retry_deletes()
+    driver.settle()
+    assert (rows_of(tmp_path), rows_of(tmp_path, "states")) == (2, 2)
     driver.pool.close()
 
 
-def test_nothing_is_left_of_an_import_that_failed(failed: tuple[Driver, Lease], tmp_path: Path) -> None:
-    driver, lease = failed
-    driver.pool.release(driver.ready(lease))
-    driver.settle()
-    assert rows_of(tmp_path) == 2
-    assert rows_of(tmp_path, "states") == 2
-
-
-def test_who_waited_for_an_import_that_failed_begins_anew(failed: tuple[Driver, Lease], tmp_path: Path) -> None:
-    driver, lease = failed
-    assert not driver.ready(lease).exists
+def test_who_waited_for_an_import_that_failed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import's delete, when the disk takes it at last, leaves the turn alone."""
+    driver = reopened(tmp_path)
+    lease = failed_import(driver, monkeypatch, stores_state=False)
     slot = driver.compute(lease, [7])
     outcome = Outcome()
     driver.pool.record(lease, [7], outcome)
     driver.pool.checkin(lease, slot)
     driver.until(lambda: outcome.known)
     assert outcome.ok
+    driver.pool._turns.retry_deletes()
     driver.settle()
     assert rows_of(tmp_path) == 3
     assert np.array_equal(driver.state("t"), state_of([7]))
+    driver.pool.close()
 
 
 def test_one_import_after_the_other_is_taken(tmp_path: Path) -> None:

@@ -45,20 +45,33 @@ def interrupt(writer: Writer) -> None:
     writer._small.append((Append(row, [1]), Outcome()))
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, None], ids=["first piece", "second piece", "between two"])
 def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int | None
 ) -> None:
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
+    log, deleted = store_of(driver).writer._log, []
+    keep_short = log.keep_short
 
     def delete(writer: Writer, row: int) -> None:
         with writer._changed:
             interrupt(writer)
-            writer.submit(Delete((row,)), Outcome())
+            if at is not None:
+                writer.submit(Delete((row,)), Outcome())
 
-    half_written(driver, delete, at, monkeypatch)
+    def delete_between(idle: bool) -> str | None:
+        """The writer has committed a piece and looks for what is next."""
+        writer = store_of(driver).writer
+        if at is None and not deleted and writer._staged.current is not None:
+            deleted.append(writer._staged.current.number)
+            writer.submit(Delete((writer._staged.current.job.session.row,)), Outcome())
+        return keep_short(idle)
+
+    monkeypatch.setattr(log, "keep_short", delete_between)
+    half_written(driver, delete, at or 0, monkeypatch)
+    assert deleted == ([1] if at is None else [])
     assert pieces(tmp_path) == (0, 0)
     driver.pool.close()
 

@@ -1,0 +1,155 @@
+"""Both ends of a link when the other is lost: who waits is told once, what ran is cancelled, nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rwkv_batch.calls import GetStatus
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.ipc.wire import Admitted, EventBatch, Heartbeat, Hello, Submit
+from rwkv_batch.request import Job, JobEvents, Load, SessionTurn
+from test.harness import ask
+
+HERE = Heartbeat(Load(0, 0))
+FULL = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full")
+
+
+class Scripted:
+    """A link that brings what a test says, one message after the other, then is lost."""
+
+    num_pieces = 0
+
+    def __init__(self, messages: Iterable[Any]) -> None:
+        self._messages = messages
+        self._failure: Exception | None = None
+
+    def send(self, *messages: Any) -> None: ...
+
+    def receive(self) -> Iterator[Any]:
+        try:
+            yield from self._messages
+        except Exception as failure:  # both ends survive it; the test must not
+            self._failure = failure
+            raise
+
+    def check(self) -> None:
+        """Raises what the script did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None: ...
+
+
+def job(name: str, **fields: Any) -> Job:
+    return Job(job_id=name, rows=[ask([1], **fields)])
+
+
+class Worker:
+    """An engine's client, and what it was told."""
+
+    def __init__(self) -> None:
+        self.changes: list[bool] = []
+        self.told: list[JobEvents] = []
+        self.admitted: list[ServiceError | None] = []
+        self.answers: list[Any] = []
+        self.client = EngineClient(lambda: None, self.changes.append)
+
+    def submit(self, asked: Job) -> None:
+        self.client.submit(asked, self.told.append, self.admitted.append)
+
+    def serve(self, messages: Iterable[Any]) -> None:
+        """One connection, from its first message to its loss."""
+        link = Scripted(messages)
+        self.client._serve(link)
+        link.check()
+
+
+def test_whoever_waits_when_the_engine_is_lost_is_told_once() -> None:
+    worker = Worker()
+
+    def messages() -> Iterator[Any]:
+        yield HERE
+        assert worker.client.is_connected
+        worker.submit(job("running"))
+        worker.submit(job("a turn", session=SessionTurn(session_id="s", resume_prompt=[1])))
+        for name in ("running", "a turn"):
+            yield Admitted(name, None)
+        worker.submit(job("not admitted"))
+        worker.client.call(GetStatus(), worker.answers.append)
+
+    worker.serve(messages())
+    assert not worker.client.is_connected
+    assert worker.changes == [True, False]
+    errors = {events.job_id: events.error for events in worker.told}
+    assert set(errors) == {"running", "a turn"}
+    assert all(events.done and events.error and events.error.kind is ErrorKind.ENGINE_LOST for events in worker.told)
+    kept = {name: MAY_BE_KEPT in error.message for name, error in errors.items() if error is not None}
+    assert kept == {"running": False, "a turn": True}
+    assert [error and error.info.kind for error in worker.admitted] == [None, None, ErrorKind.ENGINE_LOST]
+    assert [answer.info.kind for answer in worker.answers] == [ErrorKind.ENGINE_LOST]
+    worker.serve([HERE])
+    assert worker.changes == [True, False] * 2
+    assert (len(worker.told), len(worker.admitted), len(worker.answers)) == (2, 3, 1)
+
+
+def test_jobs_that_were_refused_or_have_ended_are_forgotten() -> None:
+    worker = Worker()
+
+    def messages() -> Iterator[Any]:
+        yield HERE
+        worker.submit(job("refused"))
+        assert worker.client.num_jobs == 1
+        yield Admitted("refused", FULL)
+        assert worker.client.num_jobs == 0
+        worker.submit(job("ended"))
+        yield Admitted("ended", None)
+        yield EventBatch([JobEvents(job_id="ended", deltas=[], done=True)], Load(0, 0))
+        assert worker.client.num_jobs == 0
+
+    worker.serve(messages())
+    assert [error and error.info for error in worker.admitted] == [FULL, None]
+    assert [events.error for events in worker.told] == [None]
+
+
+class Engine:
+    """Takes every job, and remembers whom it would tell."""
+
+    load = Load(0, 0)
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, Any] = {}
+        self.cancelled: list[str] = []
+
+    def when_delivered(self, act: Any) -> None: ...
+
+    def submit(self, asked: Job, sink: Any, admitted: Any) -> None:
+        self.sinks[asked.job_id] = sink
+        admitted(None)
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+
+def test_a_worker_that_is_gone_leaves_nothing_behind() -> None:
+    engine = Engine()
+    server = EngineServer(engine)  # type: ignore[arg-type]
+
+    def workers() -> list[tuple[str, int]]:
+        return [(one["name"], one["jobs"]) for one in server._with_processes({})["processes"]["http_workers"]]
+
+    def messages() -> Iterator[Any]:
+        yield Hello("http-0", 7)
+        for name in ("ended", "running"):
+            yield Submit(job(name))
+        assert workers() == [("http-0", 2)]
+        engine.sinks["ended"](JobEvents(job_id="ended", deltas=[], done=True))
+        assert workers() == [("http-0", 1)]
+
+    link = Scripted(messages())
+    server.serve(link)
+    link.check()
+    assert engine.cancelled == ["running"]
+    assert workers() == []

@@ -1,0 +1,184 @@
+"""Between the handlers and Robyn, without either's service: failures, the first byte, clients that have left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.dispatch import settled
+from routes.exchange import Exchange, work_on
+from routes.readiness import Readiness
+from routes.response.generate import BLANK, HEARTBEAT, JsonChunks, PlainDialect, SseChunks
+from routes.response.reply import DONE, Answer, Reply
+from routes.response.transcript import RowUpdate, Transcript
+from routes.serving import http
+from routes.serving.auth import bearer_grant
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
+from test.routes.test_dispatch import BY_PATH, Engine, ask
+
+CHAT = "/v1/chat/completions"
+BUSY = ErrorInfo(kind=ErrorKind.SESSION_BUSY, message="session 's' is busy")
+FAILED = Finish(reason=FinishReason.ERROR, prompt_tokens=1, completion_tokens=0, error=BUSY)
+ENDED = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)
+
+
+def context_of(engine: Engine, config: HttpConfig | None = None) -> Context:
+    return Context(engine, config or HttpConfig(), Gate(8), Readiness(0))  # type: ignore[arg-type]
+
+
+def test_a_fault_of_ours_is_a_500_in_the_routes_form() -> None:
+    async def breaks() -> Reply:
+        raise ZeroDivisionError("a fault of the program")
+
+    answer = asyncio.run(settled(BY_PATH[CHAT], breaks()))
+    assert isinstance(answer, Answer)
+    assert (answer.status, b"internal error" in answer.body) == (500, True)
+
+
+def test_a_bearer_alone_is_taken_from_the_header() -> None:
+    context = context_of(Engine(), HttpConfig(password="s3cret"))
+    assert bearer_grant(context, "Bearer s3cret") is not None
+    for scheme in ("Basic", "Token", "", "s3cret"):
+        assert bearer_grant(context, f"{scheme} s3cret") is None
+
+
+class Chunks:
+    """What a route would send."""
+
+    ended = False
+
+    def __init__(self, *chunks: bytes) -> None:
+        self._chunks = iter(chunks)
+        self.closed = 0
+
+    def __iter__(self) -> Chunks:
+        return self
+
+    def __next__(self) -> bytes:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def visit(monkeypatch: pytest.MonkeyPatch) -> http.Visit:
+    """An exchange that began a second ago."""
+    monkeypatch.setattr(http, "keep_state", lambda: None)  # of this thread, which is Python's own
+    exchange = Exchange(client="somebody")
+    exchange.started -= 1
+    return http.Visit(context_of(Engine()), exchange, "10.0.0.1", True)
+
+
+def test_the_first_byte_is_one_of_the_answer(visit: http.Visit) -> None:
+    outgoing = http.OutgoingChunks(Chunks(HEARTBEAT, BLANK, b"data"), visit)
+    assert [next(outgoing), next(outgoing), visit.exchange.first_byte_s] == [HEARTBEAT, BLANK, 0]
+    assert next(outgoing) == b"data"
+    assert visit.exchange.first_byte_s >= 1
+
+
+def test_a_client_that_has_left_ends_the_work_behind_its_answer(visit: http.Visit) -> None:
+    chunks = Chunks(b"data")
+    outgoing = http.OutgoingChunks(chunks, visit)
+    next(outgoing)
+    del outgoing  # as Robyn does
+    assert chunks.closed == 1
+    assert visit._context.gate.inside == 0
+
+
+class Request:
+    """What Robyn tells of a request."""
+
+    body = b'{"contents": ["a"]}'
+    headers: dict[str, str] = {}  # noqa: RUF012
+    files: dict[str, bytes] = {}  # noqa: RUF012
+
+
+def test_work_that_waited_for_the_engine_until_the_service_ends_is_refused() -> None:
+    engine = Engine()
+
+    class ComesLate(Readiness):
+        async def wait_for_engine(self) -> None:
+            context.gate.draining = True
+
+    async def asked() -> Reply:
+        work_on(Exchange())
+        return await http._run(context, BY_PATH[CHAT], Request())  # type: ignore[arg-type]
+
+    context = Context(engine, HttpConfig(), Gate(8), ComesLate(0))  # type: ignore[arg-type]
+    with pytest.raises(ServiceError) as refused:
+        asyncio.run(asked())
+    assert refused.value.info.kind is ErrorKind.DRAINING
+    assert engine.jobs == []
+
+
+class Failing(Engine):
+    """Of these rows the first so many fail."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
+        admitted(None)
+        finishes = [FAILED if row < self._count else ENDED for row in range(job.num_rows)]
+        deltas = [Delta(row, b"", 1, finish) for row, finish in enumerate(finishes)]
+        sink(JobEvents(job_id=job.job_id, deltas=deltas, done=True))
+
+
+@pytest.mark.parametrize(("count", "status"), [(2, 409), (1, 200)])
+def test_an_answer_of_which_every_row_failed_is_a_failure(count: int, status: int) -> None:
+    assert ask(Failing(count), CHAT, {"contents": ["a", "b"]}).status == status
+
+
+class News:
+    """A job's events as they come."""
+
+    def __init__(self, *batches: list[JobEvents]) -> None:
+        self._batches = iter(batches)
+        self.looks = 0
+
+    def pull(self, timeout_s: float) -> list[JobEvents]:
+        return next(self._batches, [])
+
+    def wait_on_thread(self, timeout_s: float) -> bool:
+        self.looks += 1
+        assert self.looks < 5, "nobody can notice meanwhile that the client has left"
+        return self.looks == 3
+
+    def close(self) -> None: ...
+
+
+class Silent(PlainDialect):
+    """Says nothing of its own."""
+
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        return b""
+
+    def whole(self, rows: list[Any]) -> Any:
+        return None
+
+
+def test_a_stream_tells_of_rows_that_failed_and_ends() -> None:
+    news = News(
+        [],
+        [JobEvents(job_id="j", deltas=[Delta(1, b"", 1, FAILED)])],
+        [JobEvents(job_id="j", deltas=[Delta(0, b"", 1, ENDED)], done=True)],
+    )
+    chunks = SseChunks(news, Transcript(2), Silent())  # type: ignore[arg-type]
+    first, second, third = (next(chunks) for _ in range(3))
+    assert first == HEARTBEAT
+    assert BUSY.message.encode() in second and b'"index":1' in second.replace(b" ", b"")
+    assert third == DONE
+    with pytest.raises(StopIteration):
+        next(chunks)
+
+
+def test_an_answer_that_takes_its_time_shows_whether_its_client_is_there() -> None:
+    chunks = JsonChunks(News(), lambda: Answer(b"{}"))  # type: ignore[arg-type]
+    assert list(chunks) == [BLANK, BLANK, b"{}"]
