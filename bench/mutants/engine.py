@@ -593,12 +593,6 @@ MUTANTS: list[Mutant] = [
                 "the shared prompt's slot is given away while others read it",
             ),
             (
-                "            shared, sequence.shared = sequence.shared, None\n            self.pool.free(slot)\n",
-                "            shared, sequence.shared = sequence.shared, None\n",
-                "a slot leaks when a shared prompt is a cached prefix",
-                "test/engine/test_row_ends.py::test_a_shared_prompt_whose_end_is_cached_keeps_no_slot_of_its_own",
-            ),
-            (
                 "        sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)\n",
                 "",
                 "tokens past the stop stay",
@@ -666,7 +660,7 @@ MUTANTS: list[Mutant] = [
                 "after a rewind the session begins from the zero state",
             ),
         ],
-        ci=(1, 3, 13),
+        ci=(1, 3, 12),
     ),
     *of(
         "rwkv_batch/core/sequence.py",

@@ -275,13 +275,9 @@ class StateManager:
 
     def fork(self, sequence: Sequence, children: list[Sequence]) -> None:
         """The row's state becomes what its children start from; the row itself ends."""
+        assert sequence.shared is None, "a border leaves at least one token, which was read since"
         slot, sequence.slot = sequence.slot, NO_SLOT
-        if sequence.shared is not None:  # a border at the very end: the state lies in the prefix cache
-            shared, sequence.shared = sequence.shared, None
-            self.pool.free(slot)
-            base = SharedSlot(shared.slot, shared.drop, len(children))
-        else:
-            base = SharedSlot(slot, lambda: self.pool.free(slot), len(children))
+        base = SharedSlot(slot, lambda: self.pool.free(slot), len(children))
         for child in children:
             child.shared, child.num_computed_tokens = base, sequence.num_computed_tokens
             child.cached_tokens = sequence.cached_tokens

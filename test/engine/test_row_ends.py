@@ -126,15 +126,6 @@ def test_a_border_whose_state_is_not_cached_is_not_awaited(
     loop.check_idle(free - 1)  # from the second it is taken
 
 
-def test_a_shared_prompt_whose_end_is_cached_keeps_no_slot_of_its_own(loop: Stepped) -> None:
-    """What several rows read in common is just what an earlier prompt began with."""
-    free, header = loop.free, TOKENIZER.encode("forked at a border: " + HEADER)
-    loop.end(submit(loop.engine, ask([*header, 11], max_tokens=2)))
-    job = loop.end(submit(loop.engine, ask([*header, 12], n=3, max_tokens=2)))
-    assert len(job.finishes) == 3
-    loop.check_idle(free - 1)  # the prefix's
-
-
 def test_a_row_that_wants_no_cached_prefix_leaves_none(loop: Stepped) -> None:
     free, cache = loop.free, loop.engine.machine.pool.stats()["prefix_cache"]
     for tail in ("one", "two", "three"):
