@@ -65,7 +65,8 @@ class Pieces:
         for graph in self._graphs[:-1]:
             before, ended = ended, self._launch(graph)
             before()
-            between()
+            with torch.inference_mode(False):  # what it makes may be kept for longer than this step
+                between()
         return self._launch(self._graphs[-1])
 
 

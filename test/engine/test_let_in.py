@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from rwkv_batch.core.let_in import MOST_LET_IN, LetIn
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
@@ -174,8 +176,13 @@ def test_pieces_are_launched_one_ahead_of_the_device() -> None:
         told.append(f"launch {graph}")
         return lambda: told.append(f"wait {graph}")
 
+    def between() -> None:
+        told.append("between")
+        assert not torch.is_inference_mode_enabled(), "a tensor that is made there could not be written to later"
+
     pieces = Pieces(32, ["a", "b", "c"], launch)  # type: ignore[list-item]
-    ended = pieces.run(lambda: told.append("between"), lambda: told.append("wait for the step before"))
+    with torch.inference_mode():
+        ended = pieces.run(between, lambda: told.append("wait for the step before"))
     before = ["launch a", "wait for the step before", "between"]
     assert told == [*before, "launch b", "wait a", "between", "launch c"]
     ended()

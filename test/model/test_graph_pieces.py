@@ -1,0 +1,96 @@
+"""What the pieces of a step compute, without graphs: each runs when it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.graph_pieces import GraphPieces
+from rwkv_batch.runner.stage import Stage
+
+LAYERS, WIDTH, VOCAB, RANKS = 5, 128, 64, (32, 32, 32, 32)
+SIZE = 32
+
+
+def made_stage() -> Stage:
+    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=3, ranks=RANKS)
+    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+    stage = Stage(weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 3), NaiveOps())
+    stage.allocate_slots(SIZE + 8)
+    return stage
+
+
+class Decode:
+    """In place of `DecodeGraphs`: a step over the slots from 2 on."""
+
+    def __init__(self, stage: Stage) -> None:
+        recorder = SimpleNamespace(record=lambda step, _name: SimpleNamespace(replay=step))
+        place: Any = SimpleNamespace(stage=stage, device=torch.device("cpu"), recorder=recorder, current=nullcontext)
+        self.places, self.sizes = [place], [8, SIZE]
+        self.tokens = torch.randint(VOCAB, (SIZE,))
+        self.logits: Tensor | None = None
+
+    def fill_padding(self, size: int, adapters: bool = False) -> None:
+        pass
+
+    def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor]:
+        slots = list(range(2, 2 + size))
+        fed = self.tokens[:size]
+        return step_inputs([[token] for token in fed.tolist()], slots, slots, list(range(size))), fed
+
+    def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
+        self.logits = self.places[0].stage.logits_of(x, torch.arange(len(x)))
+
+
+@torch.inference_mode()
+def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = made_stage()
+    assert stage.state is not None
+    state, decode = stage.state, Decode(stage)
+    state.wkv.normal_(std=0.1)
+    state.shift.normal_()
+    before = state.wkv.clone(), state.shift.clone()
+    inputs, fed = decode.inputs(0, SIZE)
+    x, _ = stage.forward(stage.embed(fed), None, inputs)
+    wanted = stage.logits_of(x, torch.arange(SIZE)), state.wkv.clone(), state.shift.clone()
+    state.wkv.copy_(before[0])
+    state.shift.copy_(before[1])
+
+    def launch(_pieces: GraphPieces, graph: Any) -> Callable[[], None]:
+        graph.replay()
+        return lambda: None
+
+    monkeypatch.setattr(GraphPieces, "_launch", launch)
+    pieces = GraphPieces(decode).of(20, sampled=True)
+    assert pieces is not None and pieces.size == SIZE
+    told = []
+
+    def between() -> None:
+        """Another step, over slots of its own."""
+        with torch.inference_mode():
+            apart = step_inputs([[1, 2, 3]], [0], [SIZE + 4], [0])
+            stage.forward(stage.embed(apart.tokens), None, apart)
+        told.append(decode.logits is None)
+
+    pieces.run(between, lambda: None)
+    assert told == [True, True], "three pieces of five layers, and the head in the last"
+    assert decode.logits is not None and torch.equal(decode.logits, wanted[0])
+    for got, one in zip((state.wkv, state.shift), wanted[1:], strict=True):
+        assert torch.equal(got[2 : SIZE + 2], one[2 : SIZE + 2])
+
+
+def test_steps_of_few_rows_have_no_pieces() -> None:
+    assert GraphPieces(Decode(made_stage())).of(15, sampled=True) is None
