@@ -56,7 +56,9 @@ class Reader:
     """A model that reads texts from the zero state."""
 
     def __init__(self, weights: Weights, device: str, dtype: str) -> None:
-        self.pipeline = Pipeline(weights, (device,), dtype, "auto", "fp32")
+        takes_any = not device.startswith("cuda")  # else fp16 and codes
+        kernels = "naive" if dtype in ("fp32", "bf16") and not takes_any else "auto"
+        self.pipeline = Pipeline(weights, (device,), dtype, kernels, "fp32")
         self.pipeline.allocate_slots(SLOT + 1)
 
     def logits(self, ids: list[int]) -> Iterator[Tensor]:
