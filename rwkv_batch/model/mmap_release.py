@@ -11,6 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 MADV_DONTNEED = 4
+WORTH_BYTES = 64 << 10
+"""Less is left alone: to find its mapping takes longer than it is worth, and a model has few that are as small."""
 
 
 def release(tensor: Tensor) -> None:
@@ -22,7 +24,7 @@ def release(tensor: Tensor) -> None:
         return
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > first and tensor.is_contiguous() and _maps_a_file(first, last):
+    if last - first >= WORTH_BYTES and tensor.is_contiguous() and _maps_a_file(first, last):
         _madvise()(first, last - first, MADV_DONTNEED)
 
 
