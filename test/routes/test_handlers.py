@@ -33,7 +33,7 @@ def context_of(engine: Engine, config: HttpConfig | None = None) -> Context:
 
 def test_a_fault_of_ours_is_a_500_in_the_routes_form() -> None:
     async def breaks() -> Reply:
-        raise ZeroDivisionError("a fault of the program")
+        raise LookupError("a fault of the program")
 
     answer = asyncio.run(settled(BY_PATH[CHAT], breaks()))
     assert isinstance(answer, Answer)

@@ -118,13 +118,13 @@ def test_unknown_samplers_and_none_left() -> None:
 
 
 def test_masses_are_summed_in_fp64() -> None:
-    """Of two tokens the first has a little less than top_p: so little that a sum in fp32 cannot tell."""
-    second = torch.linspace(-2.0, -0.01, 200)
-    total = 1.0 + second.exp().double()
-    rows = [SamplingParams(top_p=top_p) for top_p in ((1 + 1e-10) / total).tolist()]
+    """Of three tokens the first two have a little less than top_p: so little that sums in fp32 cannot tell."""
+    low = torch.linspace(-2.0, -0.01, 200)
+    mass = low.exp().double()
+    rows = [SamplingParams(top_p=top_p) for top_p in ((1 + mass) * (1 + 1e-10) / (1 + 2 * mass)).tolist()]
     table = SeatTable(len(rows), 50, CPU, [])
     for seat, params in enumerate(rows):
         table.admit(seat, params)
     group = make_plan(table, list(range(len(rows)))).groups["cut_large"]
     first = torch.zeros(len(rows))
-    assert kept_of_ranked(torch.stack([first, second], dim=1), first, group, total).all()
+    assert kept_of_ranked(torch.stack([first, low, low], dim=1), first, group, 1 + 2 * mass).all()
