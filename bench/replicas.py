@@ -6,8 +6,8 @@ engine: on a CPU the client shares its cores, so the ratio holds what following 
 of those of the pairs; `cpu_ratio` compares the CPU seconds of engine and client together, and holds on a machine that
 others use at the same time, where wall time does not. `ok`: it is 0.98 at least, by either.
 `ray`: tokens a second of an engine that is a Ray actor against one behind a socket, in turns on one machine, from the
-same process; `--streams` jobs of one row. Both hold their memory at once (on a GPU:
-`--gpu-memory-utilization 0.4`). `ok`: 0.95, likewise. Needs requirements-cluster.txt.
+same process; `--streams` jobs of one row. Both hold their memory at once, on a GPU the first one half of it. `ok`: 0.95,
+likewise. Needs requirements-cluster.txt.
 
     python -m bench.replicas cost --streams 64
     python -m bench.replicas ray --streams 64
@@ -139,7 +139,7 @@ def one_actor(flags: list[str]) -> Iterator[tuple[EngineClient, int]]:
         nodes = RayNodes(Path(folder))
         os.environ.update(nodes.environment)
         try:
-            node = nodes.start(os.cpu_count() or 1, torch.cuda.device_count())
+            node = nodes.start(max(1, config.threads), torch.cuda.device_count())  # Ray starts a process for each CPU
             place = ClusterAddress(nodes.address, node, "bench")
             roster = Roster(ClusterPlan(cluster=place, replicas=1, config=config, factory=ENGINE_FACTORY), LogStyle())
             roster.begin(is_up=False)
@@ -156,7 +156,8 @@ def one_actor(flags: list[str]) -> Iterator[tuple[EngineClient, int]]:
 
 def over_ray(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """The two links to engines of one machine, in turns."""
-    with one_engine(flags) as (address, pid), one_actor(flags) as (actor, actor_pid):
+    beside = ["--gpu-memory-utilization", "0.45", *flags]
+    with one_engine(beside) as (address, pid), one_actor(flags) as (actor, actor_pid):
         local = EngineClient(at_socket(address))
         local.start("bench")
         while not (local.is_connected and actor.is_connected):

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE = "engine-"
 _LOOK_S = 1.0
+_CURRENT_S = 3.0
+"""A head that has said nothing for so long is away: whatever asked it would wait, for a minute by Ray's defaults."""
 
 
 class Names:
@@ -27,6 +29,7 @@ class Names:
         """those whose place is looked at; the roster says which"""
         self.roomless: frozenset[str] = frozenset()
         """those among them for which no node has room"""
+        self._answered = 0.0
         self.look()
         threading.Thread(target=self._follow, name="names", daemon=True).start()
 
@@ -40,12 +43,18 @@ class Names:
             except Exception:  # whatever else Ray raises: without this thread no engine is seen to come or leave
                 logger.exception("the cluster's engines cannot be listed; those that are known go on")
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the head has answered of late."""
+        return time.monotonic() - self._answered < _CURRENT_S
+
     def look(self) -> None:
         """Ask the head. Raises RayError."""
         names = [name for name in self._ray.util.list_named_actors() if name.startswith(ENGINE)]
         known = self.actors
         self.actors = {name: known.get(name) or self._looked_up(name) for name in names}
         self.roomless = frozenset(name for name in self.loading if not has_room(name))
+        self._answered = time.monotonic()
 
     def actor(self, name: str) -> Any:
         """The engine's actor, None if there is none; asks the head if it is not known. Raises RayError."""

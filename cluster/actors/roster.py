@@ -57,6 +57,8 @@ class Roster:
         self._place_at = 0.0
         self._made: set[str] = set()
         self._to_restart: deque[str] = deque()
+        self._to_remove: set[str] = set()
+        """those that leave once the head is there"""
 
     # Who is there --------------------------------------------------------------------------------------------
 
@@ -81,8 +83,10 @@ class Roster:
                 self._hear(name, actor)
         loading = (name for name, told in self._engines.items() if told.status is ModelStatus.LOADING)
         self._names.loading = frozenset(loading)
-        self._place_wanted()
-        self._restart_next()
+        if self._names.is_current:  # without the head nothing is placed, started anew or gone for good
+            self._remove_due()
+            self._place_wanted()
+            self._restart_next()
         return tuple(self._engines[name] for name in sorted(self._engines, key=_number))
 
     def _hear(self, name: str, actor: Any) -> None:
@@ -248,13 +252,24 @@ class Roster:
     # Who leaves ----------------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> None:
-        """Drain it; it leaves. One that waits for a node has nothing to drain."""
+        """Have it leave, as soon as the cluster's head is there to hear of it."""
         self._wanted.pop(name, None)
         self._missing.discard(name)
-        if name in self._names.roomless:
-            leave_cluster(name)
-        else:
-            self._drain(name, comes_back=False)
+        self._to_remove.add(name)
+        if not self._names.is_current:
+            logger.warning("the cluster's head is away; %s is removed when it is back", name)
+
+    def _remove_due(self) -> None:
+        """Drain those that are to leave. One that waits for a node has nothing to drain."""
+        try:
+            for name in sorted(self._to_remove):
+                if name in self._names.roomless:
+                    leave_cluster(name)
+                else:
+                    self._drain(name, comes_back=False)
+                self._to_remove.discard(name)
+        except (OSError, self._ray.exceptions.RayError) as error:
+            logger.warning("no engine can be removed now (%r); it is tried again in a moment", error)
 
     def _drain(self, name: str, comes_back: bool) -> None:
         actor = self._names.actor(name)

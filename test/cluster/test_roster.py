@@ -53,6 +53,7 @@ class Made:
 def made(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Made]:
     monkeypatch.setattr(names.Names, "_follow", lambda self: None)
     monkeypatch.setattr(roster, "_PLACE_S", 0.0)
+    monkeypatch.setattr(names, "_CURRENT_S", float("inf"))
     return lambda *arguments, **more: Made(ray, *arguments, **more)
 
 
@@ -134,6 +135,7 @@ def test_what_was_removed_is_not_placed_again(made: Callable[..., Made], ray: Fa
         engine.becomes(READY)
     service.look()
     service.roster.remove("engine-1")
+    service.look()
     assert ray.actors["engine-1"].drains == [False]
     del ray.actors["engine-1"]
     assert service.look() == {"engine-0": READY} and list(ray.actors) == ["engine-0"]
@@ -219,7 +221,30 @@ def test_an_engine_without_a_node_holds_up_no_restart(waiting: Made, ray: FakeRa
 
 def test_an_engine_without_a_node_can_be_removed(waiting: Made, ray: FakeRay) -> None:
     waiting.roster.remove("engine-1")
+    waiting.look()
     assert waiting.look() == {"engine-0": READY} and list(ray.actors) == ["engine-0"]
+
+
+def test_an_engine_is_removed_when_the_head_is_back(
+    made: Callable[..., Made], ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        ray.engine(f"engine-{number}", PLAN.serves)
+    service = made()
+    service.look()
+    monkeypatch.setattr(names, "_CURRENT_S", 0.0)  # it has said nothing for a while
+    ray.fault = GetTimeoutError("the head is away")
+    service.roster.remove("engine-1")
+    service.roster.add(())
+    service.roster.restart("engine-0")
+    for _ in range(2):
+        assert [told.status for told in service.roster.look()] == [READY, READY], "it serves until then"
+    assert not any(engine.drains for engine in ray.actors.values())
+    monkeypatch.setattr(names, "_CURRENT_S", float("inf"))
+    service.roster.look()  # it stops answering in that moment
+    ray.fault = None
+    service.look()
+    assert ray.actors["engine-1"].drains == [False] and "engine-2" in ray.actors
 
 
 def test_engines_without_a_node_leave_with_the_service_that_placed_them(waiting: Made, ray: FakeRay) -> None:
