@@ -6,7 +6,7 @@ engine: on a CPU the client shares its cores, so the ratio holds what following 
 of those of the pairs; `cpu_ratio` compares the CPU seconds of engine and client together, and holds on a machine that
 others use at the same time, where wall time does not. `ok`: it is 0.98 at least, by either.
 `ray`: tokens a second of an engine that is a Ray actor against one behind a socket, in turns on one machine, from the
-same process; `--streams` jobs of one row. Both hold their memory at once, on a GPU the first one half of it. `ok`: 0.95,
+same process; `--streams` jobs of one row. Both hold their memory at once, on a GPU the first one half. `ok`: 0.95,
 likewise. Needs requirements-cluster.txt.
 
     python -m bench.replicas cost --streams 64
