@@ -39,11 +39,11 @@ class OutputItems:
         for piece in parts.calls:
             yield from self._call(piece)
 
-    def end(self, status: str) -> Iterator[Event]:
-        """No more comes; `status` is that of the item which ends with it. An answer without anything is a message."""
+    def end(self, is_cut: bool) -> Iterator[Event]:
+        """No more comes; `is_cut`: the last item is not whole. An answer without anything is a message."""
         if not self.items:
             yield from self._say("message", "", [])
-        yield from self._close(status)
+        yield from self._close("incomplete" if is_cut else "completed")
 
     def text(self, kind: str) -> str:
         """All texts of one kind of item."""

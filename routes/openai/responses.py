@@ -84,12 +84,17 @@ class ResponsesDialect(PlainDialect):
         parts = self._parting.feed(update.text, final)
         yield from self._items.feed(parts, told_logprobs(update.logprobs))
         if final:
-            yield from self._items.end("completed" if self._status(update.finish) == "completed" else "incomplete")
+            yield from self._items.end(is_cut=self._cuts_item(update.finish))
 
     def _status(self, finish: Finish | None) -> str:
         """Of a response that has ended; one that a stop ended inside a call is not whole."""
         status = "failed" if finish is None else _STATUS[finish.reason]
         return "incomplete" if status == "completed" and self._parting.is_inside_call else status
+
+    def _cuts_item(self, finish: Finish | None) -> bool:
+        """Whether the last item is not whole: what is left out behind it, as the opening of a call, is none of it."""
+        is_inside = not self._items.items or self._parting.ends_inside(self._items.items[-1]["type"] == "function_call")
+        return is_inside and self._status(finish) != "completed"
 
     def _told(self, events: Iterable[Event]) -> bytes:
         frames = []

@@ -51,6 +51,10 @@ class AnswerParting:
         """Whether the text ends inside a call, or in what was opened as one."""
         return self._calls is not None and self._calls.is_inside
 
+    def ends_inside(self, is_call: bool) -> bool:
+        """Whether the text ends inside what was told last: a call's arguments, or text."""
+        return not is_call if self._calls is None else self._calls.ends_inside(is_call)
+
     def feed(self, text: str, final: bool) -> Parts:
         """What `text` makes certain; everything that is left with `final`."""
         parted = self._parting.feed(text, final)

@@ -114,6 +114,10 @@ class CallParting:
         """Whether the text ends inside a call, or in what was opened as one."""
         return self._place in (_Place.HEAD, _Place.ARGUMENTS)
 
+    def ends_inside(self, is_call: bool) -> bool:
+        """Whether the text ends inside what was told last: a call's arguments, or text."""
+        return self._place is (_Place.ARGUMENTS if is_call else _Place.TEXT)
+
     def feed(self, text: str, final: bool) -> Spoken:
         """What `text` makes certain; everything that is left with `final`."""
         self._held += text

@@ -6,19 +6,17 @@ else a schema says may rule values out too; here only references are followed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from sampling.grammar.errors import GrammarError
-from sampling.grammar.schema_place import parts_of
+from sampling.grammar.schema_place import parts_of, pointed
 
 MOST_LOOKS = 50_000
 """Parts looked at; a schema that takes more is let pass."""
 _WHY = "refers to itself so that no value can end; allow something else beside it, or let it be left out"
 _NOT_ENTERED = (".$defs.", ".definitions.", ".not", ".if")
-_INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
 _Path = tuple[Any, ...]
 """() or (path of the part around it, step): texts are joined for the one place that is told."""
 
@@ -46,7 +44,7 @@ class _Ends:
     def __init__(self, root: Any) -> None:
         """Raises _TooManyLooksError, as `of` does."""
         self._looks = 0
-        self._targets = {part["$ref"]: _pointed(root, part["$ref"]) for _, part in _reached(root) if _refers(part)}
+        self._targets = {part["$ref"]: pointed(root, part["$ref"]) for _, part in _reached(root) if _refers(part)}
         self._ending: set[int] = set()
         """ids of targets, which may have several names"""
         open_ones = {id(target): target for target in self._targets.values()}
@@ -93,20 +91,6 @@ def _needed(part: dict[str, Any]) -> Iterator[Any]:
             yield part.get("items")
 
 
-def _pointed(root: Any, reference: str) -> Any:
-    """What a reference inside the schema means; None, which ends, for others."""
-    if not reference.startswith("#"):
-        return None
-    found = root
-    for step in reference[1:].split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            found = found[int(name)] if _INDEX.fullmatch(name) and int(name) < len(found) else None
-        else:
-            found = found.get(name) if isinstance(found, dict) else None
-    return found if reference == "#" or reference.startswith("#/") else None
-
-
 def _reached(root: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
     """Every part that a value or a part of one may be held to, each once, and how it is reached."""
     seen: set[int] = set()
@@ -120,7 +104,7 @@ def _reached(root: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
         inner = [((path, step), child) for step, child in parts_of(part) if not step.startswith(_NOT_ENTERED)]
         waiting += inner[::-1]
         if _refers(part):
-            waiting.append((path, _pointed(root, part["$ref"])))
+            waiting.append((path, pointed(root, part["$ref"])))
 
 
 def _joined(path: _Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,27 +11,103 @@ MOST_LOOKS = 200
 """Parts that are compiled to find the place; each takes a fraction of a millisecond."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SHARED = (".$defs.", ".definitions.")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
-_SHARED = ("$defs", "definitions")
+_WHOLE = "#/$defs/whole"
+_INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def place_of_fault(schema: Any, fault: Callable[[Any], str]) -> str:
     """The deepest part that has a fault of its own, as in `.properties.age`; "": the schema itself.
 
-    `fault` says why a schema cannot be served, "" if it can.
+    `fault` says why a schema cannot be served, "" if it can. A part that refers to what has the fault has none itself.
     """
-    shared = {name: schema[name] for name in _SHARED if isinstance(schema, dict) and name in schema}
-    place, part, looks = "", schema, 0
-    while True:
-        for step, child in parts_of(part):
-            looks += 1
-            if looks > MOST_LOOKS:
-                return place
-            if isinstance(child, dict) and fault({**shared, **child}):
-                place, part = place + step, child
-                break
-        else:
-            return place
+    if not isinstance(schema, dict):
+        return ""
+    draft = {name: schema[name] for name in ("$schema",) if name in schema}
+    looks = iter(range(MOST_LOOKS))
+    apart = _mapped(schema, lambda reference: None if pointed(schema, reference) is not None else reference)
+    for pointer in references(schema):
+        part = pointed(apart, pointer)
+        if isinstance(part, dict) and next(looks, None) is not None and fault({**part, **draft}):
+            return _deepest(_place(schema, pointer), part, lambda one: fault({**one, **draft}), looks)
+    # The references themselves are what cannot be served.
+    whole = _mapped(schema, lambda reference: reference.replace("#", _WHOLE, 1))
+    beside = {**draft, "$defs": {"whole": {name: whole[name] for name in whole if name not in ("$schema", "$id")}}}
+    return _deepest("", whole, lambda one: fault({**one, **beside}), looks)
+
+
+def _deepest(place: str, part: Any, fault: Callable[[Any], str], looks: Iterator[int]) -> str:
+    """The place of the deepest part inside one, at this place, that has a fault, as far as one may look."""
+    inner = _own_parts(part)
+    while (found := next(inner, None)) is not None and next(looks, None) is not None:
+        step, child = found
+        if isinstance(child, dict) and fault(child):
+            place, inner = place + step, _own_parts(child)
+    return place
+
+
+def _own_parts(part: Any) -> Iterator[tuple[str, Any]]:
+    """Its parts without those that others refer to."""
+    return (found for found in parts_of(part) if not found[0].startswith(_SHARED))
+
+
+def _mapped(schema: Any, to: Callable[[str], str | None]) -> Any:
+    """A copy with other references inside it; None: without."""
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved = to(part.pop("$ref"))
+            return part if moved is None else {**part, "$ref": moved}
+        return part
+
+    return json.loads(json.dumps(schema), object_hook=changed)
+
+
+def references(schema: Any) -> Iterator[str]:
+    """What a value of it may be held to: the schema, "#", and what it refers to, each pointer once."""
+    seen, waiting = {"#"}, ["#"]
+    while waiting:
+        pointer = waiting.pop(0)
+        yield pointer
+        parts = [pointed(schema, pointer)]
+        while parts:
+            part = parts.pop()
+            found = part.get("$ref") if isinstance(part, dict) else None
+            if isinstance(found, str) and found.startswith("#") and found not in seen:
+                seen.add(found)
+                waiting.append(found)
+            parts += [child for _, child in _own_parts(part)][::-1]
+
+
+def pointed(root: Any, reference: str) -> Any:
+    """What a reference inside a schema means; None for others."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    found = root
+    for name in _names(reference):
+        found = _step_into(found, name)
+    return found
+
+
+def _place(root: Any, reference: str) -> str:
+    """A reference inside a schema as places are told."""
+    found, place = root, ""
+    for name in _names(reference):
+        place += f"[{name}]" if isinstance(found, list) else f".{name}"
+        found = _step_into(found, name)
+    return place
+
+
+def _names(reference: str) -> list[str]:
+    return [step.replace("~1", "/").replace("~0", "~") for step in reference.split("/")[1:]]
+
+
+def _step_into(value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return value[int(name)] if _INDEX.fullmatch(name) and int(name) < len(value) else None
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:

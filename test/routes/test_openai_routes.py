@@ -70,6 +70,12 @@ def test_one_model(base: str, place: str) -> None:
             assert unknown[:100] in error.message and model.id in error.message
 
 
+def test_any_name_is_the_one_model_that_is_served(client: OpenAI) -> None:
+    """Clients have names built in; with --models-dir an unknown one is 404 (test_model_engines.py)."""
+    for name in ("gpt-4o", "meta-llama/Llama-3-8B"):
+        assert chat(client, model=name, max_tokens=1).model == name
+
+
 def test_a_whole_answer(client: OpenAI) -> None:
     answer = chat(client)
     assert answer.id.startswith("chatcmpl-")

@@ -187,6 +187,26 @@ def test_a_call_that_a_stop_cuts_is_incomplete(client: OpenAI, stop: str, item: 
         assert (only.status, only.type, getattr(only, "arguments", None)) == ("incomplete", *item)
 
 
+@pytest.mark.parametrize(
+    ("said", "status", "items"),
+    [
+        (f'Let me see.\n{CALL}\n```json\n{{"na', "incomplete", ["completed", "completed"]),
+        (CALL.removesuffix("```"), "completed", ["completed"]),
+        (f"{CALL}\n{CALL[: CALL.index('unit')]}", "incomplete", ["completed", "incomplete"]),
+        ('Let me see.\n```json\n{"na', "incomplete", ["completed"]),
+        ('```json\n{"na', "incomplete", ["incomplete"]),
+    ],
+)
+def test_an_item_is_incomplete_only_if_it_is_cut_itself(
+    saying: OpenAI, said: str, status: str, items: list[str]
+) -> None:
+    """Not for the opening of a call behind it, which is left out."""
+    fields: dict[str, Any] = {"model": MODEL, "input": f"say {said}", "tools": TOOLS}
+    last = list(saying.responses.create(**fields, stream=True))[-1]
+    for answer in (last.response, saying.responses.create(**fields)):
+        assert (answer.status, [item.status for item in answer.output]) == (status, items), answer.output
+
+
 def test_text_and_calls_are_items_whole_and_streamed(saying: OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "input": f"say Let me see.\n{CALL}\n{CALL}", "tools": TOOLS}
     answer = saying.responses.create(**fields)

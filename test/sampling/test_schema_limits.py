@@ -210,3 +210,30 @@ def test_what_is_certain_without_an_end_is_an_error_that_says_so(compiler: Gramm
     matcher.certain()
     with pytest.raises(GrammarError, match="takes too much to follow"):
         matcher.advance(TOKENIZER.encode("1")[0])
+
+
+TWICE = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("properties", "more", "place"),
+    [
+        ({"b": {"$ref": "#/properties/a"}, "a": {"type": "string"}, "c": TWICE}, {}, ".properties.c"),
+        ({"b": {"$ref": "#/properties/a"}, "a": TWICE}, {}, ".properties.a"),
+        ({"b": {"items": {"$ref": "#"}}, "a": TWICE}, {}, ".properties.a"),
+        ({"b": {"items": {"$ref": "#"}}}, {"not": {}}, ""),
+        (
+            {"b": {"$ref": "#/properties/a~1/items"}, "a/": {"items": {"items": TWICE}}},
+            {},
+            ".properties.a/.items.items",
+        ),
+        ({"b": {"$ref": "#/$defs/a"}}, {"$defs": {"a": {"items": {"$ref": "#/$defs/c"}}, "c": TWICE}}, ".$defs.c"),
+        ({"b": {"$ref": "#/nowhere"}, "a": {"type": "string"}}, {}, ".properties.b"),
+    ],
+)
+def test_the_place_of_a_fault_behind_references(
+    compiler: GrammarCompiler, properties: dict[str, Any], more: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(GrammarError) as refused:
+        compiler.compile(schema({"$id": "http://test/s", "type": "object", "properties": properties, **more}))
+    assert refused.value.place == place
