@@ -22,6 +22,7 @@ logger = logging.getLogger("supervisor")
 
 __all__ = ["Supervisor", "log_style", "main", "run", "serve", "with_model"]
 
+COMMANDS = ("serve", "batch", "chat", "bench")
 _NOT_INSTALLED = "test"
 """What some measuring programs need and a wheel does not bring."""
 
@@ -83,6 +84,9 @@ def main(arguments: list[str]) -> int:
         return console.main(arguments[1:], with_model)
     if arguments[:1] == ["bench"]:
         return bench(arguments[1:])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        sys.stderr.write(f"error: no command is called {arguments[0]!r}; there are {', '.join(COMMANDS)}\n")
+        return 2
     return serve(arguments[1:] if arguments[:1] == ["serve"] else arguments)
 
 

@@ -70,7 +70,7 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     try:
         keys = msgspec.toml.decode(Path(path).read_bytes(), type=_File).key
     except OSError as error:
-        raise KeysError(f"{path} cannot be read: {error.strerror}") from None
+        raise KeysError(f"{path} cannot be read: {error.strerror}; docs/access.md shows one") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise KeysError(f"{path} is not a file of keys: {str(error).splitlines()[0]}") from None
     for number, one in enumerate(keys, 1):

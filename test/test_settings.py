@@ -6,9 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from app import main
 from routes.config import HttpConfig
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
+from rwkv_batch.kernels.registry import choose_ops
 from sampling.registry import SAMPLERS
 from settings import (
     FLAGS,
@@ -139,6 +142,17 @@ def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str
     with pytest.raises(SettingsError, match=named) as refusal:
         parse_settings(arguments, environment)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sreve"]) == 2
+    assert capsys.readouterr().err == "error: no command is called 'sreve'; there are serve, batch, chat, bench\n"
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [("cuda", "do not run on cpu"), ("x", "one of auto, cuda, cpu, naive")])
+def test_kernels_that_cannot_serve_say_what_to_ask_for(wanted: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"{wanted}.*{reason}.*--kernels auto"):
+        choose_ops(wanted, torch.device("cpu"))
 
 
 def test_http_workers_by_cpus() -> None:

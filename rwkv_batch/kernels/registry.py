@@ -48,4 +48,5 @@ def choose_ops(wanted: str, device: torch.device, version: str = X070) -> tuple[
                 logger.warning(WITHOUT_KERNELS, device, refusals["cuda"])
             return ops, refusals | (ops.does_without(device) if isinstance(ops, DoesWithout) else {})
         refusals[name] = reason
-    raise ValueError(f"kernels {wanted!r} cannot serve {device}: {'; '.join(refusals.values()) or 'unknown name'}")
+    reason = "; ".join(refusals.values()) or f"they are one of auto, {', '.join(backends)}"
+    raise ValueError(f"kernels {wanted!r} cannot serve {device}: {reason}. --kernels auto takes the fastest that can")
