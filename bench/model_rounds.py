@@ -9,13 +9,16 @@ rounds are under way where one takes longer; then, in the same streams: an engin
 loading, a file that is broken, one that vanishes as soon as it is asked for, the same name twice at once, two names.
 
 Told: the gaps between a stream's deltas in both times, by how much each stream's longest, its 99th of a hundred and
-its median grew, errors of streams, and the memory (PSS) of all processes, before and after the rounds. Bounds: on a
+its median grew, errors of streams, and the memory (PSS) of all processes, before and after the rounds. What says
+something on a machine that others use, too: how often a second the serving engine's threads lost their core in both
+times (where the system counts it), and the CPU seconds of a round's engine, from its fork to its end. Bounds: on a
 CPU the models share cores and memory bandwidth with the streams; a process of its own receives.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -35,7 +38,7 @@ from typing import Any
 
 from bench.http_load import Exchange, Load, _open, _request, fetch
 from bench.serve import machine, percentile, service
-from bench.streams import _parent, memory_mb
+from bench.streams import ENGINE_FORKS, _parent, memory_mb
 from demo.random_weights import write_random_model
 
 PASSWORD = "rounds"
@@ -52,6 +55,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--period-s", type=float, default=1.0)
     parser.add_argument("--at-once", type=int, default=4, help="rounds under way")
+    parser.add_argument("--no-faults", action="store_true", help="rounds alone")
     parser.add_argument("--second", default="12x768", help="layers x width of the second model")
     return parser.parse_known_args()
 
@@ -123,14 +127,39 @@ class Service:
         return self.post("/v1/models/unload", name=name, wait_s=240)
 
     def processes(self) -> set[int]:
-        """Direct children of the supervisor."""
+        """Direct children of the supervisor, and the engines that one of them forks."""
         supervisor = _parent(self.engine)
-        numbers = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-        return {number for number in numbers if _parent(number) == supervisor}
+        numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        children = {number for number in numbers if _parent(number) == supervisor}
+        forking = {child for child in children if ENGINE_FORKS in _command(child)}
+        return children | {number for number in numbers if _parent(number) in forking}
+
+    def lost_cores(self) -> int:
+        """How often the serving engine's threads that live had to leave a core."""
+        lost = 0
+        for task in Path(f"/proc/{self.engine}/task").iterdir():
+            lines = (task / "status").read_text().splitlines()
+            lost += sum(int(line.split()[1]) for line in lines if line.startswith("nonvoluntary"))
+        return lost
+
+    def ended_cpu_s(self) -> float:
+        """CPU seconds of engines that have ended."""
+        used = 0
+        for pid in self.processes() | {_parent(self.engine)}:
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                used += int(fields[13]) + int(fields[14])
+        return used / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self) -> float:
         """Of all processes."""
         return round(sum(memory_mb(self.engine).values()), 1)
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def rounds(service: Service, args: argparse.Namespace) -> tuple[list[float], list[str]]:
@@ -183,7 +212,7 @@ def faults(service: Service) -> dict[str, str]:
     told["a file that vanishes"] = _settled(service, "gone")
     answers: list[dict[str, Any]] = []
     names = ("same", "same", "other")
-    threads = [threading.Thread(target=lambda name=name: answers.append(service.load(name))) for name in names]  # type: ignore[misc]
+    threads = [threading.Thread(target=lambda name=name: answers.append(service.load(name))) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -248,14 +277,17 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
     time.sleep(SETTLE_S)
     memory, processes = [served.memory_mb()], len(served.processes())
-    started = time.monotonic()
+    started, lost, used = time.monotonic(), [served.lost_cores()], served.ended_cpu_s()
     time.sleep(max(args.period_s * args.rounds, 5.0))
     alone = (started, time.monotonic())
+    lost.append(served.lost_cores())
     seconds, wrong = rounds(served, args)
     in_rounds = (alone[1], time.monotonic())
+    lost.append(served.lost_cores())
+    used = served.ended_cpu_s() - used
     time.sleep(SETTLE_S)
     memory.append(served.memory_mb())
-    told = faults(served)
+    told = {} if args.no_faults else faults(served)
     after_faults = time.monotonic()
     ours.send("stop")
     gaps, failures = ours.recv()
@@ -266,6 +298,11 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "round_s_p50": round(statistics.median(seconds), 2),
         "rounds_s": round(in_rounds[1] - in_rounds[0], 1),
         **figures(gaps, alone, in_rounds),
+        "lost_cores_a_second": {
+            "alone": round((lost[1] - lost[0]) / (alone[1] - alone[0])),
+            "in_rounds": round((lost[2] - lost[1]) / (in_rounds[1] - in_rounds[0])),
+        },
+        "cpu_s_of_a_round": round(used / args.rounds, 2),
         "faults": told,
         "faults_gap_ms_max": percentile([g for _, at, g in gaps if in_rounds[1] < at < after_faults], 1.0),
         "memory_mb": {"before": memory[0], "after": memory[1]},

@@ -28,8 +28,11 @@ from typing import Any
 from bench.http_load import Load, fetch, over_http, served_tokens
 from bench.serve import machine, percentile, service
 from bench.ttft import ask
+from supervisor.engine_forks import PRELOADED
 
 ROUTE = "/v1/chat/completions"
+ENGINE_FORKS = PRELOADED.encode()
+"""In the command line of what engines of other models are forked from, and so in theirs."""
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +81,9 @@ def memory_mb(engine: int) -> dict[str, float]:
 
 
 def _kind(command: bytes) -> str:
-    return "nginx" if command.startswith(b"nginx") else "http" if b"forkserver" in command else "supervisor"
+    if b"forkserver" in command:
+        return "models" if ENGINE_FORKS in command else "http"
+    return "nginx" if command.startswith(b"nginx") else "supervisor"
 
 
 def _parent(pid: int) -> int:

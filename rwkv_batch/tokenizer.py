@@ -40,6 +40,18 @@ def _byte_table() -> list[bytes]:
     return table
 
 
+@functools.cache
+def _penalty_exempt_ids() -> list[int]:
+    allowed = frozenset(b"0123456789 \t")
+    return [i for i, token in enumerate(_byte_table()) if token and allowed.issuperset(token)]
+
+
+def make_tables() -> None:
+    """Make what all tokenizers of a process share, which takes most of a second."""
+    _encoder()
+    _penalty_exempt_ids()
+
+
 class Tokenizer:
     """Text to token ids and token ids to bytes. Immutable, safe to share."""
 
@@ -88,8 +100,7 @@ class Tokenizer:
         table = self.byte_table
         return b"".join(table[i] for i in ids)
 
-    @functools.cached_property
+    @property
     def penalty_exempt_ids(self) -> list[int]:
         """Ids whose text is only digits, spaces or tabs: they do not add to the penalty count."""
-        allowed = frozenset(b"0123456789 \t")
-        return [i for i, token in enumerate(self.byte_table) if token and allowed.issuperset(token)]
+        return _penalty_exempt_ids()

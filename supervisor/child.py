@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import site
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 _BACK_OFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 30.0
 """A process that has lived so long starts its back-off anew."""
+
+
+def let_forks_import() -> None:
+    """Have processes that others are forked from find our modules wherever the command was started.
+
+    Python 3.11 tells them nothing of `sys.path`, and what they cannot import each fork would import for itself.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in (*known, *site.getsitepackages()):
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, known)])
 
 
 def back_off_s(failures: int) -> float:

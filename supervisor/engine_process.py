@@ -68,8 +68,14 @@ class EngineProcess:
             else:
                 self.tell(ModelStatus.FAILED, error=f"its process cannot be started: {error}; load it again")
             return
-        assert self.child.process is not None
-        self.told = msgspec.structs.replace(self.told, pid=self.child.process.pid or 0)
+        self.note_process()
+
+    def note_process(self) -> None:
+        """Tell its number, which one that is forked has a while after it was started."""
+        process = self.child.process
+        number = (process.is_alive() and process.pid) or 0 if process is not None else 0
+        if number != self.told.pid:
+            self.told = msgspec.structs.replace(self.told, pid=number)
 
     def start_anew(self, timeout_s: float) -> None:
         """Drain it if it serves, for so long, then start it once more."""

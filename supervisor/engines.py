@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,18 @@ class Engines:
         factory: str,
         limits: ModelLimits,
         replicas: Sequence[tuple[str, ...]] = (),
+        forks: ForkServerContext | None = None,
     ) -> None:
         """`config` is that of the service's own model, whose settings the others have but for their wishes.
 
-        `replicas`: the devices of each engine that serves the own model from the beginning.
+        `replicas`: the devices of each engine that serves the own model from the beginning. `forks`: what engines of
+        other models are forked from; None: they are spawned, too.
         """
         self._config = config
         self._folder = folder
         self._style = style
         self._context = context
+        self._forks = forks or context
         self._target = target
         self._factory = factory
         self._limits = limits
@@ -311,10 +314,11 @@ class Engines:
             engine=name,
             is_own=is_own,
         )
-        child = Child(process, self._context, self._target, arguments)
+        child = Child(process, self._context if is_own else self._forks, self._target, arguments)
         self._engines[name] = EngineProcess(told, child, time.monotonic())
 
     def _listen(self, engine: EngineProcess) -> None:
+        engine.note_process()
         for subject, value in engine.child.heard():
             match subject:
                 case "ready":

@@ -28,11 +28,12 @@ from cluster.actors.plan import ClusterPlan
 from routes.api_keys import KeysFile
 from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogStyle, set_compute_environment
 from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings
-from supervisor.child import Child
+from supervisor.child import Child, let_forks_import
 from supervisor.cluster_engines import ClusterEngines
+from supervisor.engine_forks import PRELOADED, ForkedContext
 from supervisor.engines import Engines, ModelLimits
 from supervisor.front import front_process
 from supervisor.http_workers import HttpWorkers, fork_context, http_process
@@ -58,8 +59,7 @@ def batches_process(*arguments: Any) -> None:
 
 def engine_process(*arguments: Any) -> None:
     """Main function of the engine process."""
-    # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_compute_environment()
     from tqdm import tqdm
 
     from rwkv_batch.ipc.server import run_engine
@@ -97,6 +97,7 @@ class Supervisor:
         settings = _with_shared_sessions(_with_files_dir(settings))
         self._settings = settings
         self._folder = tempfile.mkdtemp(prefix="rwkv-")
+        let_forks_import()
         style = LogStyle(settings.service.log_format, settings.service.log_level)
         spawn = multiprocessing.get_context("spawn")
         self._engines = self._made_engines(engine_factory, style, spawn)
@@ -125,7 +126,8 @@ class Supervisor:
         limits = ModelLimits(service.max_models, service.model_idle_s, _LAST_WORDS_S)
         replicas = service.replica_devices or (engine.devices,) * max(1, service.replicas)
         replicas = () if service.cluster else replicas
-        engines = Engines(engine, self._folder, style, spawn, engine_process, factory, limits, replicas)
+        forks = ForkedContext(PRELOADED if factory == ENGINE_FACTORY else factory.partition(":")[0])
+        engines = Engines(engine, self._folder, style, spawn, engine_process, factory, limits, replicas, forks)
         if not service.cluster:
             return engines
         plan = ClusterPlan(

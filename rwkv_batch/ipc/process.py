@@ -86,6 +86,12 @@ def become_child(process: str, style: LogStyle) -> None:
     set_up_logging(process, style)
 
 
+def set_compute_environment() -> None:
+    """For a process that will import torch, before it does."""
+    # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def settle_garbage_collector() -> None:
     """Called when everything is loaded, which stays: a full collection that walks all of it stops every row for 100 ms.
 

@@ -401,10 +401,15 @@ def _held(service: Service) -> tuple[int, int]:
 
 
 def _engines(service: Service) -> set[int]:
-    """Processes of engines: children of the supervisor that are no HTTP workers."""
-    found = set()
-    for child in Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text().split():
-        with open(f"/proc/{child}/cmdline", "rb") as file:
-            if b"spawn_main" in file.read():
-                found.add(int(child))
-    return found
+    """Processes of engines: the own model's is spawned by the supervisor, others are forked from one that is not."""
+    children = _children(service.process.pid)
+    forked = [
+        fork for child, command in children.items() if b"test.fake_engine" in command for fork in _children(child)
+    ]
+    return {*forked, *(child for child, command in children.items() if b"spawn_main" in command)}
+
+
+def _children(pid: int) -> dict[int, bytes]:
+    """Children of a process, with their commands."""
+    numbers = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers}

@@ -1,0 +1,32 @@
+"""What engines have in common, made once in the process that those of models loaded while serving are forked from.
+
+That process imports this module, stands behind all others on the cores meanwhile, and keeps no thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+
+from native.priority import at_low_priority
+from rwkv_batch.ipc import server  # noqa: F401
+from rwkv_batch.ipc.process import set_compute_environment
+from rwkv_batch.tokenizer import make_tables
+
+# A manager that signals the whole group means the supervisor, which ends the others in order.
+for _signal in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(_signal, signal.SIG_IGN)
+set_compute_environment()
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not live in what is forked
+
+
+def _make() -> None:
+    importlib.import_module("rwkv_batch.engine")
+    make_tables()
+
+
+at_low_priority(_make)
+gc.collect()
+gc.freeze()

@@ -1,0 +1,125 @@
+"""Engines that are forked from a process which has imported what they need, and may not have yet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.child import Child
+from supervisor.engine_forks import ForkedContext
+from test.serving import ROOT
+
+WAIT_S = 60
+ELSEWHERE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from supervisor.child import let_forks_import
+from supervisor.http_workers import PRELOADED, fork_context
+let_forks_import()
+process = fork_context().Process(target=exec, args=(f"import sys; sys.exit({PRELOADED!r} in sys.modules)",))
+process.start()
+process.join()
+print(process.exitcode)
+"""
+SLOW = """
+with open({gate!r}) as gate:
+    gate.read()
+"""
+
+
+def engine(folder: str, name: str, pipe: Connection) -> None:
+    """Says who it is, then does as it is told."""
+    (Path(folder) / name).write_text("it ran")
+    pipe.send(("ready", (os.getpid(), os.getppid(), "slow" in sys.modules)))
+    with contextlib.suppress(EOFError):
+        sys.exit(pipe.recv())
+
+
+@pytest.fixture()
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the server imports ends when this pipe was opened and closed."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    (tmp_path / "slow.py").write_text(SLOW.format(gate=str(path)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    return path
+
+
+def test_forks_share_what_was_imported_wherever_the_command_was_started(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", ELSEWHERE, str(ROOT)]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "1", ran.stderr
+
+
+def opened(gate: Path) -> None:
+    gate.write_text("")
+
+
+def child(context: ForkedContext, folder: Path, name: str) -> Child:
+    made = Child(name, context, engine, (str(folder),))
+    made.start()
+    return made
+
+
+def said(one: Child) -> Any:
+    """What it says first; looked at as the supervisor looks."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        wait(one.waitables, 1.0)
+        assert one.is_alive
+        for _, value in one.heard():
+            return value
+    raise AssertionError("it said nothing")
+
+
+def test_they_have_what_the_server_imported_and_their_ends_are_told(gate: Path, tmp_path: Path) -> None:
+    context = ForkedContext("slow")
+    two = [child(context, tmp_path, name) for name in ("a", "b")]
+    opened(gate)
+    (pid, server, has_it), (other, same_server, _) = said(two[0]), said(two[1])
+    assert has_it and server == same_server not in (pid, other, os.getpid())
+    assert [one.process.pid for one in two if one.process is not None] == [pid, other]
+    two[0].tell(7)
+    assert two[0].reap() == "exit code 7"
+    two[1].kill()
+    assert "SIGKILL" in two[1].reap()
+
+
+def test_nobody_waits_for_the_server(gate: Path, tmp_path: Path) -> None:
+    """One that is killed before it was forked has ended at once, and never runs."""
+    context = ForkedContext("slow")
+    killed, kept = child(context, tmp_path, "killed"), child(context, tmp_path, "kept")
+    assert killed.is_alive and kept.process is not None and kept.process.pid is None
+    killed.kill()
+    assert not killed.is_alive and "SIGKILL" in killed.reap()
+    opened(gate)
+    said(kept)
+    kept.tell(0)
+    assert kept.reap() == "exit code 0"
+    assert not (tmp_path / "killed").exists()
+
+
+def test_a_server_that_is_lost_takes_its_own_with_it_and_another_one_comes(gate: Path, tmp_path: Path) -> None:
+    context = ForkedContext("slow")
+    first, waits = child(context, tmp_path, "first"), child(context, tmp_path, "waits")
+    opened(gate)
+    server = said(first)[1]
+    said(waits)
+    os.kill(server, signal.SIGKILL)
+    assert "exit code 255" in first.reap()  # it ends with its pipe to the supervisor, as all do
+    assert "exit code 255" in waits.reap()
+    again = child(context, tmp_path, "again")
+    opened(gate)
+    assert said(again)[1] != server
+    again.tell(3)
+    assert again.reap() == "exit code 3"
