@@ -124,7 +124,7 @@ class _Command:
         if options.dry_run:
             return await self._estimate(records, task, glossary)
         settings = self._settings(glossary, await self.backend.model())
-        files = await asyncio.to_thread(open_files, options, form, settings)
+        files = await asyncio.to_thread(open_files, options, source, form, settings)
         try:
             ledger = Ledger(options.order == "keep", files.progress)
             meter = Meter(source.fraction)

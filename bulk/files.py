@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bulk.formats.form import Form, compression_of
-from bulk.inputs import STDIN, digest, is_stream
+from bulk.inputs import STDIN, Input, is_stream
 from bulk.ledger import Batch, Ended
 from bulk.lines import GOOD, Outcome
 from bulk.options import ERRORS_SUFFIX, Options
@@ -61,11 +61,17 @@ class Files:
             )
             self.sidecar.commit(progress, batch.answers)
         except OSError as error:
-            raise RunError(
-                f"the answers cannot be written ({error.strerror or error}); make room and give the same command "
-                f"again: {before.answered + before.failed} lines are safe"
-            ) from None
+            raise RunError(self._unwritten(error, before.answered + before.failed)) from None
         self.progress = progress
+
+    def _unwritten(self, error: OSError, lines: int) -> str:
+        reason = error.strerror or str(error)
+        if isinstance(self.output, StandardOutput):
+            return (
+                f"standard output takes no more ({reason}): {lines} lines went out, and nothing is gone on with there"
+            )
+        again = f"make room and give the same command again: {lines} lines are safe"
+        return f"the answers cannot be written ({reason}); {again}"
 
 
 def errors_path(options: Options) -> str:
@@ -87,11 +93,11 @@ def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
     return line
 
 
-def open_files(options: Options, form: Form, settings: dict[str, str]) -> Files:
+def open_files(options: Options, source: Input, form: Form, settings: dict[str, str]) -> Files:
     """The run's files, cut back to what an earlier run is known to have done. Raises RunError and holds none then."""
     with ExitStack() as opened:
         files = _to_pipe(options, form, settings, opened) if options.output == STDOUT else None
-        files = files or _to_files(options, form, settings, opened)
+        files = files or _to_files(options, source, form, settings, opened)
         opened.pop_all()
         return files
 
@@ -107,7 +113,7 @@ def _to_pipe(options: Options, form: Form, settings: dict[str, str], opened: Exi
     return Files(StandardOutput(), errors, sidecar, form, sidecar.begin(settings, ""), _error_line(options.id_field))
 
 
-def _to_files(options: Options, form: Form, settings: dict[str, str], opened: ExitStack) -> Files:
+def _to_files(options: Options, source: Input, form: Form, settings: dict[str, str], opened: ExitStack) -> Files:
     path, errors_file = Path(options.output), Path(errors_path(options))
     memory, compression = Path(options.output + SUFFIX), compression_of(options.output)
     _check_paths(options, [path, errors_file, memory])
@@ -127,7 +133,7 @@ def _to_files(options: Options, form: Form, settings: dict[str, str], opened: Ex
     if not sidecar.is_new and is_stream(options.input):
         name = "standard input" if options.input == STDIN else f"the pipe {options.input}"
         raise RunError(f"{name} cannot be read again to go on with this output; give --fresh to begin anew")
-    progress = sidecar.begin(settings, "" if is_stream(options.input) else digest(options.input))
+    progress = sidecar.begin(settings, source.digest())
     sync_folder(path.parent)
     output.cut(progress.output_bytes)
     errors.cut(progress.errors_bytes)

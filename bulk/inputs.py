@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import zstandard
 
@@ -24,6 +25,8 @@ _SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 _PIECE = 1 << 10
 """Compressed bytes that are taken at once: they become 32 MiB at most."""
 _CHUNK = 1 << 20
+_LINES_BETWEEN_LOOKS = 256
+"""Whether the file was changed is looked at so often."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -95,7 +98,9 @@ class Input:
         self.path = path
         try:
             self._raw = sys.stdin.buffer if path == STDIN else open(path, "rb", buffering=_CHUNK)  # noqa: SIM115
-            self.size = None if is_stream(path) else Path(path).stat().st_size
+            self._known = None if is_stream(path) else _known_by(os.fstat(self._raw.fileno()))
+            """what a change of the file would change; None: it can be read once only"""
+            self.size = None if self._known is None else self._known.size
         except OSError as error:
             raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
         self._stream = self._decompressed()
@@ -113,8 +118,28 @@ class Input:
         """How much of it has been read, 0..1; None if nobody knows."""
         return None if not self.size else min(1.0, self._raw.tell() / self.size)
 
+    def digest(self) -> str:
+        """SHA-256 of the file, as it lies there; "" of what can be read once only. Raises RunError."""
+        if self._known is None:
+            return ""
+        try:
+            with open(self.path, "rb") as file:
+                value = hashlib.file_digest(file, "sha256").hexdigest()
+                self._check(file.fileno())
+        except OSError as error:
+            raise RunError(f"the input {self.path} cannot be read ({error.strerror}); check its name") from None
+        return value
+
+    def _check(self, file: int) -> None:
+        """Raises RunError if this open file is not what was opened, or has been written to since."""
+        if self._known is not None and _known_by(os.fstat(file)) != self._known:
+            raise RunError(
+                f"the input {self.path} was changed while it was read; once it holds again what it held, the same "
+                "command goes on from here, else give another --output, or --fresh to begin anew"
+            )
+
     def lines(self) -> Iterator[Line]:
-        """Every line. Raises RunError where the file cannot be read on."""
+        """Every line. Raises RunError where the file cannot be read on, and once it was changed."""
         number = 0
         try:
             while data := self._stream.readline(MAX_LINE_BYTES + 1):
@@ -124,10 +149,13 @@ class Input:
                     size += len(more)
                     if not more or more.endswith(b"\n"):
                         break
+                if number % _LINES_BETWEEN_LOOKS == 0:
+                    self._check(self._raw.fileno())
                 number += 1
                 if number == 1:
                     data = data.removeprefix(_BOM)
                 yield Line(number, data.removesuffix(b"\n").removesuffix(b"\r"), size)
+            self._check(self._raw.fileno())
         except (OSError, EOFError, zstandard.ZstdError) as error:
             raise RunError(f"the input {self.path} cannot be read after line {number} ({error})") from None
 
@@ -137,10 +165,14 @@ class Input:
             self._raw.close()
 
 
-def digest(path: str) -> str:
-    """SHA-256 of a file, as it lies there. Raises RunError."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
+class _Known(NamedTuple):
+    """What a file is known again by while it is open."""
+
+    device: int
+    inode: int
+    size: int
+    changed_ns: int
+
+
+def _known_by(status: os.stat_result) -> _Known:
+    return _Known(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -28,7 +28,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
 from settings import Settings, SettingsError, parse_settings, program
 
-GOOD, CANNOT_RUN, BAD_FLAG = 0, 1, 2
+GOOD, CANNOT_RUN, BAD_FLAG, INTERRUPTED = 0, 1, 2, 130
 _HISTORY = "~/.rwkv_chat_history"
 _PROMPT = "> "
 
@@ -80,6 +80,9 @@ def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -
     except (RunError, StartupError, ConsoleError) as error:
         sys.stderr.write(f"error: {error}\n")
         return CANNOT_RUN
+    except KeyboardInterrupt:  # while the model was loaded, or a pipe was read
+        sys.stderr.write("\n")
+        return INTERRUPTED
     return GOOD
 
 

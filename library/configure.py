@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -40,12 +41,17 @@ def started_engine(given: Mapping[str, Any]) -> EngineThread:
     """
     folder = None
     if given.get("state_db") is None:
-        folder = tempfile.TemporaryDirectory(prefix="rwkv-library-")
-        given = {**given, "state_db": f"{folder.name}/sessions.db", "durability": given.get("durability") or "lazy"}
+        folder = tempfile.mkdtemp(prefix="rwkv-library-")
+        given = {**given, "state_db": f"{folder}/sessions.db", "durability": given.get("durability") or "lazy"}
     try:
         settings = with_model(parse_settings(arguments_of(given), os.environ))
-        return EngineThread(settings, folder)
+        engine = EngineThread(settings, folder)
+        folder = None  # its own from now on
+        return engine
     except SettingsError as error:
         raise ValueError(str(error)) from None
     except StartupError as error:
         raise LLMError(str(error)) from None
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import os
+import shutil
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -24,6 +25,7 @@ from settings import Settings
 Result = TypeVar("Result")
 _UNBOUNDED = 2**31 - 1
 _CLOSED = "this LLM was closed; make another one"
+_FORKED = "this LLM was made before this process was forked, and its threads are not here: make one in each process"
 _READERS = 128
 """Streams that coroutines read at a time."""
 
@@ -31,14 +33,17 @@ _READERS = 128
 class EngineThread:
     """A started engine; closed by `close`, when nobody has it any more, or with the program. Any thread may ask."""
 
-    def __init__(self, settings: Settings, folder: tempfile.TemporaryDirectory[str] | None) -> None:
+    def __init__(self, settings: Settings, folder: str | None) -> None:
         """Loads the model. `folder`: to be removed at the end. Raises LLMError."""
+        self._process = os.getpid()
         self._own = OwnEngine(_for_one_program(settings), keeps_sessions=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="library", daemon=True)
         self.readers = ThreadPoolExecutor(_READERS, "library-reader")
         self._thread.start()
-        self._end = weakref.finalize(self, _end, self._own, self._loop, self._thread, self.readers, folder)
+        self._end = weakref.finalize(
+            self, _end, self._own, self._loop, self._thread, self.readers, folder, self._process
+        )
         try:
             self.wait(self._own.open())
         except (RunError, StartupError) as error:
@@ -58,10 +63,13 @@ class EngineThread:
         self._end()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Have `work` done on the loop; cancelling it cancels its job. Raises LLMError if the engine was closed."""
-        if not self._end.alive:
+        """Have `work` done on the loop; cancelling it cancels its job.
+
+        Raises LLMError if the engine was closed, or is in the process that this one was forked from.
+        """
+        if not self._end.alive or os.getpid() != self._process:
             work.close()
-            raise LLMError(_CLOSED, status=503)
+            raise LLMError(_CLOSED if not self._end.alive else _FORKED, status=503)
         return asyncio.run_coroutine_threadsafe(_in_our_name(work), self._loop)
 
     def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -114,13 +122,16 @@ def _end(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     readers: ThreadPoolExecutor,
-    folder: tempfile.TemporaryDirectory[str] | None,
+    folder: str | None,
+    process: int,
 ) -> None:
     """Knows nothing of the EngineThread, whose end it is."""
+    if os.getpid() != process:
+        return  # a fork that ends: the engine and its sessions are its parent's
     own.stop()
     loop.call_soon_threadsafe(loop.stop)
     if threading.current_thread() is not thread:
         thread.join()
     readers.shutdown(wait=False)
     if folder is not None:
-        folder.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import sqlite3
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bulk.glossary import Glossary, load_glossary
+from bulk.inputs import Input
 from bulk.records import RunError
-from test.bulk.runs import batch, errors_of, read_jsonl, write_jsonl
+from test.bulk.runs import batch, errors_of, read_jsonl, started, write_jsonl
 from test.serving import Service
 
 
@@ -174,3 +177,55 @@ def test_terms_in_letters_that_fold_in_their_own_ways(term: str, text: str, tran
     glossary = Glossary({term: "X"})
     assert glossary.put_in(text) == translated
     assert set(glossary.missing(text, "nothing").values()) == ({"X"} if "X" in translated else set())
+
+
+def appended(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"one more\n")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 700)
+
+
+def edited(path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.seek(700)
+        file.write(b"X")
+    os.utime(path, ns=(before, before + 1))
+
+
+@pytest.mark.parametrize("change", [appended, cut, edited])
+def test_an_input_that_is_changed_while_it_is_read(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """Lines might else be missing, or be of another file than the one that the run is known by."""
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    source = Input(str(path))
+    digest, lines = source.digest(), source.lines()
+    read = [next(lines) for _ in range(10)]
+    change(path)
+    with pytest.raises(RunError, match="was changed while it was read"):
+        read.extend(lines)
+    assert len(read) < 1000, "it is noticed soon"
+    assert digest == hashlib.sha256("".join(f"line {n}\n" for n in range(100_000)).encode()).hexdigest()
+
+
+def test_an_input_that_is_another_by_the_time_it_is_hashed(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("one\n")
+    source = Input(str(path))
+    (tmp_path / "new.txt").write_text("two\n")
+    (tmp_path / "new.txt").replace(path)
+    with pytest.raises(RunError, match="was changed while it was read"):
+        source.digest()
+
+
+def test_standard_output_that_nobody_reads_any_more(fake: Service, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"n{i}"} for i in range(300)])
+    process = started(fake, source, Path("-"), stdout=-1)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    told = process.stderr.read().decode()
+    assert process.wait(60) == 1
+    assert "standard output takes no more (Broken pipe)" in told and "Traceback" not in told

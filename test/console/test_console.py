@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import shlex
 import signal
@@ -18,7 +19,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 
 from app import main, with_model
 from bulk.backends.own_engine import OwnEngine
-from console.answers import OwnAnswers, _texts
+from console.answers import OwnAnswers, ServiceAnswers, _texts
 from console.command import _talk, build_parser, remembered
 from console.commands import Console
 from console.conversation import ConsoleError, printable
@@ -196,6 +197,18 @@ def test_nobody_there_is_said(fake: Service) -> None:
     assert "no answer from http://127.0.0.1:1" in ran.stdout
     wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
+
+
+def test_it_can_be_left_while_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def opened(_answers: ServiceAnswers) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr(ServiceAnswers, "open", opened)
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_service_takes_no_flags_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:

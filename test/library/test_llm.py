@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,3 +218,30 @@ def test_two_in_one_process_and_their_ends(llm: LLM, tiny_model: Path) -> None:
     with pytest.raises(LLMError, match="closed"):
         other.generate("Hello", GREEDY)
     assert texts(llm, "Hello") == texts(llm, ["Hello"])
+
+
+def test_a_fork_is_told_so_and_takes_nothing_from_its_parent(llm: LLM) -> None:
+    """It has a copy of everything but the threads: it would wait forever, and remove the sessions at its end."""
+    state = llm.prefill("Hello")
+    assert texts(llm, " there", state=state) == texts(llm, " there", state=state)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            llm.generate("Hello", GREEDY)
+        except LLMError as error:
+            code = 0 if "forked" in str(error) else 2
+        del state
+        llm.close()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert texts(llm, " there", state=state) == texts(llm, " there", state=state)
+    assert texts(llm, "Turn", session_id="after a fork") and llm.delete_session("after a fork")
+
+
+def test_what_cannot_be_started_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for wrong in ({"model": "/nowhere.pth"}, {"max_running": -5}):
+        with pytest.raises((LLMError, ValueError)):
+            LLM(**wrong)
+    assert not list(tmp_path.glob("rwkv-library-*"))
