@@ -8,6 +8,8 @@
 `partition`: an engine stands still for 10 s in the middle of turns, `--rounds` times; what it acknowledges counts once.
 `database-down`: PostgreSQL is away for 14 s; requests without a session go on, turns wait and are refused, none is
     acknowledged that is not kept.
+`database-cut`: one engine of several loses PostgreSQL for 14 s: it computes and acknowledges nothing, requests without
+    a session do not notice, and afterwards all sessions go on.
 `moved`: `--sessions` sessions go on with other engines: from a checkpoint with the same bits, by replay with the same
     `--max-tokens` greedy tokens.
 `same-session`: two turns of each session at once over two HTTP workers: one waits for the other, or is refused.
@@ -35,6 +37,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from bench.acceptance.cuts import database_cut
 from bench.acceptance.load import hot_tenant, overload, rolling, slow_engine
 from bench.acceptance.moves import moved
 from bench.acceptance.sessions import database_down, deleted, partition, same_session
@@ -45,6 +48,7 @@ Mode = Callable[[argparse.Namespace, list[str]], Awaitable[dict[str, Any]]]
 MODES: dict[str, Mode] = {
     "kills": kills,
     "database-down": database_down,
+    "database-cut": database_cut,
     "partition": partition,
     "same-session": same_session,
     "deleted": deleted,

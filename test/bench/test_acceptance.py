@@ -8,12 +8,15 @@ import os
 import pytest
 
 from bench.acceptance.__main__ import MODES, parse
+from test import postgres
 
 
 @pytest.mark.skipif("RWKV_LONG_TESTS" not in os.environ, reason="RWKV_LONG_TESTS=1 runs it")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["same-session", "deleted", "moved", "overload"])
+@pytest.mark.parametrize("mode", ["same-session", "deleted", "moved", "overload", "database-cut"])
 def test_it_withstands(mode: str) -> None:
+    if mode == "database-cut" and (reason := postgres.missing()):
+        pytest.skip(reason)
     small = ["--engines", "2", "--sessions", "6", "--rounds", "1", "--max-tokens", "16", "--seconds", "3"]
     options, flags = parse([mode, *small])
     figures = asyncio.run(MODES[mode](options, flags))
