@@ -584,4 +584,16 @@ MUTANTS: list[Mutant] = [
             ),
         ],
     ),
+    *of(
+        "supervisor/http_workers.py",
+        ("test/supervisor/test_http_workers.py",),
+        [
+            (
+                "for worker in self.workers) == self.num_sockets",
+                "for worker in self.workers) > 0",
+                "/readyz says ready while others refuse work",
+                "test/supervisor/test_http_workers.py::test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engine",
+            ),
+        ],
+    ),
 ]

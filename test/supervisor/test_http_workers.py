@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.http_workers import SPARES
+from supervisor.http_workers import SPARES, HttpWorkers, Worker
 from test.serving import Service, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -120,6 +120,36 @@ def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
         wait_for(lambda: fake.get("/readyz").status_code == 503, 10, "the loss is noticed")
         wait_ready_once(fake)
         assert [fake.post(CHAT, SHORT).status_code for _ in range(20)] == [200] * 20
+
+
+class Told:
+    """A process that only listens."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def tell(self, what: Any) -> None:
+        self.told.append(what)
+
+
+def test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engine() -> None:
+    nothing: Any = None
+    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
+    workers.workers = [Worker(child=Told(), socket=number) for number in (0, 1, None)]  # type: ignore[arg-type]
+    first, second, spare = workers.workers
+
+    def told() -> list[Any]:
+        workers._tell_readiness()
+        assert first.child.told == second.child.told  # type: ignore[attr-defined]
+        assert spare.child.told == []  # type: ignore[attr-defined]
+        return list(first.child.told)  # type: ignore[attr-defined]
+
+    first.serves = second.serves = first.has_engine = True
+    assert told() == [], "the second has no engine yet"
+    second.has_engine = True
+    assert told() == told() == [("all", True)]
+    first.serves = False
+    assert told() == [("all", True), ("all", False)]
 
 
 def test_work_waits_for_an_engine_that_is_restarted(tmp_path: Path) -> None:
