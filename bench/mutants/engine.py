@@ -824,6 +824,29 @@ MUTANTS: list[Mutant] = [
         ci=(1,),
     ),
     *of(
+        "rwkv_batch/core/let_in.py",
+        ("test/engine/test_let_in.py",),
+        [
+            ("            self._left -= 1\n", "", "batch work stands still for as long as requests come"),
+            (
+                "self._under_way = frozenset(row.sequence.job for row in rows)",
+                "self._under_way = frozenset()",
+                "a job that fails within a step frees slots to which the rest of it writes",
+                "test/simulation/test_simulation.py::test_worlds[20]",
+            ),
+            (
+                "        self._looks = bool(rows)\n",
+                "",
+                "a long prompt that was let in once waits for the end of the step",
+            ),
+            (
+                "        self.end()  # the piece",
+                "        # the piece",
+                "what was let in is told when the step around it is launched",
+            ),
+        ],
+    ),
+    *of(
         "rwkv_batch/core/throughput.py",
         ("test/engine/test_throughput.py", "test/engine/test_engine_parts.py"),
         [

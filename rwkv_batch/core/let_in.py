@@ -19,7 +19,8 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import RunningJob
 
 MOST_LET_IN = BATCH_PART - 1
-"""Steps of prompts within one step: batch work keeps one launch in so many, however many requests come."""
+"""Steps of prompts within one step. With as many in which batch rows stand aside before the next (`BatchShare`), batch
+work has one launch in seven, however many requests come."""
 Between = Callable[[], None]
 """Called between two pieces of a step, on the engine's thread."""
 Step = TypeVar("Step")

@@ -24,7 +24,7 @@ class Device:
     """A step loop over a clock that stands still unless a piece runs: one step at a time, pieces one after another."""
 
     def __init__(self, places: int = 320) -> None:
-        self.plan = Scheduler(Limits(places, 10_000, 1024, 1024, 1024), Slots(1000))
+        self.plan = Scheduler(Limits(places, 10_000, 1024, 1024, 1024), Slots(10_000))
         self.let_in: LetIn[Step] = LetIn(self._take, self.plan.first_tokens, self._launch, self._conclude)
         self.now = 0.0
         self.coming: list[tuple[float, Sequence]] = []
@@ -113,6 +113,34 @@ def test_a_step_lets_in_so_many_steps_of_prompts_and_no_more() -> None:
     assert device.now - began == PIECES * PIECE_MS + MOST_LET_IN * PROMPT_MS
 
 
+def test_batch_work_has_one_launch_in_seven_however_many_requests_come() -> None:
+    device = Device()
+    device.batch(300)
+    device.step()
+    for number in range(2000):
+        device.chat_at(device.now + number * 0.2)
+    of_batch = []
+    for _ in range(30):
+        of_batch.append(any(row.sequence.job.is_batch for row in device.step()))
+        for sequence in [sequence for sequence in device.first_at if not sequence.job.is_batch]:
+            device.plan.remove(sequence)
+            del device.first_at[sequence]
+    assert device.coming, "there are more than are answered"
+    launches = len(of_batch) + len(device.let_in_within)
+    assert launches >= sum(of_batch) * 5, "prompts are let in, and batch rows stand aside"
+    assert sum(of_batch) * (2 * MOST_LET_IN + 1) >= launches - MOST_LET_IN
+
+
+def test_a_long_prompt_goes_on_between_the_next_pieces() -> None:
+    device = Device()
+    device.batch(300)
+    device.step()
+    chat = device.chat_at(device.now + 1, prompt_tokens=2500)
+    device.step()
+    assert [row.num_tokens for (row,) in device.let_in_within] == [1024, 1024, 452]
+    assert chat in device.first_at
+
+
 def test_batch_prompts_and_rows_that_decode_are_not_let_in() -> None:
     device = Device()
     bulk = device.batch(20)
@@ -151,7 +179,7 @@ def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None
     told: list[str] = []
     _, (chat,) = job(1, 5)
     _, batch = job(9)
-    comes = [False, True, False, False]
+    comes = [False, True, True]
     let_in: LetIn[Step] = LetIn(
         lambda: comes.pop(0),
         lambda _: [ScheduledRow(chat, 5, draws=True)],
@@ -165,8 +193,10 @@ def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None
     between()
     assert told == ["piece", "prompt"]
     told.append("piece")
+    between()
+    assert told == ["piece", "prompt", "piece", "conclude 7", "prompt"]
     let_in.end()
-    assert told == ["piece", "prompt", "piece", "conclude 7"]
+    assert told[5:] == ["conclude 7"]
 
 
 def test_pieces_are_launched_one_ahead_of_the_device() -> None:
