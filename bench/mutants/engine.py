@@ -148,6 +148,12 @@ MUTANTS: list[Mutant] = [
                 "a row admitted without a spare decodes every second step for ever",
                 "test/engine/test_session_slots.py::test_a_row_without_its_second_slot_does_not_run_ahead",
             ),
+            (
+                "not (s.members or s.scored)",
+                "not s.members",
+                "scores of a prompt are told in another order than its tokens have",
+                "test/engine/test_let_in.py::test_a_scored_prompt_is_not_let_in",
+            ),
         ],
         ci=(6,),
     ),

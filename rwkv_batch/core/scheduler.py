@@ -137,10 +137,13 @@ class Scheduler:
 
     def first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
         """The rows of a step between two pieces of another one: prompts of interactive rows whose first token is
-        awaited, but of no job that has rows in the other step.
+        awaited, but of no job that has rows in the other step. Nor scored prompts: what steps tell of one is told in
+        the order in which they are concluded, and this step is before others that are in flight.
         """
         self.places.admit()
-        reading = [s for s in self._reading if is_waited_for(s) and not s.members and s.job not in under_way]
+        reading = [
+            s for s in self._reading if is_waited_for(s) and not (s.members or s.scored) and s.job not in under_way
+        ]
         chunks = share_out(reading, self.limits.prefill_tokens_beside, self._chunk, self._steps)
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 

@@ -100,6 +100,19 @@ def test_a_first_token_waits_for_a_piece_of_a_step_and_not_for_its_end() -> None
         assert PROMPT_MS <= wait <= PROMPT_MS + 2 * PIECE_MS
 
 
+def test_a_scored_prompt_is_not_let_in() -> None:
+    """A part of it may be in a step in flight, whose scores come first and are told later."""
+    device = Device()
+    device.batch(300)
+    device.step()
+    scored, other = (device.chat_at(device.now + 0.1) for _ in range(2))
+    scored.scored = range(80)
+    device.step()
+    assert [[row.sequence for row in rows] for rows in device.let_in_within] == [[other]]
+    while scored not in device.first_at:
+        device.step()
+
+
 def test_a_step_lets_in_so_many_steps_of_prompts_and_no_more() -> None:
     device = Device()
     bulk = device.batch(300)

@@ -34,6 +34,7 @@ def test_worlds(first: int) -> None:
         1061,  # the same with a step in flight behind it
         2746,  # an orderly end left out a turn with its answer whose job had just been cancelled
         3155,  # the same
+        1466,  # a scored prompt's next part was let in between two pieces, and its scores told before those in flight
         4985,  # states that were imported did not count among those on their way to host memory
         387,  # turns that waited held all slots but one, and that one was a prompt's that was read for several rows
     ],
