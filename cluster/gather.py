@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from cluster.figures import merged_metrics, merged_status
+from cluster.journey import AWAY
 from cluster.member import Member
 from rwkv_batch import calls
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -63,7 +64,7 @@ def _ask(
 ) -> None:
     """Ask all of `members`, and reply when the last has answered.
 
-    An engine that is lost meanwhile is left out, unless all are or `all_must` answer; any other failure is the reply.
+    An engine that is lost or leaves is left out, unless all are or `all_must` answer; any other failure is the reply.
     """
     lock = threading.Lock()
     answers: dict[int, Any] = {}
@@ -76,7 +77,7 @@ def _ask(
         values = [(members[i], answers[i]) for i in range(len(members))]
         failures = [value for _, value in values if isinstance(value, ServiceError)]
         good = [(member, value) for member, value in values if not isinstance(value, ServiceError)]
-        fatal = [error for error in failures if all_must or error.info.kind is not ErrorKind.ENGINE_LOST]
+        fatal = [error for error in failures if all_must or error.info.kind not in AWAY]
         if fatal or not good:
             reply((fatal or failures)[0])
         else:

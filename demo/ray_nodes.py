@@ -28,8 +28,11 @@ def free_port() -> int:
 class RayNodes:
     """Nodes that were started here, the first one being the head. `close` ends them all."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` takes the token, logs and Ray's own files; sockets are in it, so its path must be short."""
+    def __init__(self, folder: Path, redis: str = "") -> None:
+        """`folder` takes the token, logs and Ray's own files; sockets are in it, so its path must be short.
+
+        `redis`: HOST:PORT of a server that keeps what the head knows, so that it can come back (`start_again`).
+        """
         self.folder = folder
         self.port = free_port()
         token = folder / "token"
@@ -45,8 +48,13 @@ class RayNodes:
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "1000",
             "RAY_health_check_failure_threshold": "3",
+            # What takes part ends if the head is away for so long, else for a minute.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         }
+        if redis:
+            self.environment["RAY_REDIS_ADDRESS"] = redis
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, list[str]] = {}
 
     @property
     def address(self) -> str:
@@ -69,8 +77,17 @@ class RayNodes:
             f"--num-cpus={cpus}",
         ]
         command += [f"--num-gpus={gpus}", "--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        self._commands[ip] = command
+        return self._started(ip)
+
+    def start_again(self, head: str) -> None:
+        """Have the head come back after it was killed."""
+        (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)  # else it is thought to be there still
+        self._started(head)
+
+    def _started(self, ip: str) -> str:
         for _ in range(ATTEMPTS):
-            if self._has_started(ip, command):
+            if self._has_started(ip, self._commands[ip]):
                 return ip
             self.kill(ip)
         raise RuntimeError(f"the Ray node did not start:\n{self._log(ip).read_text()}")

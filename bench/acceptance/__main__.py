@@ -10,6 +10,8 @@
     acknowledged that is not kept.
 `database-cut`: one engine of several loses PostgreSQL for 14 s: it computes and acknowledges nothing, requests without
     a session do not notice, and afterwards all sessions go on.
+`head-away`: engines are actors of a Ray cluster whose head, its memory in a Redis that is played, dies for `--seconds`:
+    streams and new requests go on with the same texts; an engine that is removed meanwhile leaves when it is back.
 `moved`: `--sessions` sessions go on with other engines: from a checkpoint with the same bits, by replay with the same
     `--max-tokens` greedy tokens.
 `same-session`: two turns of each session at once over two HTTP workers: one waits for the other, or is refused.
@@ -38,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.acceptance.cuts import database_cut
+from bench.acceptance.head import head_away
 from bench.acceptance.load import hot_tenant, overload, rolling, slow_engine
 from bench.acceptance.moves import moved
 from bench.acceptance.sessions import database_down, deleted, partition, same_session
@@ -49,6 +52,7 @@ MODES: dict[str, Mode] = {
     "kills": kills,
     "database-down": database_down,
     "database-cut": database_cut,
+    "head-away": head_away,
     "partition": partition,
     "same-session": same_session,
     "deleted": deleted,

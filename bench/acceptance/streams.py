@@ -46,12 +46,12 @@ async def kills(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]
     with running(options.engines, *limits, *flags) as engines:
         async with Clients(engines.url) as clients:
             begun = time.perf_counter()
-            undisturbed = await _all(clients, options)
+            undisturbed = await all_streams(clients, options)
             length, expected = time.perf_counter() - begun, [one.text for one in undisturbed]
             wrong = [one.error for one in undisturbed if not one.is_good]
             pauses, firsts, usual, rounds = [], [], [one.pause_s for one in undisturbed], 0
             while rounds < options.rounds and time.perf_counter() - begun < options.within:
-                answers, _ = await asyncio.gather(_all(clients, options), _kill_one(engines, rng, length))
+                answers, _ = await asyncio.gather(all_streams(clients, options), _kill_one(engines, rng, length))
                 pauses += [one.pause_s for one in answers]
                 firsts += [one.first_s for one in answers]
                 pairs = zip(answers, expected, strict=True)
@@ -76,7 +76,8 @@ async def kills(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]
     }
 
 
-async def _all(clients: Clients, options: argparse.Namespace) -> list[Answer]:
+async def all_streams(clients: Clients, options: argparse.Namespace) -> list[Answer]:
+    """`--streams` of them at once."""
     bodies = (stream_body(number, options.max_tokens) for number in range(options.streams))
     return list(await asyncio.gather(*(clients.post(CHAT, body) for body in bodies)))
 

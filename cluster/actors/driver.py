@@ -20,6 +20,7 @@ _QUIET = {
     # What a broken link costs at most; heartbeats of our own notice it sooner (`cluster.member`).
     "RAY_grpc_client_keepalive_time_ms": "2000",
     "RAY_grpc_client_keepalive_timeout_ms": "2000",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a process ends if the head is away for so long; Ray's is 60
 }
 
 

@@ -58,7 +58,7 @@ class Roster:
         self._made: set[str] = set()
         self._to_restart: deque[str] = deque()
         self._to_remove: set[str] = set()
-        """those that leave once the head is there"""
+        """those that are to leave, until the head lists them no longer: it may be away when they do"""
 
     # Who is there --------------------------------------------------------------------------------------------
 
@@ -261,13 +261,13 @@ class Roster:
 
     def _remove_due(self) -> None:
         """Drain those that are to leave. One that waits for a node has nothing to drain."""
+        self._to_remove &= self._engines.keys()
         try:
             for name in sorted(self._to_remove):
                 if name in self._names.roomless:
                     leave_cluster(name)
-                else:
+                elif self._engines[name].status is not ModelStatus.UNLOADING:
                     self._drain(name, comes_back=False)
-                self._to_remove.discard(name)
         except (OSError, self._ray.exceptions.RayError) as error:
             logger.warning("no engine can be removed now (%r); it is tried again in a moment", error)
 

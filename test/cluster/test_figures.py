@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.figures import merged_metrics
+from cluster.gather import gather
+from rwkv_batch.calls import CountJobs
+from rwkv_batch.errors import ErrorKind, ServiceError
 
 
 def test_figures_of_engines_bear_their_names_and_those_of_requests_are_added_up() -> None:
@@ -39,3 +44,16 @@ def test_families_without_samples_do_not_tear_others_in_two() -> None:
         families = {one.name: one for one in text_string_to_metric_families(merged)}
         assert [sample.labels["engine"] for sample in families["rwkv_rows"].samples] == ["engine-0", "engine-1"]
         assert {one.name for one in families["rwkv_answers"].samples} == {"rwkv_answers_total"}
+
+
+@pytest.mark.parametrize("away", [ErrorKind.ENGINE_LOST, ErrorKind.DRAINING])
+def test_an_engine_that_is_lost_or_leaves_does_not_answer_for_all(away: ErrorKind) -> None:
+    def asked(answer: Any) -> Any:
+        return SimpleNamespace(client=SimpleNamespace(call=lambda call, reply: reply(answer)))
+
+    gone, other = ServiceError(away, "it ends"), ServiceError(ErrorKind.INTERNAL, "it fails")
+    for answers, right in (((2, gone, 3), 5), ((gone,), gone), ((2, gone, other), other)):
+        told: list[Any] = []
+        members = [asked(answer) for answer in answers]
+        gather(CountJobs("v1"), told.append, members, members, lambda session: None, True)
+        assert told == [right]

@@ -245,6 +245,15 @@ def test_an_engine_is_removed_when_the_head_is_back(
     ray.fault = None
     service.look()
     assert ray.actors["engine-1"].drains == [False] and "engine-2" in ray.actors
+    ray.actors["engine-1"].becomes(READY)  # the head was away when it left, and has had it started anew
+    service.look()
+    service.look()
+    assert ray.actors["engine-1"].drains == [False, False]
+    del ray.actors["engine-1"]
+    service.look()
+    ray.engine("engine-1", PLAN.serves)  # another one
+    service.look()
+    assert ray.actors["engine-1"].drains == []
 
 
 def test_engines_without_a_node_leave_with_the_service_that_placed_them(waiting: Made, ray: FakeRay) -> None:

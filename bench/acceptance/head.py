@@ -1,0 +1,101 @@
+"""A Ray cluster whose head dies and comes back, under streams."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.acceptance.clients import Answer, Clients, ms, part
+from bench.acceptance.engines import Engines, running
+from bench.acceptance.streams import PAUSE_S, all_streams
+from demo.ray_nodes import RayNodes, free_port
+
+NOTICED_S = 4.0
+BACK_S = 120.0
+"""The head has so long to carry out what was asked of it while it was away."""
+
+
+@contextlib.contextmanager
+def cluster(count: int) -> Iterator[tuple[RayNodes, str, str]]:
+    """A head without engines whose memory outlives it, and so many nodes with room for one: addresses of both kinds."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        redis = subprocess.Popen([sys.executable, "-m", "bench.acceptance.memory_redis", str(port)])
+        nodes = RayNodes(Path(folder), redis=f"127.0.0.1:{port}")
+        try:
+            head = nodes.start(cpus=0)
+            others = [nodes.start(cpus=1) for _ in range(count)]
+            yield nodes, head, others[0]
+        finally:
+            nodes.close()
+            redis.kill()
+            redis.wait()
+
+
+async def head_away(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Streams and new requests while there is no head; an engine that is removed meanwhile leaves when it is back."""
+    with contextlib.ExitStack() as stack:
+        nodes, head, node = stack.enter_context(cluster(options.engines))
+        os.environ.update(nodes.environment)
+        log = nodes.folder / "service.log"
+        place = (
+            "--cluster",
+            nodes.address,
+            "--cluster-node",
+            node,
+            "--state-db",
+            "",
+            "--max-streams-per-client",
+            "480",
+        )
+        engines = stack.enter_context(running(options.engines, *place, *flags, log=log))
+        async with Clients(engines.url) as clients:
+            expected = [one.text for one in await all_streams(clients, options)]
+            found, away_s, removed = await _disturbed(nodes, head, engines, clients, options)
+        has_ended = "process cluster ended" in await asyncio.to_thread(log.read_text)
+    pairs = [pair for answers in found for pair in zip(answers, expected, strict=True)]
+    wrong = [one.error or "another text" for one, text in pairs if one.error or one.text != text]
+    pauses = [one.pause_s for one, _ in pairs]
+    return {
+        "ok": not wrong and part(pauses, 0.99) < PAUSE_S and removed and not has_ended,
+        "streams": len(pairs),
+        "engines": options.engines,
+        "head_away_s": round(away_s, 1),
+        "wrong": len(wrong),
+        "first_wrong": wrong[:3],
+        "pause_ms_p99": ms(part(pauses, 0.99)),
+        "removed_when_it_was_back": removed,
+        "process_that_follows_the_cluster_ended": has_ended,
+    }
+
+
+async def _disturbed(
+    nodes: RayNodes, head: str, engines: Engines, clients: Clients, options: argparse.Namespace
+) -> tuple[list[list[Answer]], float, bool]:
+    """Answers while the head is away and comes back, how long it was, and whether the engine left that was to."""
+    running_streams = asyncio.ensure_future(all_streams(clients, options))
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(nodes.kill, head)
+    begun = time.monotonic()
+    found = [await running_streams]
+    await asyncio.sleep(NOTICED_S)
+    last = f"engine-{options.engines - 1}"
+    asked = await clients.post("/v1/engines/remove", {"engine": last})
+    while time.monotonic() - begun < options.seconds:
+        found.append(await all_streams(clients, options))
+    stays = last in await asyncio.to_thread(engines.listed)
+    await asyncio.to_thread(nodes.start_again, head)
+    away_s, has_left = time.monotonic() - begun, False
+    while not has_left and time.monotonic() - begun < away_s + BACK_S:
+        found.append(await all_streams(clients, options))
+        has_left = last not in await asyncio.to_thread(engines.listed)
+    return found, away_s, asked.status == 200 and stays and has_left
