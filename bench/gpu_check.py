@@ -26,7 +26,7 @@ from rwkv_batch.runner.stage import Stage
 GPU = torch.device("cuda", 0)
 ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)
 SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
-PIECE_ROWS = (1, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320)
+PIECE_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320, 600, 1000)
 EXACT = 2e-3
 """fp16 inputs and outputs, fp32 sums."""
 ROUNDED = 5e-2

@@ -11,7 +11,7 @@ from torch import Tensor
 from native import machine
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
-from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
+from rwkv_batch.kernels.cuda_entrance import project
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
@@ -26,7 +26,7 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_into,
     quantise_rows,
 )
-from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, fits_wide_fp8, has_wide, prepare_wide, why_no_wide
+from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
@@ -39,8 +39,6 @@ SPARSE_ROWS_BESIDE_DENSE = 4
 """Where the matrix is there in the other order as well."""
 SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
-SCALE_STEP = 4
-"""Scales of rows begin at 16 bytes in a product."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -138,10 +136,7 @@ class CudaOps:
     def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
-        if _is_grouped_entrance(layer, mixed.shape[1]):
-            p = _project_grouped(layer, mixed)
-        else:
-            p = _project_batched(layer, mixed, self._side_streams(mixed.device))
+        p = project(layer, mixed, lambda: self._side_streams(mixed.device))
         if adapters is not None:
             targets = (Target.RECEPTANCE, Target.KEY, Target.VALUE)
             adapters.add(*map(Beside, targets, mixed[:3].unbind(), (p.r, p.k, p.v)))
@@ -349,107 +344,3 @@ def token_rows(inputs: StepInputs) -> Tensor:
         rows = torch.arange(len(lengths), device=lengths.device)
         inputs.token_rows = torch.repeat_interleave(rows, lengths, output_size=len(inputs.tokens))
     return inputs.token_rows
-
-
-def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
-    """Whether kernels of our own take all maps of the entrance, few launches in all."""
-    if layer.rkv is not None:
-        return is_grouped(tokens, layer.rkv[0])
-    linear = layer.receptance
-    assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
-    packed = linear.packed
-    as_codes = linear.takes_codes(packed.codes.device) and fits_wide_fp8(
-        tokens, packed.rows, packed.columns, packed.codes.device
-    )
-    return (linear.takes_halves(tokens) or as_codes) and is_grouped(tokens, layer.low_in[0])
-
-
-def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
-    """r, k, v of a layer in small codes; none of another."""
-    return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
-
-
-def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
-    """r, k, v of mixed [3, T, C] -> rkv [3, T, C], of matrices in small codes."""
-    _, tokens, width = rkv.shape
-    linears = _quantised_rkv(layer)
-    first = linears[0]
-    if first.takes_halves(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
-        multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
-        return
-    codes, scales = quantise_rows(mixed.view(-1, width))
-    rows = [slice(i * tokens, (i + 1) * tokens) for i in range(3)]
-    multiply_codes([CodeMap(linear, codes[rows[i]], scales[rows[i]], rkv[i]) for i, linear in enumerate(linears)])
-
-
-def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
-    """Every map of the entrance in one launch or two, the low ranks' exits in another."""
-    _, tokens, width = mixed.shape
-    groups, rank, _ = layer.low_in.shape
-    rkv = mixed.new_empty(3, tokens, width)
-    low = mixed.new_empty(groups, tokens, rank)
-    gate = mixed.new_empty(tokens, len(layer.gate_in))
-    out = mixed.new_empty(groups + 1, tokens, width)
-    first = 5 - groups
-    maps = [
-        Map(layer.low_in[i], mixed[first + i], low[i], Activation.TANH if i == groups - 2 else Activation.NONE)
-        for i in range(groups)
-    ]
-    maps.append(Map(layer.gate_in, mixed[5], gate, Activation.SIGMOID))
-    _enter(layer, mixed, rkv, maps)
-    maps = [Map(layer.low_out[i], low[i], out[i]) for i in range(groups)]
-    multiply([*maps, Map(layer.gate_out, gate, out[groups])])
-    v_gate = out[0] if groups == 3 else None
-    return Projections(r=rkv[0], k=rkv[1], v=rkv[2], w=out[groups - 2], a=out[groups - 1], g=out[groups], v_gate=v_gate)
-
-
-def _enter(layer: CudaLayer, mixed: Tensor, rkv: Tensor, low: list[Map]) -> None:
-    """r, k, v and the maps `low` of halves: in one launch where one kernel takes both."""
-    if layer.rkv is not None:
-        multiply([*(Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
-        return
-    linears = _quantised_rkv(layer)
-    if not linears[0].is_few(rkv.shape[1]) and linears[0].packed.fits_codes(rkv.shape[1]):
-        maps = [m.packed.codes_map(mixed[i], rkv[i]) for i, m in enumerate(linears)]
-        launch_codes([*(map_of_halves(m.weight, m.x, m.y, m.activation) for m in low), *maps])
-        return
-    _rkv_in_codes(layer, mixed[:3], rkv)
-    multiply(low)
-
-
-def _project_batched(
-    layer: CudaLayer, mixed: Tensor, sides: tuple[torch.cuda.Stream, torch.cuda.Stream]
-) -> Projections:
-    """Batched products (cuBLAS) over the stacked maps; low ranks and gate on streams of their own beside.
-
-    All memory is taken on the main stream, which waits for the others before any is given back: what is taken on a
-    side stream serves no other stream any more.
-    """
-    _, tokens, width = mixed.shape
-    groups, rank, _ = layer.low_in.shape
-    low = mixed.new_empty(groups, tokens, rank)
-    out = mixed.new_empty(groups, tokens, width)
-    gate = mixed.new_empty(tokens, len(layer.gate_in))
-    g = mixed.new_empty(tokens, width)
-    rkv = mixed.new_empty(3, tokens, width)
-    main = torch.cuda.current_stream()
-    for side in sides:
-        side.wait_stream(main)
-    with torch.cuda.stream(sides[0]):
-        torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2), out=low)
-        decay = low[groups - 2]
-        library().call("rwkv_low_rank_act", cuda_pointer(decay), decay.numel(), None, 0)
-        torch.bmm(low, layer.low_out.transpose(1, 2), out=out)
-    with torch.cuda.stream(sides[1]):
-        torch.mm(mixed[5], layer.gate_in.T, out=gate)
-        library().call("rwkv_low_rank_act", None, 0, cuda_pointer(gate), gate.numel())
-        torch.mm(gate, layer.gate_out.T, out=g)
-    if layer.rkv is not None:
-        torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
-    else:
-        _rkv_in_codes(layer, mixed[:3], rkv)
-    for side in sides:
-        main.wait_stream(side)
-    v_gate = out[0] if groups == 3 else None
-    v = rkv[2] if groups == 3 else rkv[2].clone()  # the first layer's is kept to the end of the step: not r, k with it
-    return Projections(r=rkv[0], k=rkv[1], v=v, w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)

@@ -19,6 +19,7 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
 from rwkv_batch.kernels.cuda_wide import Fp8Map, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
@@ -34,6 +35,8 @@ CODES_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
 """Most rows for that kernel; from there on, codes of fp8 times codes are faster (docs/notebook.md)."""
 INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
 OUTPUT_STEP = 32
+MAX_MIXED_ROWS = 8
+"""Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
 MAX_INPUTS = 32768
 ZERO_OFFSET = 1024
 """Added to a zero: what a half with a 4-bit code in its lowest bits amounts to."""
@@ -253,13 +256,24 @@ def multiply_codes(maps: Sequence[CodeMap]) -> None:
         apply_activation(m.y, m.activation)
 
 
-def multiply_few(maps: Sequence[QuantMap]) -> None:
-    """Up to 8 maps of one format over the same few rows in one launch. Raises ValueError for more, or other shapes."""
+def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = ()) -> None:
+    """Up to 8 maps over the same few rows in one launch: of one format, and up to 8 rows of halves beside them.
+
+    Raises ValueError for more, or other shapes.
+    """
     rows, format_ = maps[0].x.shape[0], maps[0].linear.format
-    if len(maps) > MAX_MAPS or rows > FEW_ROWS[format_]:
-        raise ValueError(f"a launch takes {MAX_MAPS} maps of {FEW_ROWS[format_]} rows, not {len(maps)} of {rows}")
-    args = QuantArgs(count=len(maps), rows=rows, format=NUMBERS[format_])
-    for slot, m in zip(args.maps, maps, strict=False):
+    count, most = len(maps) + len(halves), min(FEW_ROWS[format_], MAX_MIXED_ROWS if halves else FEW_ROWS[format_])
+    if count > MAX_MAPS or rows > most:
+        raise ValueError(f"a launch takes {MAX_MAPS} maps of {most} rows, not {count} of {rows}")
+    args = QuantArgs(count=count, rows=rows, format=NUMBERS[format_])
+    # Halves first: they are twice the bytes of an output, and would be what a launch waits for at its end.
+    for slot, half in zip(args.maps[: len(halves)], halves, strict=True):
+        n, k = half.weight.shape
+        if not fits_skinny(half.weight) or half.x.shape != (rows, k) or half.y.shape != (rows, n):
+            raise ValueError(f"[{n}, {k}], {tuple(half.x.shape)}, {tuple(half.y.shape)} do not fit each other")
+        slot.codes, slot.x, slot.y = cuda_pointer(half.weight), cuda_pointer(half.x), cuda_pointer(half.y)
+        slot.n, slot.k, slot.ld_y, slot.activation, slot.warps_k = n, k, n, half.activation, 8
+    for slot, m in zip(args.maps[len(halves) : count], maps, strict=True):
         packed = m.linear.packed
         n, k = packed.rows, packed.columns
         if packed.format is not format_ or m.x.shape != (rows, k) or m.y.shape != (rows, n):

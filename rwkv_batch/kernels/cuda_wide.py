@@ -28,6 +28,8 @@ TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Tiles of rows there are kernels for; one tile holds all rows of a launch."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
 FP8_TILE_ROWS = (*TILE_ROWS, 320)
+MAX_TALL_ROWS = 1024
+"""Of halves [n, k] where more rows than a tile's take several; cuBLAS is faster for all but small maps."""
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
@@ -126,8 +128,9 @@ def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, Activation]], trans
     Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
     rows, device = maps[0][1].shape[0], maps[0][1].device
-    if len(maps) > MAX_MAPS or rows > MAX_WIDE_ROWS:
-        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_WIDE_ROWS} rows, not {len(maps)} of {rows}")
+    most = MAX_WIDE_ROWS if transposed else MAX_TALL_ROWS
+    if len(maps) > MAX_MAPS or rows > most:
+        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {most} rows, not {len(maps)} of {rows}")
     work = prepare_wide(device)
     args = WideArgs(count=len(maps), rows=rows, transposed=transposed)
     shapes = []
@@ -138,7 +141,8 @@ def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, Activation]], trans
         slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation
         shapes.append(shape)
-    plan = plan_wide(rows, tuple(shapes), len(work.partial), not shares_processors())
+    blocks = -(-rows // MAX_WIDE_ROWS)  # of rows
+    plan = plan_wide(-(-rows // blocks), tuple(shapes), len(work.partial) // blocks, not shares_processors())
     args.tile_rows, args.splits = plan
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
     hopper_library().call("rwkv_wide", ctypes.byref(args))

@@ -18,7 +18,7 @@ from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda import SHIFT_BLOCKS
 from rwkv_batch.kernels.cuda_library import SIGNATURES, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
-from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, NUMBERS
+from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
 from sampling import rapid
 
 ROOT = Path(__file__).parents[2]
@@ -184,8 +184,12 @@ class Launcher:
                 if rows > FEW_ROWS[format_] or inputs % INPUT_STEP[format_]:
                     continue
                 quant = QuantArgs(count=1, rows=rows, format=number)
-                quant.maps[0].n, quant.maps[0].k, quant.maps[0].warps_k = outputs, inputs, 4
+                for item in quant.maps[:2]:
+                    item.scales, item.n, item.k, item.warps_k = SOMEWHERE, outputs, inputs, 4
                 yield from self.call("rwkv_skinny_quant", byref(quant))
+                if rows <= MAX_MIXED_ROWS:
+                    quant.count, quant.maps[1].scales = 2, None
+                    yield from self.call("rwkv_skinny_quant", byref(quant))
         if rows <= 8:
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             for number in NUMBERS.values():

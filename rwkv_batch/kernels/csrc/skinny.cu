@@ -31,6 +31,8 @@ struct WeightChunk {
     static constexpr int HEIGHT = TILES_HIGH, PARTS = 4 / HEIGHT, DEPTH = PARTS * 32, LANE = 8;
     uint4 w[HEIGHT][2][PARTS];
 
+    __device__ static __forceinline__ int depth(const Map&) { return DEPTH; }
+    __device__ static __forceinline__ int lane(const Map&) { return LANE; }
     __device__ __forceinline__ void load(const Map& m, int row0, int k0, int g, int t) {
         const __half* at = m.weight + static_cast<int64_t>(row0 + g) * m.k + k0 + LANE * t;
 #pragma unroll
@@ -46,7 +48,8 @@ struct WeightChunk {
 
     // TILES * 8 rows of x against the chunk.
     template <int TILES>
-    __device__ __forceinline__ void multiply(float (&sums)[HEIGHT][TILES][4], const __half* x, int k, int g, int rows) const {
+    __device__ __forceinline__ void multiply(
+        float (&sums)[HEIGHT][TILES][4], const Map&, const __half* x, int k, int g, int rows) const {
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             uint4 b[PARTS] = {};

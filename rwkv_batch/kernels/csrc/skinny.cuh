@@ -37,7 +37,7 @@ __device__ __forceinline__ float activate(float v, int activation) {
 }
 
 // Where a warp stands: a group of rows of a map and a chunk of k in it.
-template <int GROUP, int DEPTH>
+template <int GROUP, typename Chunk>
 struct Place {
     int block, map, row0, k0;
 
@@ -49,7 +49,7 @@ struct Place {
         while (map + 1 < args.count && block >= args.maps[map + 1].first_block) ++map;
         const auto& m = args.maps[map];
         row0 = ((block - m.first_block) * (WARPS / m.warps_k) + warp / m.warps_k) * GROUP;
-        k0 = warp % m.warps_k * DEPTH;
+        k0 = warp % m.warps_k * Chunk::depth(m);
     }
 };
 
@@ -58,30 +58,30 @@ struct Place {
 // output are to be multiplied by at last.
 template <typename Chunk, int TILES, typename Args>
 __device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
-    constexpr int HEIGHT = Chunk::HEIGHT, GROUP = HEIGHT * 16, DEPTH = Chunk::DEPTH, LANE = Chunk::LANE;
+    constexpr int HEIGHT = Chunk::HEIGHT, GROUP = HEIGHT * 16;
     __shared__ float partial[WARPS][TILES * 8][GROUP + RED_PAD];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     Chunk ahead;
-    const auto fetch = [&](const Place<GROUP, DEPTH>& p) {
+    const auto fetch = [&](const Place<GROUP, Chunk>& p) {
         const auto& m = args.maps[p.map];
         if (p.block < blocks && p.row0 < m.n && p.k0 < m.k) ahead.load(m, p.row0, p.k0, g, t);
     };
-    Place<GROUP, DEPTH> place = {0, 0, 0, 0};
+    Place<GROUP, Chunk> place = {0, 0, 0, 0};
     place.enter(args, blockIdx.x, blocks, warp);
     fetch(place);
     let_next_start();
     wait_for_inputs();
     while (place.block < blocks) {
         const auto& m = args.maps[place.map];
-        const Place<GROUP, DEPTH> group = place;
+        const Place<GROUP, Chunk> group = place;
         float sums[HEIGHT][TILES][4] = {};
         while (place.block == group.block) {
             const Chunk chunk = ahead;
             const int k0 = place.k0;
-            place.k0 += m.warps_k * DEPTH;
+            place.k0 += m.warps_k * Chunk::depth(m);
             if (place.k0 >= m.k) place.enter(args, group.block + gridDim.x, blocks, warp);
             fetch(place);
-            if (group.row0 < m.n && k0 < m.k) chunk.multiply(sums, m.x + k0 + LANE * t, m.k, g, args.rows);
+            if (group.row0 < m.n && k0 < m.k) chunk.multiply(sums, m, m.x + k0 + Chunk::lane(m) * t, m.k, g, args.rows);
         }
 #pragma unroll
         for (int tile = 0; tile < HEIGHT; ++tile) {

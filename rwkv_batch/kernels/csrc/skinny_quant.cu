@@ -12,7 +12,7 @@
 
 struct QuantMap {
     const uint8_t* codes;
-    const void* scales;
+    const void* scales;  // null: the map is one of halves (MIXED)
     const __half* x;
     void* y;
     int n, k, ld_y;
@@ -31,16 +31,34 @@ struct QuantArgs {
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Inputs of a lane's 16 bytes (LANE), of a piece (a quad's), of a chunk (DEPTH); groups of 128 in a chunk.
-template <Format FORMAT>
+// Inputs of a lane's 16 bytes (LANE), of a piece (a quad's), of a chunk (DEPTH); groups of 128 in a chunk. MIXED: some maps
+// are of halves, whose chunks are 64 inputs.
+template <Format FORMAT, bool MIXED>
 struct CodeChunk {
     static constexpr int HEIGHT = 2, PARTS = 2, LANE = FORMAT == INT4 ? 32 : 16, PIECE = 4 * LANE, DEPTH = PARTS * PIECE;
     static constexpr int GROUPS = FORMAT == FP8 ? 0 : DEPTH / GROUP_INPUTS, ROW_BYTES_SHIFT = FORMAT == INT4 ? 1 : 0;
     uint4 w[HEIGHT][2][PARTS];
     uint32_t scales[GROUPS == 0 ? 1 : GROUPS][HEIGHT][2];
 
+    __device__ static __forceinline__ bool is_half(const QuantMap& m) { return MIXED && m.scales == nullptr; }
+    __device__ static __forceinline__ int depth(const QuantMap& m) { return is_half(m) ? PARTS * 32 : DEPTH; }
+    __device__ static __forceinline__ int lane(const QuantMap& m) { return is_half(m) ? 8 : LANE; }
+
     // Lane t of quad g: row row0 + g (and so on), inputs from k0 on.
     __device__ __forceinline__ void load(const QuantMap& m, int row0, int k0, int g, int t) {
+        if (is_half(m)) {
+            const uint8_t* half = m.codes + 2 * (static_cast<int64_t>(row0 + g) * m.k + k0 + 8 * t);
+#pragma unroll
+            for (int tile = 0; tile < HEIGHT; ++tile) {
+#pragma unroll
+                for (int up = 0; up < 2; ++up) {
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part)
+                        w[tile][up][part] = load_stream(half + 2 * static_cast<int64_t>(tile * 16 + up * 8) * m.k + 64 * part);
+                }
+            }
+            return;
+        }
         const int64_t pitch = m.k >> ROW_BYTES_SHIFT;
         const uint8_t* at = m.codes + (row0 + g) * pitch + (k0 >> ROW_BYTES_SHIFT) + 16 * t;
 #pragma unroll
@@ -141,9 +159,34 @@ struct CodeChunk {
         }
     }
 
+    template <int TILES>
+    __device__ __forceinline__ void multiply_halves(
+        float (&sums)[HEIGHT][TILES][4], const __half* x, int k, int g, int rows) const {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            uint4 b[PARTS] = {};
+            if (n * 8 + g < rows) {
+                const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) b[part] = __ldg(at + 4 * part);
+            }
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+                for (int tile = 0; tile < HEIGHT; ++tile) {
+                    const uint4 &lo = w[tile][0][part], &hi = w[tile][1][part];
+                    mma(sums[tile][n], Fragment{{lo.x, hi.x, lo.y, hi.y}}, b[part].x, b[part].y);
+                    mma(sums[tile][n], Fragment{{lo.z, hi.z, lo.w, hi.w}}, b[part].z, b[part].w);
+                }
+            }
+        }
+    }
+
     // TILES * 8 rows of x against the chunk.
     template <int TILES>
-    __device__ __forceinline__ void multiply(float (&sums)[HEIGHT][TILES][4], const __half* x, int k, int g, int rows) const {
+    __device__ __forceinline__ void multiply(
+        float (&sums)[HEIGHT][TILES][4], const QuantMap& m, const __half* x, int k, int g, int rows) const {
+        if (is_half(m)) return multiply_halves(sums, x, k, g, rows);
         if constexpr (GROUPS == 0) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
@@ -170,24 +213,29 @@ struct CodeChunk {
     }
 
     __device__ static __forceinline__ float scaled(float sum, const QuantMap& m, int output) {
+        if (is_half(m)) return sum;
         sum *= code_scale<FORMAT>();
         if constexpr (FORMAT == FP8) sum *= __ldg(static_cast<const float*>(m.scales) + output);
         return sum;
     }
 };
 
-template <Format FORMAT, int TILES>
+template <Format FORMAT, int TILES, bool MIXED>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __grid_constant__ QuantArgs args, int blocks) {
-    stream_maps<CodeChunk<FORMAT>, TILES>(args, blocks);
+    stream_maps<CodeChunk<FORMAT, MIXED>, TILES>(args, blocks);
 }
 
 template <Format FORMAT>
 static int launch_format(const QuantArgs& args, int blocks, void* stream) {
-    if (args.rows <= 8) return launch_maps(skinny_quant_kernel<FORMAT, 1>, args, blocks, stream);
+    bool mixed = false;
+    for (int i = 0; i < args.count; ++i) mixed = mixed || args.maps[i].scales == nullptr;
+    if (mixed && args.rows > 8) return static_cast<int>(cudaErrorInvalidValue);
+    if (mixed) return launch_maps(skinny_quant_kernel<FORMAT, 1, true>, args, blocks, stream);
+    if (args.rows <= 8) return launch_maps(skinny_quant_kernel<FORMAT, 1, false>, args, blocks, stream);
     if constexpr (FORMAT == INT4) {
         return static_cast<int>(cudaErrorInvalidValue);  // the registers hold 8 rows
     } else {
-        return launch_maps(skinny_quant_kernel<FORMAT, 2>, args, blocks, stream);
+        return launch_maps(skinny_quant_kernel<FORMAT, 2, false>, args, blocks, stream);
     }
 }
 

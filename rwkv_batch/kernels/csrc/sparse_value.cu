@@ -17,7 +17,7 @@
 
 constexpr int WARPS = 8;
 constexpr int COLUMNS = 256;
-constexpr int LEAST_SHARE = 512, MOST_SHARE = 1024;  // rows of Wt of a block
+constexpr int LEAST_SHARE = 512, MOST_SHARE = 1024;  // rows of Wt of a block; there is room for the most
 
 // A lane's eight columns of a row of Wt.
 struct HalfRows {
@@ -104,12 +104,12 @@ struct Int4Rows {
     __device__ __forceinline__ float last_scale(int) const { return code_scale<INT4>(); }
 };
 
-template <int BATCH, int SHARE>
+template <int BATCH>
 struct Shared {
     static constexpr int TOGETHER = BATCH < 8 ? 1 : 2;  // rows of the batch that are summed over the warps at once
     struct Active {
-        __half values[SHARE][BATCH];
-        uint16_t list[SHARE];
+        __half values[MOST_SHARE][BATCH];
+        uint16_t list[MOST_SHARE];
     };
     union {
         Active active;
@@ -119,20 +119,20 @@ struct Shared {
     bool is_last;
 };
 
-template <typename Rows, int BATCH, int SHARE>
+template <typename Rows, int BATCH>
 __global__ void __launch_bounds__(WARPS * 32) sparse_value_kernel(
-    const __half* h, const Rows weight, __half* y, float* partial, int* counters, int rows, int width, int ffn) {
-    __shared__ __align__(16) Shared<BATCH, SHARE> sh;
+    const __half* h, const Rows weight, __half* y, float* partial, int* counters, int rows, int width, int ffn, int most) {
+    __shared__ __align__(16) Shared<BATCH> sh;
     auto& list = sh.active.list;
     auto& values = sh.active.values;
     auto& warp_counts = sh.warp_counts;
     let_next_start();
     wait_for_inputs();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-    const int split = blockIdx.y, first = split * SHARE, share = min(SHARE, ffn - first);
+    const int split = blockIdx.y, first = split * most, share = min(most, ffn - first);
 
     // Each thread looks at neighbouring rows of Wt; active ones are listed in rising order.
-    constexpr int EACH = SHARE / (WARPS * 32);
+    constexpr int EACH = MOST_SHARE / (WARPS * 32);
     __half mine[EACH][BATCH];
     bool active[EACH] = {};
 #pragma unroll
@@ -262,15 +262,9 @@ template <typename Rows, int BATCH>
 static void launch_batch(const SparseArgs& a, const Rows& weight, void* stream) {
     const int columns = (a.width + COLUMNS - 1) / COLUMNS;
     const auto splits = [&](int share) { return (a.ffn + share - 1) / share; };
-    const auto run = [&](auto kernel, int share) {
-        launch_streaming(kernel, dim3(columns, splits(share)), WARPS * 32, stream, a.h, weight, a.y, a.partial, a.counters,
-                         a.rows, a.width, a.ffn);
-    };
-    if (columns * splits(LEAST_SHARE) <= this_machine().processors) {
-        run(sparse_value_kernel<Rows, BATCH, LEAST_SHARE>, LEAST_SHARE);
-    } else {
-        run(sparse_value_kernel<Rows, BATCH, MOST_SHARE>, MOST_SHARE);
-    }
+    const int share = columns * splits(LEAST_SHARE) <= this_machine().processors ? LEAST_SHARE : MOST_SHARE;
+    launch_streaming(sparse_value_kernel<Rows, BATCH>, dim3(columns, splits(share)), WARPS * 32, stream, a.h, weight, a.y,
+                     a.partial, a.counters, a.rows, a.width, a.ffn, share);
 }
 
 template <typename Rows>

@@ -1,4 +1,4 @@
-// Entry of the products of up to 256 rows (wide.cuh): makes the tensor maps, and launches what the caller has planned.
+// Entry of the products of halves (wide.cuh): makes the tensor maps, and launches what the caller has planned.
 #include "wide_maps.cuh"
 
 struct WideMap {

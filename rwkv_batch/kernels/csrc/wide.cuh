@@ -1,11 +1,11 @@
-// y = act(x @ W^T) for up to 256 rows, several maps in one launch, on Hopper's tensor cores.
+// y = act(x @ W^T) for up to 256 rows, or several times as many, several maps in one launch, on Hopper's tensor cores.
 //
 // A map: W [n, k] fp16, or [k, n] when it is stored transposed; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
 // transposed), k of 64 times the splits. Or W [n, k] and x [rows, k] of e4m3 codes with a scale for each output and each
 // row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units; then ROWS may be 320, two
-// products of 160, and more rows take several tiles. A block makes 128 outputs of all rows, so that W is read once: two warps keep a ring
-// of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply 64 outputs each. W is
-// the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
+// products of 160. A block makes 128 outputs of all rows, so that W is read once (of more rows than ROWS, several tiles):
+// two warps keep a ring of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply
+// 64 outputs each. W is the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
 //
 // Blocks stay for several tiles. Where there are fewer tiles than processors, SPLITS blocks share a tile's k and add up
 // through memory (not as a cluster: an H200 has room for 30 clusters of four, not for 33). The first tiles of W are on
@@ -46,7 +46,7 @@ struct WideLaunch {
     int first_tile[MAX_WIDE_MAPS + 1];  // of each map
     int count;
     int rows;
-    int row_blocks;   // fp8: how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
+    int row_blocks;   // how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
     float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
     int* counters;    // likewise [tiles][2], zero between launches
 };
@@ -93,6 +93,22 @@ __device__ __forceinline__ float wide_activate(float v) {
     return v;
 }
 
+// The first COUNT sums in place: one choice for all of them.
+template <int COUNT, int SUMS>
+__device__ __forceinline__ void activate_sums(float (&sums)[SUMS], int activation) {
+    const auto all = [&](auto of_one) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) sums[i] = of_one(sums[i]);
+    };
+    switch (activation) {
+        case TANH: all(wide_activate<TANH>); break;
+        case SIGMOID: all(wide_activate<SIGMOID>); break;
+        case RELU_SQUARED: all(wide_activate<RELU_SQUARED>); break;
+        case SIGNED_SQUARE: all(wide_activate<SIGNED_SQUARE>); break;
+        default: break;
+    }
+}
+
 // Two 8x8 matrices (outputs x rows, as wgmma leaves them) turned into rows of 16 outputs.
 __device__ __forceinline__ void store_turned(uint32_t to, uint32_t low, uint32_t high) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
@@ -111,52 +127,52 @@ struct WideOut {
     const float* input_scales;   // of row 0
 };
 
-// 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
-template <int CHUNKS, WideKind KIND, Activation ACTIVATION, int SUMS>
-__device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
-    constexpr int PITCH = STAGING_PITCH;
-    constexpr bool AT_ONCE = CHUNKS <= 32;  // else there are too few registers for the scales of all rows
-    float of_output[2] = {1.0f, 1.0f}, of_row[AT_ONCE ? CHUNKS : 2][2];
+// fp8: the sums of 8 * CHUNKS rows times the scales of their outputs and rows. The rows' come from the kernel before.
+template <int CHUNKS, int SUMS>
+__device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const WideOut& out, int lane) {
+    constexpr bool AT_ONCE = CHUNKS <= 32;  // all are asked for at once; of more there are too few registers for that
+    constexpr int TOGETHER = AT_ONCE ? CHUNKS : 2;
     const auto scale_of = [&](int row) {
         float scale = 0.0f;
         if (row < out.rows) asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(scale) : "l"(out.input_scales + row) : "memory");
         return scale;
     };
-    if constexpr (KIND == WIDE_FP8 && !AT_ONCE) {
-        wait_for_inputs();
-        of_output[0] = __ldg(out.weight_scales + lane / 4), of_output[1] = __ldg(out.weight_scales + lane / 4 + 8);
+    wait_for_inputs();
+    if constexpr (!AT_ONCE) {
 #pragma unroll
         for (int i = 0; i < CHUNKS * 8; i += 32) scale_of(out.first_row + i + lane);  // into L1
-    } else if constexpr (KIND == WIDE_FP8) {
-        wait_for_inputs();  // the rows' scales come from the kernel before; all are asked for at once
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const int first = out.first_row + 8 * c + lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) of_row[c][i] = first + i < out.rows ? __ldcg(out.input_scales + first + i) : 0.0f;
-        }
-        of_output[0] = __ldg(out.weight_scales + lane / 4), of_output[1] = __ldg(out.weight_scales + lane / 4 + 8);
     }
+    const float of_output[2] = {__ldg(out.weight_scales + lane / 4), __ldg(out.weight_scales + lane / 4 + 8)};
+#pragma unroll
+    for (int first = 0; first < CHUNKS; first += TOGETHER) {
+        float of_row[TOGETHER][2];
+#pragma unroll
+        for (int c = 0; c < TOGETHER; ++c) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) of_row[c][i] = scale_of(out.first_row + 8 * (first + c) + lane % 4 * 2 + i);
+        }
+#pragma unroll
+        for (int c = 0; c < TOGETHER; ++c) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[4 * (first + c) + i] *= of_output[i / 2] * of_row[c][i % 2];
+        }
+    }
+}
+
+// 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
+template <int CHUNKS, int SUMS>
+__device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
+    constexpr int PITCH = STAGING_PITCH;
     const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
     int row = out.first_row + lane / 2;
     __half* y = out.y + static_cast<int64_t>(row) * out.pitch + (lane & 1) * 8;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += 2) {
         const uint32_t buffer = (c / 2 & 1) * 16 * PITCH;
-        if constexpr (KIND == WIDE_FP8 && !AT_ONCE) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) of_row[i / 2][i % 2] = scale_of(out.first_row + 8 * (c + i / 2) + lane % 4 * 2 + i % 2);
-        }
 #pragma unroll
         for (int d = 0; d < 2; ++d) {
             if (c + d < CHUNKS) {
-                float v[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float sum = sums[4 * (c + d) + i];
-                    if constexpr (KIND == WIDE_FP8) sum *= of_output[i / 2] * of_row[AT_ONCE ? c + d : d][i % 2];
-                    v[i] = wide_activate<ACTIVATION>(sum);
-                }
+                const float* v = sums + 4 * (c + d);
                 store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
             }
         }
@@ -276,7 +292,7 @@ __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const WideBlo
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
+    const int row_blocks = p.row_blocks;
     for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
         const WidePlace at = wide_place(p, tile / row_blocks);
         const CUtensorMap* map = &p.weights[at.map];
@@ -302,7 +318,7 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const WideBloc
     using Tile = WideTile<ROWS>;
     const uint32_t to = block.ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
-    const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
+    const int row_blocks = p.row_blocks;
     wait_for_inputs();
     for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
         const WidePlace at = wide_place(p, tile / row_blocks);
@@ -349,7 +365,7 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
         const auto release = [&](uint32_t barrier) {
             if (tid == 0) arrive(barrier);
         };
-        const int row_blocks = KIND == WIDE_FP8 ? p.row_blocks : 1;
+        const int row_blocks = p.row_blocks;
         for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
             const WidePlace at = wide_place(p, tile / row_blocks);
             uint32_t before = 0;  // the slot whose products may still run
@@ -391,14 +407,10 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
             WideOut out = {p.y[at.map] + first_output, p.n[at.map], first_row, p.rows, nullptr, nullptr};
             if constexpr (KIND == WIDE_FP8) {
                 out.weight_scales = p.weight_scales[at.map] + first_output, out.input_scales = p.input_scales[at.map];
+                scale_sums<CHUNKS>(sums, out, lane);
             }
-            switch (p.activation[at.map]) {
-                case NONE: write_out<CHUNKS, KIND, NONE>(sums, out, mine, lane); break;
-                case TANH: write_out<CHUNKS, KIND, TANH>(sums, out, mine, lane); break;
-                case SIGMOID: write_out<CHUNKS, KIND, SIGMOID>(sums, out, mine, lane); break;
-                case RELU_SQUARED: write_out<CHUNKS, KIND, RELU_SQUARED>(sums, out, mine, lane); break;
-                case SIGNED_SQUARE: write_out<CHUNKS, KIND, SIGNED_SQUARE>(sums, out, mine, lane); break;
-            }
+            activate_sums<4 * CHUNKS>(sums, p.activation[at.map]);
+            write_out<CHUNKS>(sums, out, mine, lane);
         }
     }
 #endif
@@ -423,6 +435,6 @@ int launch_tiles(
 template <int ROWS, int SPLITS, WideKind KIND>
 int launch_wide(const WideLaunch& p, void* stream) {
     static bool raised[MAX_DEVICES] = {};
-    const int tiles = p.first_tile[p.count] * (KIND == WIDE_FP8 ? p.row_blocks : 1);
+    const int tiles = p.first_tile[p.count] * p.row_blocks;
     return launch_tiles(wide_kernel<ROWS, SPLITS, KIND>, raised, WideTile<ROWS>::SHARED_BYTES, tiles, SPLITS, p, stream);
 }

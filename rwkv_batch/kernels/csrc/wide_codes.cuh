@@ -32,7 +32,7 @@ struct CodesLaunch {
 // The sums of a warp's 16 outputs of 8 * CHUNKS rows to memory. A lane's: sums[4c + i], row 8c + 2t + i % 2, output i / 2.
 template <typename Kind, int CHUNKS, int SUMS>
 __device__ __forceinline__ void write_codes(
-    const float (&sums)[SUMS], const CodesLaunch& p, int map, int output, int first_row, uint32_t buffers, int lane) {
+    float (&sums)[SUMS], const CodesLaunch& p, int map, int output, int first_row, uint32_t buffers, int lane) {
     const WideLaunch& wide = p.wide;
     const int g = lane / 4, t = lane & 3, n = wide.n[map];
     const bool half = p.scales[map] == nullptr, transposed = Kind::transposed && !half;
@@ -44,18 +44,12 @@ __device__ __forceinline__ void write_codes(
         of_output[up] = half ? 1.0f : code_scale<Kind::format>();
         if (Kind::format == FP8 && !half) of_output[up] *= __ldg(static_cast<const float*>(p.scales[map]) + output + out[up]);
     }
-    const int activation = wide.activation[map];
+#pragma unroll
+    for (int i = 0; i < 4 * CHUNKS; ++i) sums[i] *= of_output[i % 4 / 2];
+    activate_sums<4 * CHUNKS>(sums, wide.activation[map]);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        float v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v[i] = sums[4 * c + i] * of_output[i / 2];
-            if (activation == RELU_SQUARED) v[i] = fmaxf(v[i], 0.0f) * fmaxf(v[i], 0.0f);
-            if (activation == SIGNED_SQUARE) v[i] *= fabsf(v[i]);
-            if (activation == TANH) v[i] = tanh_exp(v[i]);
-            if (activation == SIGMOID) v[i] = sigmoidf(v[i]);
-        }
+        const float* v = sums + 4 * c;
         if (p.floats[map] != nullptr) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
