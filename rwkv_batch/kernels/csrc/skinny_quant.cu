@@ -32,10 +32,10 @@ struct QuantArgs {
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Inputs of a lane's 16 bytes (LANE), of a piece (a quad's), of a chunk (DEPTH); groups of 128 in a chunk. MIXED: some maps
-// are of halves, whose chunks are 64 inputs.
-template <Format FORMAT, bool MIXED>
+// are of halves, whose chunks are 64 inputs (128 of one tile).
+template <Format FORMAT, bool MIXED, int TILES_HIGH>
 struct CodeChunk {
-    static constexpr int HEIGHT = 2, PARTS = 2, LANE = FORMAT == INT4 ? 32 : 16, PIECE = 4 * LANE, DEPTH = PARTS * PIECE;
+    static constexpr int HEIGHT = TILES_HIGH, PARTS = 4 / HEIGHT, LANE = FORMAT == INT4 ? 32 : 16, PIECE = 4 * LANE, DEPTH = PARTS * PIECE;
     static constexpr int GROUPS = FORMAT == FP8 ? 0 : DEPTH / GROUP_INPUTS, ROW_BYTES_SHIFT = FORMAT == INT4 ? 1 : 0;
     uint4 w[HEIGHT][2][PARTS];
     uint32_t scales[GROUPS == 0 ? 1 : GROUPS][HEIGHT][2];
@@ -220,32 +220,41 @@ struct CodeChunk {
     }
 };
 
-template <Format FORMAT, int TILES, bool MIXED>
+template <Format FORMAT, int TILES, bool MIXED, int HEIGHT>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __grid_constant__ QuantArgs args, int blocks) {
-    stream_maps<CodeChunk<FORMAT, MIXED>, TILES>(args, blocks);
+    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES>(args, blocks);
 }
 
 template <Format FORMAT>
-static int launch_format(const QuantArgs& args, int blocks, void* stream) {
-    bool mixed = false;
-    for (int i = 0; i < args.count; ++i) mixed = mixed || args.maps[i].scales == nullptr;
+static int launch_format(QuantArgs& args, void* stream) {
+    bool mixed = false, deep = true;
+    for (int i = 0; i < args.count; ++i) {
+        mixed = mixed || args.maps[i].scales == nullptr;
+        deep = deep && args.maps[i].k % CodeChunk<FORMAT, false, 1>::DEPTH == 0;
+    }
     if (mixed && args.rows > 8) return static_cast<int>(cudaErrorInvalidValue);
-    if (mixed) return launch_maps(skinny_quant_kernel<FORMAT, 1, true>, args, blocks, stream);
-    if (args.rows <= 8) return launch_maps(skinny_quant_kernel<FORMAT, 1, false>, args, blocks, stream);
+    if (!mixed && deep && args.rows <= 8) {  // groups of 16 outputs, where all of them run at once
+        const int blocks = number_blocks(args, 16);
+        if (blocks <= 2 * this_machine().processors) {
+            return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 1>, args, blocks, stream);
+        }
+    }
+    const int blocks = number_blocks(args, 32);
+    if (mixed) return launch_maps(skinny_quant_kernel<FORMAT, 1, true, 2>, args, blocks, stream);
+    if (args.rows <= 8) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 2>, args, blocks, stream);
     if constexpr (FORMAT == INT4) {
         return static_cast<int>(cudaErrorInvalidValue);  // the registers hold 8 rows
     } else {
-        return launch_maps(skinny_quant_kernel<FORMAT, 2, false>, args, blocks, stream);
+        return launch_maps(skinny_quant_kernel<FORMAT, 2, false, 2>, args, blocks, stream);
     }
 }
 
 // Fills in first_block; rows <= 16, of 4 bits 8.
 RWKV_API int rwkv_skinny_quant(QuantArgs* args, void* stream) {
-    const int blocks = number_blocks(*args, 32);
     switch (args->format) {
-        case FP8: return launch_format<FP8>(*args, blocks, stream);
-        case INT8: return launch_format<INT8>(*args, blocks, stream);
-        case INT4: return launch_format<INT4>(*args, blocks, stream);
+        case FP8: return launch_format<FP8>(*args, stream);
+        case INT8: return launch_format<INT8>(*args, stream);
+        case INT4: return launch_format<INT4>(*args, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);
 }
