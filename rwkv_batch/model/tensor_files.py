@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 PTH, SAFETENSORS = ".pth", ".safetensors"
+MOST_SHARED = 4
+"""A file's tensors may take so many times its bytes: some are kept once and named twice."""
 
 
 class FileError(ValueError):
@@ -42,6 +44,8 @@ def read_tensors(path: Path, kind: Kind = MODEL) -> Mapping[str, Tensor]:
         raise FileError(f"{kind.what} {path} does not exist; {kind.remedy} a .pth or .safetensors file")
     if path.is_dir():
         raise FileError(f"{kind.folder} {path} is a folder; {kind.remedy} the .pth or .safetensors file in it")
+    if not path.is_file():
+        raise FileError(f"{kind.what} {path} is no regular file, but a pipe or a device; {kind.remedy} a file")
     if path.suffix not in kind.suffixes:
         raise FileError(f"{kind.what} {path} ends in {path.suffix!r}; {kind.content} come as .pth or .safetensors")
     try:
@@ -57,7 +61,17 @@ def read_tensors(path: Path, kind: Kind = MODEL) -> Mapping[str, Tensor]:
         raise FileError(f"{kind.what} {path} is damaged or not a weight file ({reason}); fetch it again") from error
     if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
         raise FileError(f"{kind.what} {path} is not a dict of tensors; give the weights themselves, not a checkpoint")
+    _check_memory(path, kind, loaded)
     return loaded
+
+
+def _check_memory(path: Path, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+    """Raises FileError for tensors that are not in the file as they are, whose numbers could take any memory."""
+    held = sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
+    odd = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided or tensor.is_meta]
+    if odd or held > MOST_SHARED * path.stat().st_size:
+        why = f"tensor {odd[0]!r} has no numbers of its own" if odd else f"its tensors would take {held} bytes"
+        raise FileError(f"{kind.what} {path} is not a weight file ({why}); save dense tensors, each whole")
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -93,7 +93,7 @@ def dealt(count: int) -> list[int]:
 
 STEPS = {
     "one row": ([1], [2]),
-    "few": ([1] * 5, [0, 3, 3, 1, 0]),
+    "few": ([1] * 5, [0, 3, 3, 2, 0]),
     "skinny": ([1] * MAX_SKINNY_ROWS, dealt(MAX_SKINNY_ROWS)),
     "wide": ([1] * 70, dealt(70)),
     "ragged": ([5, 1, 33, 2, 1, 90, 3], [1, 0, 4, 5, 2, 3, 0]),

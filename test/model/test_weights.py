@@ -144,10 +144,29 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         open_weights(tmp_path / "none.pth")
     with pytest.raises(WeightsError, match="is a folder"):
         open_weights(tmp_path)
+    for pipe in (tmp_path / "pipe.pth", tmp_path / "pipe.safetensors"):
+        os.mkfifo(pipe)  # to open one is to wait for whoever writes to it
+        with pytest.raises(WeightsError, match="is no regular file"):
+            open_weights(pipe)
     other = tmp_path / "model.gguf"
     other.write_bytes(b"GGUF")
     with pytest.raises(WeightsError, match=r"ends in '\.gguf'"):
         open_weights(other)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.zeros(1).expand(1 << 20, 64, 64), r"would take 171\d{8} bytes"),
+        (torch.empty(64, 64, device="meta"), "'blocks.0.att.key.weight' has no numbers of its own"),
+        (torch.eye(64).to_sparse(), "has no numbers of its own"),
+    ],
+    ids=["one number for all", "meta", "sparse"],
+)
+def test_a_file_has_the_numbers_of_its_tensors(tmp_path: Path, tensor: Tensor, why: str) -> None:
+    torch.save(small() | {"blocks.0.att.key.weight": tensor}, tmp_path / "model.pth")
+    with pytest.raises(WeightsError, match=why):
+        open_weights(tmp_path / "model.pth")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

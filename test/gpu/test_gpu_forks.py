@@ -1,0 +1,38 @@
+"""An engine that is forked from a process which has imported torch has the GPU to itself."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import pytest
+import torch
+
+from supervisor.child import Child
+from supervisor.engine_forks import PRELOADED, ForkedContext
+from test.harness import ask, call, run, started_engine, tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+START_S = 120.0
+
+
+def answer(model: str, name: str, pipe: Connection) -> None:
+    """Main function of the process: an engine on the GPU, and what it makes of a row."""
+    with started_engine(Path(model), devices=("cuda:0",), max_running=4) as engine:
+        pipe.send(
+            ("said", (run(engine, ask("abc", ignore_eos=True)).all_texts, call(engine, "status")["decode_graphs"]))
+        )
+
+
+def test_a_forked_engine_says_on_a_gpu_what_others_say(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    context = ForkedContext(PRELOADED)
+    forks = [Child(name, context, answer, (str(model),)) for name in ("one", "two")]
+    said = []
+    for fork in forks:
+        fork.start()
+        while fork.is_alive and not (heard := list(fork.heard())):
+            assert wait(fork.waitables, START_S), "the engine did not start"
+        said += [value for _, value in heard]
+        assert fork.reap() == "exit code 0"
+    assert said[0] == said[1] and said[0][1] == "used"
