@@ -428,6 +428,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             "batch rows that decode in a step while interactive requests come, whose first tokens wait for it; "
             f"0: by device, {ALL_BATCH_ROWS}: all",
         ),
+        Flag(
+            "batch_step_layers",
+            _whole(0, 1024),
+            "on a single GPU, layers after which a step with batch rows may be left for a first token; 0: it never is",
+        ),
         Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
         Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),
         Flag("warmup", _yes_or_no, "on a GPU, run every kind of step once before serving"),

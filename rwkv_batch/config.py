@@ -60,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows_beside: int = 0
     """Batch rows that decode in one step while interactive requests come, whose first tokens wait; 0: decided by
     device, `ALL_BATCH_ROWS`: all."""
+    batch_step_layers: int = 0
+    """On one GPU, layers in a piece of a step with batch rows, between two of which first tokens go; 0: it is whole."""
     prefill_chunk: int = 512
     """Most prompt tokens of one row in one step."""
     gpu_memory_utilization: float = 0.9

@@ -101,9 +101,12 @@ class DecodeGraphs:
         depth: int = 2,
         logit_rows: int = 0,
         max_adapters: int = 64,
+        piece_layers: int = 0,
     ) -> None:
         """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way;
         `logit_rows`: least rows of `logits`; `max_adapters` that its rows may have between them.
+
+        `piece_layers` in a piece of a step that may be left; 0: none may be.
 
         Steps in which a row has an adapter have graphs of their own: the others cost what they did."""
         self.places = list(places)
@@ -130,7 +133,8 @@ class DecodeGraphs:
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
         """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
-        self.pieces = GraphPieces(self) if GraphPieces.are_possible(self.places) else None
+        has_pieces = piece_layers > 0 and GraphPieces.are_possible(self.places)
+        self.pieces = GraphPieces(self, piece_layers) if has_pieces else None
         self._ended: Callable[[], None] = lambda: None
         """waits until the last step in pieces is done"""
 

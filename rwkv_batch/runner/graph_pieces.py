@@ -19,8 +19,6 @@ from rwkv_batch.runner.stage_graphs import GraphStage
 
 logger = logging.getLogger(__name__)
 
-LAYERS = 2
-"""In a piece: of 7.2B with 320 rows they take 0.7 ms on an H200, a launch takes the host less than a tenth of that."""
 FEWEST_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 32, 512, 128
 """Sizes that have pieces: multiples of SPACING, beyond LARGE of LARGE_SPACING. With fewer rows a step is short."""
 
@@ -73,11 +71,12 @@ class Pieces:
 class GraphPieces:
     """Captures them. Engine thread only."""
 
-    def __init__(self, decode: DecodeSteps) -> None:
+    def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
+        """`piece_layers`: in each but the last, which may have fewer."""
         self._decode = decode
         self._place = place = decode.places[0]
         layers = len(place.stage.layers)
-        self.parts = [range(at, min(at + LAYERS, layers)) for at in range(0, layers, LAYERS)]
+        self.parts = [range(at, min(at + piece_layers, layers)) for at in range(0, layers, piece_layers)]
         self.sizes = [size for size in decode.sizes if _has_pieces(size) or size == decode.sizes[-1]]
         shape = 2, decode.sizes[-1], place.stage.width
         self._kept = torch.empty(shape, dtype=place.stage.precision.activations, device=place.device)
@@ -88,7 +87,7 @@ class GraphPieces:
     @staticmethod
     def are_possible(places: Sequence[GraphStage]) -> bool:
         """Whether these stages can: there is one, and its layers stay on the device."""
-        return len(places) == 1 and not places[0].stage.num_streamed and len(places[0].stage.layers) > LAYERS
+        return len(places) == 1 and not places[0].stage.num_streamed
 
     def of(self, rows: int, sampled: bool) -> Pieces | None:
         """The pieces of a step of so many rows; None: they are too few. Raises CaptureError."""

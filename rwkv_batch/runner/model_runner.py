@@ -146,7 +146,8 @@ class ModelRunner:
         places = graph_stages(stages, most_tokens, self.steps_in_flight)
         drawn = max((size.drawn for size in mixed), default=0)
         seats, adapters = self.limits.num_seats, self._config.pool.max_adapters
-        return DecodeGraphs(places, rows, sampler, seats, self.steps_in_flight, drawn, adapters)
+        pieces = self._config.batch_step_layers
+        return DecodeGraphs(places, rows, sampler, seats, self.steps_in_flight, drawn, adapters, pieces)
 
     def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
         sizes = usable_mixed_sizes(self.limits.rows_in_step)

@@ -43,7 +43,7 @@ def stage() -> Stage:
 def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
     """The prompt that goes between writes slots, logits and tokens of its own."""
     assert stage.state is not None
-    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS)
+    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
     prompts = PrefillGraphs(graphs.places, graphs.logits)
     state, slots, seats = stage.state, list(range(2, 2 + rows)), list(range(rows))
     state.wkv.normal_(std=0.1)
@@ -82,7 +82,7 @@ def test_pieces_draw_what_the_whole_step_draws(stage: Stage, rows: int) -> None:
 
 
 def test_steps_of_few_rows_are_whole(stage: Stage) -> None:
-    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS)
+    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
 
     def between() -> None:
         raise AssertionError("nothing is let in")
@@ -97,7 +97,7 @@ def questions(rows: int) -> list[str]:
 
 def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
     rows = [ask(text, max_tokens=24, stop_ids=[261]) for text in questions(40)]
-    with started_engine(ensure_model(), devices=("cuda:0",), max_running=256) as engine:
+    with started_engine(ensure_model(), devices=("cuda:0",), max_running=256, batch_step_layers=2) as engine:
         assert engine.machine.has_pieces
         alone = [run(engine, row).all_texts[0] for row in rows]
         batch = submit(engine, *(ask(text, max_tokens=8000, ignore_eos=True) for text in questions(200)))

@@ -74,7 +74,7 @@ def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch
         return lambda: None
 
     monkeypatch.setattr(GraphPieces, "_launch", launch)
-    pieces = GraphPieces(decode).of(20, sampled=True)
+    pieces = GraphPieces(decode, 2).of(20, sampled=True)
     assert pieces is not None and pieces.size == SIZE
     told = []
 
@@ -93,4 +93,4 @@ def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_of_few_rows_have_no_pieces() -> None:
-    assert GraphPieces(Decode(made_stage())).of(15, sampled=True) is None
+    assert GraphPieces(Decode(made_stage()), 2).of(15, sampled=True) is None
