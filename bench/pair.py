@@ -2,10 +2,11 @@
 
 Two services run at the same time, one with one engine and one with two; each engine of a service has a GPU of its own,
 and those of both services share them: half of the memory of the first is the single engine's.
-`--streams` streams for each engine come at once. Four ways take turns: `http_1` and `http_2` from client processes,
-`link_1` and `link_2` from this process through `cluster.fleet` on the engines' own sockets. `ratio` is the median over
-the rounds of two against one by HTTP, `link_ratio` without it: what both have in common is the engines' and not that of
-HTTP. `ok`: 1.9 at least by HTTP.
+`--streams` streams for each engine come at once. Five ways take turns: `http_1` and `http_2` from client processes,
+`link_1` and `link_2` from this process through `cluster.fleet` on the engines' own sockets, `bare_1` likewise without a
+fleet. `ratio` is the median over the rounds of two against one by HTTP, `link_ratio` without it: what both have in
+common is the engines' and not that of HTTP. `fleet_ratio`: of one engine behind a fleet against its bare link. `ok`:
+1.9 at least by HTTP.
 
 What binds is told by `cores`: of each process the cores that it used in the way's last run, and its busiest thread,
 where 1.0 is a thread that never waited (client processes: the busiest alone); and by `shares`: what each of two engines
@@ -38,7 +39,9 @@ from bench.http_load import Load, fetch, over_http
 from bench.origin import origin
 from bench.serve import percentile, service
 from cluster.fleet import Fleet, FleetLimits
+from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
+from rwkv_batch.protocol import EngineProtocol
 
 ROUTE = "/v1/chat/completions"
 LEAST_RATIO = 1.9
@@ -54,6 +57,8 @@ class Service:
     engines: Engines
     link: Fleet
     """to its engines from this process"""
+    bare: EngineClient
+    """to the first of them"""
 
     @property
     def url(self) -> str:
@@ -96,12 +101,16 @@ def running(count: int, flags: list[str], log: Path) -> Iterator[Service]:
         engines = Engines(url)
         engines.wait_ready()
         link = Fleet(FleetLimits())
-        link.update([_served(path) for path in set(folder.glob("rwkv-*/engine-*")) - before if path.is_socket()])
+        sockets = sorted(path for path in set(folder.glob("rwkv-*/engine-*")) - before if path.is_socket())
+        link.update([_served(path) for path in sockets])
+        bare = EngineClient(at_socket(str(sockets[0])))
         link.start("bench")
-        while len(link.lost) or len(link.members) != count:
+        bare.start("bench")
+        while link.lost or len(link.members) != count or not bare.is_connected:
             time.sleep(0.05)
-        yield Service(count, engines, link)
+        yield Service(count, engines, link, bare)
         link.stop()
+        bare.stop()
 
 
 def _served(path: Path) -> ServedModel:
@@ -125,10 +134,21 @@ def by_http(one: Service, options: argparse.Namespace, name: str, figures: Figur
 
 def by_link(one: Service, options: argparse.Namespace, name: str, figures: Figures) -> None:
     """One run without HTTP."""
+    _without_http(one.link, one, options, name, figures)
+
+
+def by_bare_link(one: Service, options: argparse.Namespace, name: str, figures: Figures) -> None:
+    """One run with neither HTTP nor a fleet."""
+    _without_http(one.bare, one, options, name, figures)
+
+
+def _without_http(
+    engine: EngineProtocol, one: Service, options: argparse.Namespace, name: str, figures: Figures
+) -> None:
     streams = Streams(options.streams * one.count, options.max_tokens, options.chunk_size)
     before, drawn, begun = one.used(), one.engines.metric("rwkv_completion_tokens_total"), time.perf_counter()
     ours, process = time.process_time(), time.perf_counter()
-    run = run_streams(one.link, streams, name)
+    run = run_streams(engine, streams, name)
     ours = (time.process_time() - ours) / (time.perf_counter() - process)
     figures.cores = cores(before, one.used(), time.perf_counter() - begun)
     figures.cores = {name: used for name, used in figures.cores.items() if name.startswith("engine")}
@@ -148,7 +168,7 @@ def measure(single: Service, double: Service, options: argparse.Namespace) -> di
     Way = Callable[[Service, argparse.Namespace, str, Figures], None]
     ways: dict[str, tuple[Way, Service]] = {
         "http_1": (by_http, single), "http_2": (by_http, double),
-        "link_1": (by_link, single), "link_2": (by_link, double),
+        "link_1": (by_link, single), "link_2": (by_link, double), "bare_1": (by_bare_link, single),
     }  # fmt: skip
     for name, (way, one) in ways.items():
         way(one, options, f"{name}.warm", Figures())
@@ -158,15 +178,17 @@ def measure(single: Service, double: Service, options: argparse.Namespace) -> di
         for name, (way, one) in order if turn % 2 else reversed(order):
             way(one, options, f"{name}.{turn}", found[name])
             print(name, found[name].tokens_per_s[-1], found[name].shares[-1], json.dumps(found[name].cores), flush=True)
-    http, link = (
-        statistics.median(map(operator.truediv, found[f"{way}_2"].tokens_per_s, found[f"{way}_1"].tokens_per_s))
-        for way in ("http", "link")
+    pairs = (("http_2", "http_1"), ("link_2", "link_1"), ("link_1", "bare_1"))
+    http, link, fleet = (
+        statistics.median(map(operator.truediv, found[one].tokens_per_s, found[other].tokens_per_s))
+        for one, other in pairs
     )
     errors = sum(figures.errors for figures in found.values())
     return {
         "ok": http >= LEAST_RATIO and not errors,
         "ratio": round(http, 3),
         "link_ratio": round(link, 3),
+        "fleet_ratio": round(fleet, 3),
         **{name: vars(figures) for name, figures in found.items()},
     }
 
