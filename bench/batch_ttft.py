@@ -9,7 +9,7 @@ lines do not end by themselves, has all places but those that are kept for inter
 each length of prompt: p50 and p99 of both, their ratio; and what the batch draws meanwhile, against what it draws when
 no interactive request has come for as long as steps stay short behind one. What bounds the ratio: a piece of a step
 that runs cannot be left, and on a CPU no part of one, so an interactive row waits for its rest; the shorter its prompt,
-the more that is beside its own time. The last line is JSON.
+the more that is beside its own time. A line of JSON after each round; the last line is all of them.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def speed(client: Client, seconds: float) -> float:
 def measured(client: Client, options: argparse.Namespace) -> dict[str, Any]:
     """All of it."""
     part, rows, alone = -(-options.requests // options.rounds), [], 0.0
+    lengths: list[dict[str, Any]] = []
     idle: dict[int, list[float]] = {words: [] for words in options.words}
     beside: dict[int, list[float]] = {words: [] for words in options.words}
     left: dict[int, list[float]] = {words: [] for words in options.words}
@@ -124,14 +125,15 @@ def measured(client: Client, options: argparse.Namespace) -> dict[str, Any]:
             beside[words] += client.firsts(part, words)
             drawn = client.drawn() - before - part * options.max_tokens
             left[words].append(drawn / (time.perf_counter() - started))
+        lengths = [
+            compared(words, idle[words], beside[words]) | {"batch_tokens_per_s": round(fmean(left[words]), 1)}
+            for words in options.words
+        ]
+        print(json.dumps({"rounds": number + 1, "prompts": lengths}), flush=True)
         if number == options.rounds - 1:
-            time.sleep(LULL_S)
+            time.sleep(options.lull)
             alone = speed(client, options.settle)
         client.end_batch(batch)
-    lengths = [
-        compared(words, idle[words], beside[words]) | {"batch_tokens_per_s": round(fmean(left[words]), 1)}
-        for words in options.words
-    ]
     return {"rows_of_the_batch": rows, "batch_alone_tokens_per_s": alone, "prompts": lengths}
 
 
@@ -176,6 +178,9 @@ def main() -> None:
     parser.add_argument("--batch-words", type=int, default=16, help="of a line's prompt")
     parser.add_argument("--pause", type=float, default=0.05)
     parser.add_argument("--settle", type=float, default=3.0)
+    parser.add_argument(
+        "--lull", type=float, default=LULL_S, help="seconds without requests before what it draws alone"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random", default="", help="size of a random model instead of --model-path")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where it is kept")

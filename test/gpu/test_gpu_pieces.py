@@ -97,7 +97,9 @@ def questions(rows: int) -> list[str]:
 
 def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
     rows = [ask(text, max_tokens=24, stop_ids=[261]) for text in questions(40)]
-    with started_engine(ensure_model(), devices=("cuda:0",), max_running=256, batch_step_layers=2) as engine:
+    with started_engine(
+        ensure_model(), devices=("cuda:0",), max_running=256, batch_step_layers=2, samplers=("rapid",)
+    ) as engine:
         assert engine.machine.has_pieces
         alone = [run(engine, row).all_texts[0] for row in rows]
         batch = submit(engine, *(ask(text, max_tokens=8000, ignore_eos=True) for text in questions(200)))
