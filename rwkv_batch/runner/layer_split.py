@@ -10,8 +10,10 @@ import torch
 
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR = 1.0
-"""What a weight of the head costs beside one of a layer, drawing included; a layer has states to read and write too."""
+HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 1.0, 0.6
+"""What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
+states to read and write too, the more the larger a group of rows is: 960 rows of 7.2B in groups of 240 have a head of
+1.3 layers, in groups of 480 one of 0.7 (docs/notebook.md)."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
@@ -40,9 +42,15 @@ def split_layers(
             _layers_that_fit(device, layer * item, memory_share / devices.count(device), layers)
             for device, item in zip(devices, item_bytes, strict=True)
         ]
-        counts = deal_layers(layers, HEAD_FACTOR * sizes["head.weight"] / layer, relative_speeds(devices), most)
+        head = head_cost(sizes["head.weight"] / layer, len(devices))
+        counts = deal_layers(layers, head, relative_speeds(devices), most)
     ends = [0, *itertools.accumulate(counts)]
     return list(itertools.pairwise(ends))
+
+
+def head_cost(size: float, stages: int) -> float:
+    """Of head and sampler, in layers; `size`: of the head's weights beside a layer's."""
+    return size * (HEAD_FACTOR_OF_TWO if stages == 2 else HEAD_FACTOR)
 
 
 def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, layers: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rwkv_batch.model.weights import open_weights
-from rwkv_batch.runner.layer_split import check_layers, deal_layers, relative_speeds, split_layers
+from rwkv_batch.runner.layer_split import check_layers, deal_layers, head_cost, relative_speeds, split_layers
 from rwkv_batch.runner.pipeline import Pipeline
 from test.harness import tiny_model
 
@@ -20,6 +20,12 @@ def test_the_head_counts() -> None:
     assert deal_layers(32, 2.6, [1.0] * 4, [32] * 4) == [9, 9, 8, 6]
     assert deal_layers(32, 1.24, [1.0] * 2, [32] * 2) == [17, 15]
     assert deal_layers(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
+
+
+def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
+    size = 65536 * 4096 / 215e6  # of 7.2B
+    assert deal_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
+    assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
 
 
 def test_a_faster_device_gets_more() -> None:
