@@ -64,7 +64,8 @@ ENDLESS = Constraint(
 )
 SCHEMA = Constraint(form=Form.JSON_SCHEMA, source=json.dumps(PERSON))
 SHARES = (0, 50, 100)
-MASK_STEPS = 200
+MASKS = 12_800
+"""Computed at most to time them, 200 steps of them at most."""
 VOCAB = 65536
 WAIT_S = 600.0
 
@@ -148,6 +149,7 @@ def measure_in_turns(engine: Engine, rows: int, seconds: float, rounds: int) -> 
             if line["tokens_s_a_free_row"]:
                 line["others_ratio"] = line["tokens_s_a_free_row"] / free["tokens_s_a_free_row"]
             lines[share].append(line)
+            print(json.dumps(line), flush=True)
     return [
         {
             name: round(statistics.median(line[name] for line in found), 3)
@@ -181,7 +183,7 @@ def measure_masks(rows: int, device: torch.device) -> dict[str, Any]:
     draw, matchers = random.Random(1), [Matcher(grammar) for _ in range(rows)]
     masks, steps, single = Masks(VOCAB, device, threads), [], []
     own = np.zeros(VOCAB // 32, dtype=np.int32)
-    for _ in range(MASK_STEPS):
+    for _ in range(min(200, MASKS // rows)):
         started = time.perf_counter()
         bits, _ = masks.fill(matchers)
         steps.append((time.perf_counter() - started) * 1e3)
@@ -222,8 +224,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device, status = engine.machine.device, engine.status()
         finally:
             engine.stop()
-    for line in lines:
-        print(json.dumps(line), flush=True)
     shown = {name: status[name] for name in ("devices", "dtype", "model_shape", "decode_graphs", "samplers")}
     result = {"bench": "grammar", **origin(), **shown, "rows": args.rows, "lines": lines}
     text = json.dumps(result | measure_masks(args.rows, device))

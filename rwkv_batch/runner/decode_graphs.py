@@ -59,8 +59,11 @@ class Greedy:
 class LastTokens:
     """The token each seat has drawn last: written on the last device, read on the first, which may be another."""
 
-    def __init__(self, seats: int, first: torch.device, last: torch.device, depth: int) -> None:
-        """One seat more than `seats`, for padding; `depth`: steps on their way at once, each in two parts at most."""
+    def __init__(self, seats: int, first: torch.device, last: torch.device, depth: int, is_read: bool = True) -> None:
+        """One seat more than `seats`, for padding; `depth`: steps on their way at once, each in two parts at most.
+
+        `is_read`: False where the host knows every token before the next step is launched, and no graph reads them."""
+        self._is_read = is_read
         self.drawn = torch.zeros(seats + 1, dtype=torch.int64, device=last)
         """[seats + 1] int64 on the last device"""
         self.to_feed = self.drawn if first == last else torch.zeros(seats + 1, dtype=torch.int64, device=first)
@@ -75,6 +78,8 @@ class LastTokens:
     @torch.inference_mode()
     def remember(self, seats: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
         """Tokens [n] of these seats, on the last device or on the host; returns the number to `bring` them by."""
+        if not self._is_read:
+            return 0
         values = torch.as_tensor(tokens, dtype=torch.int64).to(self.drawn.device, non_blocking=True)
         self.drawn[on_device(seats, torch.int64, self.drawn.device)] = values
         return self.send()

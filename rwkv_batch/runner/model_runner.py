@@ -160,7 +160,8 @@ class ModelRunner:
         first, last = self.pipeline.devices[0], self.device
         if first.type != last.type:  # the host carries them
             first = last
-        return LastTokens(self.limits.num_seats, first, last, self.steps_in_flight)
+        depth = self.steps_in_flight
+        return LastTokens(self.limits.num_seats, first, last, depth, is_read=depth > 1)
 
     def _warm_up(self) -> None:
         """Run every kind of step once, so that no request waits until a graph, a kernel or memory is made ready.

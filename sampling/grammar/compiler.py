@@ -32,6 +32,8 @@ WRITTEN: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": "
 """JSON as `json.dumps` writes it: no model loses itself in white space, and what is certain need not be drawn."""
 ROWS_PER_LEXER = 8
 """With more rows of a grammar it is compiled once more, so that their masks are computed by several threads at once."""
+LEXERS_PER_THREAD = 2
+"""At most: a thread that is done early takes rows of another, and the other goes on with a lexer of its own."""
 COSTLY_S = 0.02
 """A grammar that takes longer to compile is compiled once, and its masks are computed one after another."""
 LIMITS = llguidance.LLParserLimits(
@@ -97,7 +99,7 @@ class GrammarCompiler:
 
     def lacks_lexers(self, grammar: Grammar, rows: int) -> bool:
         """Whether masks would be computed by more threads, were it compiled once more: with so many rows to come."""
-        wanted = min(self._threads, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
+        wanted = min(LEXERS_PER_THREAD * self._threads, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
         return len(grammar.starts) < wanted and grammar.compile_s <= COSTLY_S
 
     def widen(self, constraint: Constraint, grammar: Grammar, rows: int) -> None:
