@@ -12,6 +12,7 @@ def within(folder: str, file: str) -> Path | None:
     root = Path(folder).resolve()
     try:
         path = (root / file).resolve()
+        path.exists()
     except (OSError, ValueError, RuntimeError):  # a null byte, a name that is too long, a circle of links
         return None
     return path if path != root and path.is_relative_to(root) else None

@@ -15,6 +15,9 @@ PTH, SAFETENSORS = ".pth", ".safetensors"
 MOST_SHARED = 4
 """A file's tensors may take so many times its bytes: some are kept once and named twice."""
 
+MOST = torch.finfo(torch.float16).max
+"""Of a number that rows are computed with."""
+
 
 class FileError(ValueError):
     """A file of tensors cannot be read; the message names it and the remedy."""

@@ -269,6 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "a tuned state": ({"blocks.0.att.time_state": normal(2, 64, 64)}, "give that by --state"),
     "another architecture": ({"model.layers.0.self_attn.q_proj.lora_A": normal(R, WIDTH)}, "belongs to no weight"),
     "NaN": ({f"{KEY}.bone": normal(16, R, R) * float("nan")}, "NaN or infinity"),
+    "1e30": ({f"{KEY}.bone": torch.full((16, R, R), -1e30)}, r"holds 1e\+30, 65504 is the most"),
     "integers": ({f"{KEY}.bone": torch.ones(16, R, R, dtype=torch.int32)}, "torch.int32"),
     "nothing": ({}, "has no tensors"),
     "a pair of no rank": ({f"{KEY}.lora_A": normal(0, WIDTH), f"{KEY}.lora_B": normal(WIDTH, 0)}, "does not fit"),
@@ -290,6 +291,16 @@ def test_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(FileError, match=why) as refused:
         merged(weights_from(BASE), [read_adapter(tmp_path / "a.pth")])
     assert f"adapter file {tmp_path / 'a.pth'}" in str(refused.value)
+
+
+@pytest.mark.parametrize("alpha", [1e300, -(10**400), 10**400])
+def test_scales_have_a_bound(tmp_path: Path, alpha: float) -> None:
+    folder = peft(tmp_path / "adapter", {"head": lora("head")}, {"lora_alpha": alpha})
+    with pytest.raises(FileError, match="1000 is the most"):
+        read_adapter(folder).scale_of("head")
+    for scale in (float("inf"), float("nan"), -1001.0):
+        with pytest.raises(FileError, match="1000 is the most"):
+            read_adapter(folder, scale)
 
 
 def test_a_scale_behind_the_name() -> None:

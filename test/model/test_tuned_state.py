@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, "it has nothing"),
     "integers": (named(WKV.to(torch.int32)), "torch.int32, expected floats"),
     "NaN": (named(one_nan()), "NaN or infinity"),
+    "1e30": (named(WKV * 1e32), "65504 is the most"),
     "code": ({"blocks.0.att.time_state": Path("/tmp")}, "damaged or not"),
 }
 

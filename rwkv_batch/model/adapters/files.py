@@ -20,7 +20,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from torch import Tensor
 
 from rwkv_batch.model.hugging_face import native_module
-from rwkv_batch.model.tensor_files import FileError, Kind, read_tensors
+from rwkv_batch.model.tensor_files import MOST, FileError, Kind, read_tensors
 from rwkv_batch.model.weights import FLOATS
 
 ADAPTER_FILE = Kind(
@@ -42,6 +42,9 @@ _MOE_INFO = "moe_info"
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _SHOWN = 3
 _PLAIN = re.compile(r"[\w.]+")
+MAX_SCALE = 1000
+_FAR = 1e300
+"""Stands for all that is farther from zero, which JSON's integers may be."""
 _MOST_EXPRESSIONS = 16
 """One may take 10 MB and a tenth of a second."""
 
@@ -94,7 +97,8 @@ class Adapter:
                 "or what it was used with)"
             )
         rank = self.parts[target]["lora_A"].shape[0]
-        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        scale = max(-_FAR, min(alpha, _FAR)) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return _checked(self.path, scale)
 
 
 def split_scale(entry: str) -> tuple[Path, float | None]:
@@ -106,8 +110,16 @@ def split_scale(entry: str) -> tuple[Path, float | None]:
         return Path(entry), None
 
 
+def _checked(path: Path, scale: float) -> float:
+    if not abs(scale) <= MAX_SCALE:
+        raise FileError(f"adapter file {path}: its scale is {scale:g}, {MAX_SCALE} is the most; give another one")
+    return scale
+
+
 def read_adapter(path: Path, scale: float | None = None) -> Adapter:
     """The adapter in a file, or in a folder of PEFT's. Raises FileError, naming the file and what is wrong with it."""
+    if scale is not None:
+        _checked(path, scale)
     if path.is_dir():
         found = [path / f"{_MODEL}{suffix}" for suffix in (".safetensors", ".bin")]
         path = next((file for file in found if file.exists()), path)
@@ -170,6 +182,8 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
         raise FileError(f"adapter file {path}: tensor {name!r} is {tensor.dtype}; bf16, fp16, fp32 or fp64 is wanted")
     if not tensor.isfinite().all():
         raise FileError(f"adapter file {path}: tensor {name!r} holds NaN or infinity; the file is damaged")
+    if tensor.numel() and (most := tensor.abs().max().item()) > MOST:
+        raise FileError(f"adapter file {path}: tensor {name!r} holds {most:.3g}, {MOST:.0f} is the most; it is damaged")
 
 
 def _config(path: Path) -> Mapping[str, Any]:
