@@ -838,7 +838,7 @@ MUTANTS: list[Mutant] = [
                 "self._under_way = frozenset(row.sequence.job for row in rows)",
                 "self._under_way = frozenset()",
                 "a job that fails within a step frees slots to which the rest of it writes",
-                "test/simulation/test_simulation.py::test_worlds[20]",
+                "test/engine/test_let_in.py::test_no_job_is_let_into_a_step_that_has_rows_of_it",
             ),
             (
                 "        self._looks = bool(rows)\n",

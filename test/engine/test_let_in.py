@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from rwkv_batch.core.let_in import MOST_LET_IN, LetIn
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.sequence import RunningJob, Sequence
 from rwkv_batch.engine import Step
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.graph_pieces import Pieces
@@ -98,6 +98,32 @@ def test_a_first_token_waits_for_a_piece_of_a_step_and_not_for_its_end() -> None
     step_ms = PIECES * PIECE_MS
     for wait in waits(320, [step_ms * part / 40 for part in range(1, 40)]):
         assert PROMPT_MS <= wait <= PROMPT_MS + 2 * PIECE_MS
+
+
+def test_no_job_is_let_into_a_step_that_has_rows_of_it() -> None:
+    """Were it to fail there, its slots would be free while the rest of the step writes to them."""
+    device = Device()
+    device.batch(300)
+    device.step()
+    chat = device.chat_at(device.now)
+    device.step()
+    rows = device.step()  # where it decodes beside the batch
+    asked: list[Collection[RunningJob]] = []
+
+    def plan(under_way: Collection[RunningJob]) -> list[ScheduledRow]:
+        asked.append(under_way)
+        return []
+
+    let_in: LetIn[Step] = LetIn(lambda: True, plan, device._launch, device._conclude)
+    between = let_in.begin(rows)
+    assert between is not None
+    between()
+    assert asked == [{row.sequence.job for row in rows}]
+    assert chat.job in asked[0]
+    later = device.chat_at(device.now)
+    device._take()
+    assert [row.sequence for row in device.plan.first_tokens(asked[0])] == [later]
+    assert device.plan.first_tokens([*asked[0], later.job]) == []
 
 
 def test_a_scored_prompt_is_not_let_in() -> None:
