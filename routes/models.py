@@ -146,8 +146,9 @@ async def unload(context: Context, body: UnloadBody) -> Reply:
     """Let a model's running answers end, store its sessions, and give its memory back."""
     others = beside(context)
     await others.unload(body.name, body.wait_s or None)
-    left = [one for one in others.table if one.wish.name == body.name]
-    return json_answer({"id": body.name, "object": "model", "status": left[0].status.value if left else "unloaded"})
+    is_here = any(one.wish.name == body.name for one in others.table)  # and the table may not yet say that it leaves
+    status = ModelStatus.UNLOADING.value if is_here else "unloaded"
+    return json_answer({"id": body.name, "object": "model", "status": status})
 
 
 def beside(context: Context) -> Models:

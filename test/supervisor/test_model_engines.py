@@ -92,6 +92,13 @@ def test_a_model_is_loaded_asked_listed_and_unloaded(fake: Service) -> None:
     assert "small" not in {one["id"] for one in fake.get("/v1/models").json()["data"]}
 
 
+def test_who_does_not_wait_is_told_that_a_model_leaves(fake: Service) -> None:
+    load(fake, "good.pth", "going")
+    answer = fake.post("/v1/models/unload", {"name": "going"}, headers=ADMIN)
+    assert answer.json()["status"] in ("unloading", "unloaded")
+    everywhere(fake, "going", 404)
+
+
 def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
     answer = fake.post(CHAT, {**WHO, "model": "gpt-9"})
     assert answer.status_code == 404 and "'rwkv7'" in answer.json()["error"] and answer.json()["field"] == "model"
