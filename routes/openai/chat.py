@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes.context import Context
+from routes.openai.answer_models import ChatAnswer, ChatChunk
 from routes.openai.conversation import conversation_rows
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import ChatBody
@@ -20,7 +21,6 @@ from routes.openai.response import (
 from routes.response.answer_parts import AnswerParting
 from routes.response.generate import RowResult, run
 from routes.response.reply import Reply
-from routes.response.response_models import ChatAnswer, ChatChunk
 from routes.response.tool_calls import CallPiece
 from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route

@@ -10,6 +10,7 @@ import msgspec
 
 from routes import models
 from routes.context import Context
+from routes.openai.answer_models import CompletionAnswer, CompletionChunk
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.request import CompletionBody
 from routes.openai.response import (
@@ -26,7 +27,7 @@ from routes.request.generate_requests import encode, given_stops
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
 from routes.response.reply import Reply
-from routes.response.response_models import CompletionAnswer, CompletionChunk, ModelList
+from routes.response.response_models import ModelList
 from routes.response.transcript import RowUpdate, Transcript
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.request import PromptLogprobs, TokenLogprob
