@@ -12,10 +12,6 @@ from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import FinishReason, TokenLogprob
 from sampling.grammar.matcher import Matcher
 
-MOST_ROWS = 32
-"""With more rows in the steps every token is drawn: for few a step lasts as long as reading the weights, and a token
-more costs nothing; beside many it takes time from all."""
-
 
 def take_certain(sequence: Sequence, matcher: Matcher, byte_table: list[bytes]) -> FinishReason | None:
     """Take the tokens that are certain behind the last one taken; returns why the row ends with them, if it does.

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rwkv_batch.core.certain_text import MOST_ROWS, take_certain
+from rwkv_batch.core.certain_text import take_certain
 from rwkv_batch.core.grammars import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.core.prompt_scoring import check_scoring, scored_positions
@@ -53,6 +53,8 @@ class JobTable:
         self._changed: dict[RunningJob, None] = {}
         self.when_delivered: Callable[[], None] = lambda: None
         """called behind the sinks of a step"""
+        self.certain_rows = scheduler.limits.certain_rows
+        """see Limits"""
         self.certain_tokens = 0
         """taken without a draw, of all time"""
 
@@ -259,7 +261,7 @@ class JobTable:
         """
         if matcher.advance(token):
             return FinishReason.STOP
-        if reason is not None or self._scheduler.running_rows > MOST_ROWS:
+        if reason is not None or self._scheduler.running_rows > self.certain_rows:
             return reason
         before = len(sequence.output.tokens)
         reason = take_certain(sequence, matcher, self._byte_table)

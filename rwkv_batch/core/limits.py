@@ -28,6 +28,9 @@ class Limits:
     batch_rows_beside: int = 0
     """batch rows that decode in a step while interactive requests come; 0: all"""
 
+    certain_rows: int = 32
+    """rows in the steps beside which text that is certain is read at once"""
+
     @property
     def rows_in_step(self) -> int:
         """Most rows that decode in one step: a group and what it may have beyond its share (`Scheduler._even_out`)."""

@@ -15,6 +15,10 @@ from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.arena import FIRST_FREE_SLOT
 
 CPU_ROWS = 256
+GPU_CERTAIN_ROWS = 32
+"""With more rows in a GPU's steps every token is drawn, text that is certain too: for few rows a step lasts as long as
+reading the weights, and a token more costs nothing; beside many it takes time from all. On a CPU a token costs what it
+is, and one that is read needs neither logits nor a mask nor a draw: there any number of rows may."""
 GPU_ROWS = 1024
 CPU_PREFILL_TOKENS = 256
 GPU_PREFILL_TOKENS = 4096
@@ -54,6 +58,7 @@ class Memory:
             groups=groups,
             batch_rows_beside=self._batch_rows_beside(on_gpu),
             mixed_rows=DECODING[-1] if on_gpu else 0,
+            certain_rows=GPU_CERTAIN_ROWS if on_gpu else rows,
         )
 
     def _batch_rows_beside(self, on_gpu: bool) -> int:

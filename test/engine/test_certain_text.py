@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from bench.random_schemas import random_schema
-from rwkv_batch.core import job_table
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import GenerateRequest, TokenLogprob
@@ -42,9 +41,9 @@ def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest
 
 
 @pytest.fixture
-def drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Any:
+def drawn_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call it, and every token is drawn from now on."""
-    return lambda: monkeypatch.setattr(job_table, "MOST_ROWS", -1)
+    return lambda: monkeypatch.setattr(engine.jobs, "certain_rows", -1)
 
 
 def rows() -> list[GenerateRequest]:
@@ -91,6 +90,16 @@ def test_answers_are_those_of_draws_one_by_one(engine: Engine, drawn_one_by_one:
     steps = engine.speed.steps
     alike(at_once, run(engine, *rows()))
     assert took < engine.speed.steps - steps
+
+
+def test_on_a_cpu_any_number_of_rows_reads_it_at_once(engine: Engine) -> None:
+    assert engine.jobs.certain_rows >= engine.machine.limits.max_running
+    before = engine.jobs.certain_tokens
+    run(
+        engine,
+        *(ask(f"row {i}", constraint=choice("a long answer, certain from its first letter on")) for i in range(40)),
+    )
+    assert engine.jobs.certain_tokens - before >= 40 * 3
 
 
 def test_every_end_is_where_it_was(engine: Engine, drawn_one_by_one: Any) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from demo.files import ensure_model
-from rwkv_batch.core import job_table
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
 from sampling.grammar.constraint import Constraint, Form
@@ -141,7 +140,7 @@ def test_text_that_is_certain_is_read_at_once(engine: Engine, monkeypatch: pytes
     at_once = run(engine, *rows)
     taken = engine.jobs.certain_tokens - before
     assert taken > 24 * 4
-    monkeypatch.setattr(job_table, "MOST_ROWS", -1)
+    monkeypatch.setattr(engine.jobs, "certain_rows", -1)
     one_by_one = run(engine, *rows)
     assert engine.jobs.certain_tokens == before + taken
     assert sum(a == b for a, b in zip(at_once.all_texts, one_by_one.all_texts, strict=True)) >= 18
