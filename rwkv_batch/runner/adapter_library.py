@@ -22,7 +22,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError, StartupError, invalid
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.served import ServedAdapter, served
 from rwkv_batch.model.tensor_files import FileError
-from rwkv_batch.models_folder import path_within
+from rwkv_batch.models_folder import path_within, within
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.adapters import Adapters
 from state_pool.errors import NameTaken, PoolError
@@ -161,7 +161,14 @@ class AdapterLibrary:
             if not self._put(lambda: attempt(reply, _as_service_error, lambda: self._finish(call, reply, adapter))):
                 reply(self._refusal())
 
-        self._thread.run(reply, lambda: self._read(path, call.scale), was_read)
+        self._thread.run(reply, lambda: self._read_within(path, call.scale), was_read)
+
+    def _read_within(self, path: Path, scale: float | None) -> ServedAdapter:
+        """As `_read`, of a folder whose files are within --models-dir, too. Raises ServiceError if one is not."""
+        files = path.iterdir() if path.is_dir() else ()
+        if any(within(self._config.models_dir, str(file)) is None for file in files):
+            raise invalid("file", "must be a folder without links that lead out of --models-dir", path.name)
+        return self._read(path, scale)
 
     def _finish(self, call: AddAdapter, reply: Reply[AdapterInfo], adapter: ServedAdapter) -> None:
         """Engine thread: from here on it is there. A client's file holds anything: raises anything."""

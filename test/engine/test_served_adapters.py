@@ -284,3 +284,19 @@ def test_their_number_is_limited(model: Path) -> None:
     wrong = pytest.raises(StartupError, match=r"--adapter-serve lora1=.*the limit is 1")
     with wrong, engine_with_adapters(model, names=ADAPTERS[:2], pool={"max_adapters": 1}):
         pass
+
+
+def test_a_folder_whose_file_is_elsewhere_is_not_read(engine: Engine, tmp_path: Path) -> None:
+    outside = write_adapter(tmp_path / "a.bin", random_lora(1, 3, 128))
+    folder = Path(engine.config.models_dir) / "peft"
+    folder.mkdir(exist_ok=True)
+    link = folder / "adapter_model.bin"
+    link.symlink_to(outside)
+    with pytest.raises(ServiceError, match="without links that lead out") as refused:
+        call(engine, "adapter_add", name="linked", file="peft", scale=1.0)
+    assert refused.value.info.kind is ErrorKind.INVALID_FIELD
+    link.unlink()
+    link.write_bytes(outside.read_bytes())
+    call(engine, "adapter_add", name="linked", file="peft", scale=1.0)
+    call(engine, "adapter_remove", name="linked")
+    link.unlink()
