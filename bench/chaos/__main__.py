@@ -37,7 +37,7 @@ import httpx
 
 from bench.chaos.disturbances import Disturbances
 from bench.chaos.health import Figures, Sampler, all_figures, at_rest, name_of, names_of
-from bench.chaos.slope import Slope, slope
+from bench.chaos.slope import Slope, medians, slope
 from bench.chaos.traffic import Client, Findings, stop
 from bench.crash import Service, check_all, misplaced, stored_names
 from bench.origin import origin
@@ -114,6 +114,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
     service.stop()
     since = quiet_since + (time.monotonic() - quiet_since) / 4
     found = {pid: slope_since(samples, since) for pid, samples in sampler.samples.items() if pid in after}
+    shape = {pid: kib_of_blocks(sampler.samples[pid]) for pid, one in found.items() if one and one.an_hour}
     stored = stored_names(folder, [*service_arguments, "--state-db", database])
     wrong = misplaced(talks, stored) + check_all(folder, talks, service_arguments)
     return {
@@ -130,6 +131,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "more_files": more["files"],
         "memory_growth_an_hour": {f"{pid} {names[pid]}": told(one) for pid, one in found.items() if one},
         "memory_grows": [f"{pid} {names[pid]}" for pid, one in found.items() if one and one.grows],
+        "memory_kib_of_blocks": {f"{pid} {names[pid]}": one for pid, one in shape.items()},
         "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
 
@@ -145,6 +147,12 @@ def slope_since(samples: list[tuple[float, int]], since: float) -> Slope | None:
     if samples[0][0] > since:
         return None
     return slope([(at, float(rss)) for at, rss in samples if at > since])
+
+
+def kib_of_blocks(samples: list[tuple[float, int]]) -> list[tuple[int, int]]:
+    """(seconds since the process was first seen, KiB) over its whole life: a line up, or steps that end."""
+    points = medians([(at - samples[0][0], rss / 1024) for at, rss in samples])
+    return [(round(at), round(kib)) for at, kib in points]
 
 
 def told(found: Slope) -> dict[str, float]:

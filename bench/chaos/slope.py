@@ -35,13 +35,20 @@ class Slope:
         return self.low > FLAT
 
 
-def slope(samples: list[tuple[float, float]]) -> Slope | None:
-    """Of (seconds, figure) in their order; None: too few."""
+def medians(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(mean time, median) of each block of (seconds, figure) in their order; []: too few."""
     if len(samples) < 2 * BLOCKS:
-        return None
+        return []
     cuts = [len(samples) * number // BLOCKS for number in range(BLOCKS + 1)]
     blocks = [samples[first:end] for first, end in itertools.pairwise(cuts)]
-    points = [(statistics.fmean(at for at, _ in block), statistics.median(y for _, y in block)) for block in blocks]
+    return [(statistics.fmean(at for at, _ in block), statistics.median(y for _, y in block)) for block in blocks]
+
+
+def slope(samples: list[tuple[float, float]]) -> Slope | None:
+    """Of (seconds, figure) in their order; None: too few."""
+    points = medians(samples)
+    if not points:
+        return None
     slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2))
     spread = _SIGMAS * (BLOCKS * (BLOCKS - 1) * (2 * BLOCKS + 5) / 18) ** 0.5
     low, high = round((len(slopes) - spread) / 2), round((len(slopes) + spread) / 2)
