@@ -75,7 +75,8 @@ class _Forked(popen_forkserver.Popen):
             self._tell(_pickled({}, _Nobody(), self))
             self.returncode = -number
         else:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and the server is yet to say so
+                os.kill(self.pid, number)
 
     def _tell(self, data: bytes) -> None:
         """Give the process what it is to do."""

@@ -95,6 +95,23 @@ def test_they_have_what_the_server_imported_and_their_ends_are_told(gate: Path, 
     assert "SIGKILL" in two[1].reap()
 
 
+def test_one_may_end_just_as_it_is_killed(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = child(ForkedContext("slow"), tmp_path, "one")
+    opened(gate)
+    said(one)
+    kill = os.kill
+
+    def too_late(pid: int, number: int) -> None:
+        one.tell(7)
+        for _ in range(WAIT_S * 100):
+            kill(pid, 0)  # fails once the server has reaped it
+            time.sleep(0.01)
+
+    monkeypatch.setattr(os, "kill", too_late)
+    one.kill()
+    assert one.reap() == "exit code 7"
+
+
 def test_nobody_waits_for_the_server(gate: Path, tmp_path: Path) -> None:
     """One that is killed before it was forked has ended at once, and never runs."""
     context = ForkedContext("slow")
