@@ -38,6 +38,11 @@ class Limits:
         return self.max_running if self.groups == 1 else min(self.max_running, share + max(1, share // 8))
 
     @property
+    def rows_in_mixed_step(self) -> int:
+        """Most rows that decode in one step with prompts beside them in the same graph."""
+        return min(self.rows_in_step, self.mixed_rows)
+
+    @property
     def waiting_rows_per_client(self) -> int:
         """Rows of one client that may wait."""
         return self.max_waiting_rows_per_client or max(1, self.max_waiting_rows * 3 // 4)

@@ -13,7 +13,7 @@ from rwkv_batch.model.weights import Weights
 HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 1.0, 0.6
 """What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
 states to read and write too, the more the larger a group of rows is: 960 rows of 7.2B in groups of 240 have a head of
-1.3 layers, in groups of 480 one of 0.7 (docs/notebook.md)."""
+1.3 layers, in groups of 480 one of 0.7 by a trace of two stages, whose tokens/s do not show it (docs/notebook.md)."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 

@@ -24,8 +24,11 @@ from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 
-DECODING = (8, *range(16, 257, 16))
-"""With more rows a step is long, and a prompt has its first token sooner when it goes before."""
+DECODING = (8, *range(16, 257, 16), *range(288, 513, 32))
+MOST_DECODING, MOST_DECODING_OF_SEVERAL = 256, 512
+"""On one device a step with more rows is long, and a prompt has its first token sooner when it goes before. Where
+several stages are at work, a prompt's own step holds up every group: riding costs first tokens little, and gives all
+rows more."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 
@@ -44,6 +47,11 @@ class MixedSize(NamedTuple):
     def drawn(self) -> int:
         """Rows that it may draw for."""
         return self.decoding + self.prompts.rows
+
+
+def most_decoding(stages: int) -> int:
+    """Most rows that decode in a graph with prompts; `stages` that can work at once."""
+    return MOST_DECODING if stages == 1 else MOST_DECODING_OF_SEVERAL
 
 
 def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:

@@ -140,7 +140,7 @@ class ModelRunner:
         sampler = self.sampler("")
         assert isinstance(sampler, DeviceSampler)
         rows, stages = self.limits.rows_in_step, self.pipeline.stages
-        mixed = usable_mixed_sizes(rows)
+        mixed = usable_mixed_sizes(self.limits.rows_in_mixed_step)
         prompts = usable_sizes(stages, rows)
         most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in mixed), *(size.tokens for size in prompts))
         places = graph_stages(stages, most_tokens, self.steps_in_flight)
@@ -150,7 +150,7 @@ class ModelRunner:
         return DecodeGraphs(places, rows, sampler, seats, self.steps_in_flight, drawn, adapters, pieces)
 
     def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
-        sizes = usable_mixed_sizes(self.limits.rows_in_step)
+        sizes = usable_mixed_sizes(self.limits.rows_in_mixed_step)
         return MixedGraphs(graphs, sizes, self.steps_in_flight)
 
     def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:

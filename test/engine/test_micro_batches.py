@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import FinishReason, GenerateRequest
+from rwkv_batch.runner.memory import Memory
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_scheduler import Slots, job
@@ -53,6 +55,12 @@ def test_the_text_is_that_of_one_stage(model: Path, layout: dict[str, Any]) -> N
         running = [submit(engine, row) for row in mixture() for _ in range(2)]
         for at, one in enumerate(running):
             assert one.wait().all_texts == wanted[at // 2]
+
+
+def test_the_text_is_the_same_where_prompts_ride_with_every_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Memory.limits
+    monkeypatch.setattr(Memory, "limits", lambda memory: replace(limits(memory), mixed_rows=512))
+    test_the_text_is_that_of_one_stage(model, LAYOUTS[1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["plain", "overlapped", "two stages"])

@@ -14,6 +14,7 @@ from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.runner.memory import CPU_SLOTS_OF_FREE, Memory
+from rwkv_batch.runner.mixed_graphs import usable_mixed_sizes
 
 SLOT = 1 << 20
 PIPELINE: Any = SimpleNamespace(devices=[torch.device("cpu")], concurrency=1, slot_bytes_on=lambda _device: SLOT)
@@ -74,3 +75,22 @@ def test_a_machine_that_does_not_tell_what_is_available(tmp_path: Path) -> None:
 def test_batch_rows_beside_interactive_requests(told: int, limit: int) -> None:
     memory = Memory(EngineConfig(model_path="", max_running=8, batch_rows_beside=told), PIPELINE)
     assert memory.limits().batch_rows_beside == limit
+
+
+@pytest.mark.parametrize(
+    ("gpus", "max_running", "most"), [(1, 2048, 256), (2, 2048, 512), (2, 2, 8), (4, 1200, 352), (2, 100, 64)]
+)
+def test_prompts_ride_with_more_rows_where_several_stages_work(gpus: int, max_running: int, most: int) -> None:
+    """On one device a first token would come later by it; and no graph is made that is larger than a group can be."""
+    devices = [torch.device("cuda", i) for i in range(gpus)]
+    pipeline: Any = SimpleNamespace(devices=devices, concurrency=gpus, slot_bytes_on=lambda _device: SLOT)
+    limits = Memory(EngineConfig(model_path="", max_running=max_running), pipeline).limits()
+    assert limits.mixed_rows == (256 if gpus == 1 else 512), "with so many rows prompts are scheduled"
+    sizes = usable_mixed_sizes(limits.rows_in_mixed_step)
+    assert max(size.decoding for size in sizes) == most
+
+
+def test_stages_that_take_turns_on_a_gpu_are_one() -> None:
+    gpu = torch.device("cuda", 0)
+    pipeline: Any = SimpleNamespace(devices=[gpu, gpu], concurrency=1, slot_bytes_on=lambda _device: SLOT)
+    assert Memory(EngineConfig(model_path="", max_running=600), pipeline).limits().mixed_rows == 256

@@ -22,7 +22,7 @@ NAMES = ("tokens", "token_rows", "cu_seqlens", "read_slots", "write_slots", "log
 
 def staged() -> tuple[MixedGraphs, dict[str, Any]]:
     """Graphs without a device, and the arrays that they fill."""
-    host = {name: np.full(600, -5, dtype=np.int64) for name in NAMES}
+    host = {name: np.full(1000, -5, dtype=np.int64) for name in NAMES}
 
     @contextmanager
     def filling() -> Iterator[dict[str, Any]]:
@@ -47,7 +47,7 @@ def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
     slots = dice.sample(range(2, 4000), 2 * (count + rows))
     reads, writes = slots[: count + rows], slots[count + rows :]
     draws = sorted(dice.sample(range(rows), dice.randint(0, rows)))
-    seats, prompt_seats = list(range(count)), [600 + i for i in draws]
+    seats, prompt_seats = list(range(count)), [700 + i for i in draws]
     mixed, host = staged()
     decoding = {"seats": seats, "read_slots": reads[:count], "write_slots": writes[:count]}
     mixed._fill(size, decoding, step_inputs(prompts, reads[count:], writes[count:], draws), prompt_seats, [0])
@@ -75,6 +75,6 @@ def test_each_row_is_at_its_place_and_padding_harms_nothing(seed: int) -> None:
 
 def test_sizes_hold_what_a_step_may_have() -> None:
     sizes = usable_mixed_sizes(300)
-    assert max(size.decoding for size in sizes) == 256
+    assert max(size.decoding for size in sizes) == 320
     assert sizes == tuple(sorted(sizes, key=lambda size: size.tokens))
     assert {size.decoding for size in usable_mixed_sizes(20)} == {8, 16, 32}
