@@ -23,6 +23,8 @@ class ClusterEngines:
         self._child = child
         self._drain_s = drain_s
         self._replicas: tuple[ServedModel, ...] = ()
+        self._to_leave: set[str] = set()
+        """those among them that were told to, and may go on for as long as the cluster's head is away"""
         self._is_leaving = False
         self.is_up = False
         """An engine of the own model has been ready."""
@@ -44,6 +46,8 @@ class ClusterEngines:
         name = command.remove_engine or command.restart_engine
         refusal = self._why_not(name, bool(command.remove_engine))
         if refusal is None:
+            if command.remove_engine:
+                self._to_leave.add(name)
             self._child.tell(("remove" if command.remove_engine else "restart", name))
         return refusal
 
@@ -53,8 +57,9 @@ class ClusterEngines:
             return None
         if name not in here:
             return f"engine: no engine {name!r} serves the model, only {', '.join(here)}"
-        serving = [one for one in here.values() if one.engine != name and one.status is ModelStatus.READY]
-        if leaves and not serving and here[name].status is not ModelStatus.FAILED:
+        stay = here.keys() - self._to_leave - {name}
+        serves_on = any(here[one].status is ModelStatus.READY for one in stay)
+        if leaves and not serves_on and here[name].status is not ModelStatus.FAILED:
             return f"engine: {name!r} is the last one of the model; add another one first"
         if not leaves and here[name].status not in RESTARTABLE:
             return f"engine: {name!r} is {here[name].status}; wait until it is ready, or has failed"
@@ -86,6 +91,7 @@ class ClusterEngines:
             child.process = None
             logger.error("process cluster cannot be started (%r); again in %.1f s", error, child.plan_restart())
         else:
+            self._to_leave.clear()  # a process that has just begun knows nothing of it
             child.tell(("begin", self.is_up))
 
     def _listen(self) -> None:
@@ -93,6 +99,7 @@ class ClusterEngines:
             match subject:
                 case "engines":
                     self._replicas = value
+                    self._to_leave &= {one.engine for one in value}
                     self.is_up = self.is_up or any(one.status is ModelStatus.READY for one in value)
                 case "failed" if not self.is_up:
                     raise StartupError(value)

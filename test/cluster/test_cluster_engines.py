@@ -189,6 +189,27 @@ def test_commands_go_to_the_cluster_unless_they_cannot_be_done() -> None:
     assert len(child.told) == 3
 
 
+def test_engines_that_are_to_leave_are_none_that_the_last_one_could_leave_to() -> None:
+    engines, child = made("engine-0", "engine-1")
+    assert engines.obey(ModelCommand(1, remove_engine="engine-1")) is None
+    child.says = [("engines", (engine("engine-0"), engine("engine-1")))]  # the head is away: both go on
+    engines.look_after()
+    assert "last one" in (engines.obey(ModelCommand(2, remove_engine="engine-0")) or "")
+    assert engines.obey(ModelCommand(3, remove_engine="engine-1")) is None, "it may be told twice"
+    assert child.told == [("remove", "engine-1")] * 2
+    child.says = [("engines", (engine("engine-0"),)), ("engines", (engine("engine-0"), engine("engine-1")))]
+    engines.look_after()
+    assert engines.obey(ModelCommand(4, remove_engine="engine-0")) is None, "another one has come by that name"
+
+
+def test_what_a_process_that_ended_was_told_is_forgotten_with_it() -> None:
+    engines, child = made("engine-0", "engine-1")
+    engines.obey(ModelCommand(1, remove_engine="engine-1"))
+    child.is_alive = False
+    engines.look_after()
+    assert engines.obey(ModelCommand(2, remove_engine="engine-0")) is None
+
+
 def test_a_cluster_that_cannot_be_joined_ends_a_service_that_never_served() -> None:
     engines, child = made()
     child.says = [("failed", "no such cluster")]
