@@ -25,8 +25,6 @@ _SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 _PIECE = 1 << 10
 """Compressed bytes that are taken at once: they become 32 MiB at most."""
 _CHUNK = 1 << 20
-_LINES_BETWEEN_LOOKS = 256
-"""Whether the file was changed is looked at so often."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -149,8 +147,7 @@ class Input:
                     size += len(more)
                     if not more or more.endswith(b"\n"):
                         break
-                if number % _LINES_BETWEEN_LOOKS == 0:
-                    self._check(self._raw.fileno())
+                self._check(self._raw.fileno())  # at every line: none of another file is asked under this one's number
                 number += 1
                 if number == 1:
                     data = data.removeprefix(_BOM)
