@@ -89,11 +89,11 @@ class CpuSampler:
         self._library = build.load(LIBRARY)
         penalty_exempt = torch.zeros(vocab, dtype=torch.uint8)
         penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64)] = 1
-        create = self._library["sampler_new"]
+        create = self._library.sampler_new
         create.restype = ctypes.c_void_p
         create.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
         self._handle = ctypes.c_void_p(create(max_rows, vocab, penalty_exempt.data_ptr()))
-        weakref.finalize(self, self._library["sampler_free"], self._handle)
+        weakref.finalize(self, self._library.sampler_free, self._handle)
 
     def admit(self, seat: int, params: SamplingParams) -> None:
         """A new row takes this seat. ValueError for a bad logit bias, IndexError for a seat that is not there."""
@@ -105,7 +105,7 @@ class CpuSampler:
         tokens = (ctypes.c_int32 * size)(*params.logit_bias)
         values = (ctypes.c_float * size)(*params.logit_bias.values())
         parameters = packed(params, self._vocab)
-        self._library["sampler_admit"](self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
+        self._library.sampler_admit(self._handle, ctypes.c_int64(seat), ctypes.byref(parameters), tokens, values)
 
     def follow(self, seats: list[int], runs: list[list[int]]) -> None:
         """Count tokens that these rows have without a draw. Raises IndexError for a seat that does not exist."""
@@ -113,7 +113,7 @@ class CpuSampler:
             raise IndexError(f"seats {seats} of {len(self._params)}")
         for seat, run in zip(seats, runs, strict=True):
             tokens, size = (ctypes.c_int32 * len(run))(*run), ctypes.c_int64(len(run))
-            self._library["sampler_follow"](self._handle, ctypes.c_int64(seat), tokens, size)
+            self._library.sampler_follow(self._handle, ctypes.c_int64(seat), tokens, size)
 
     def sample(self, logits: Tensor, seats: list[int], masks: Tensor | None = None) -> Sampled:
         """Draw one token for each row of logits [R, V] (overwritten if fp32 and contiguous), then count it.
@@ -132,7 +132,7 @@ class CpuSampler:
             self._forbid(address, rows, words)
         before = raw_logprobs(logits, asked)
         tokens = torch.empty(rows, dtype=torch.int64)
-        self._library["sampler_sample"](
+        self._library.sampler_sample(
             self._handle,
             ctypes.c_void_p(address),
             ctypes.c_void_p(words),
@@ -152,7 +152,7 @@ class CpuSampler:
 
     def _forbid(self, logits: int, rows: int, words: int) -> None:
         """Set logits at that address to -inf where the bits of the masks at `words` are 0."""
-        self._library["sampler_forbid"](
+        self._library.sampler_forbid(
             ctypes.c_void_p(logits),
             ctypes.c_void_p(words),
             ctypes.c_int64(rows),

@@ -807,12 +807,12 @@ MUTANTS: list[Mutant] = [
             ("            ids.discard(END_OF_TEXT)\n", "            pass\n", "ignore_eos does not"),
             ("            ids.add(END_OF_TEXT)\n", "            pass\n", "the end of the text is shown as text"),
             (
-                "child.fallback = self.root if parent is self.root else self._step(parent.fallback, byte)",
-                "child.fallback = self.root",
+                "fallback = self.root if parent is self.root else self._step(self._fallbacks[parent], byte)",
+                "fallback = self.root",
                 "a stop inside the failed beginning of another is missed",
             ),
             (
-                "        child.longest = child.longest or child.fallback.longest\n",
+                "        child.longest = child.longest or fallback.longest\n",
                 "",
                 "a stop at the end of another's beginning is missed",
             ),

@@ -125,6 +125,8 @@ async def submit(context: Context, job: Job) -> EventStream:
     except asyncio.CancelledError:  # nobody will read it
         stream.close()
         raise
+    finally:
+        del admission  # as in `ask`
     return stream
 
 
@@ -144,7 +146,10 @@ async def ask(context: Context, call: EngineCall[Answer]) -> Answer:
     answer: asyncio.Future[Answer] = loop.create_future()
 
     context.engine.call(call, _settler(loop, answer))
-    return await answer
+    try:
+        return await answer
+    finally:
+        del answer  # its exception knows this frame: with the request, whole files, they would stay as a circle
 
 
 def _settler(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> Callable[[Any], None]:

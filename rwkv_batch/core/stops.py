@@ -14,13 +14,11 @@ from rwkv_batch.tokenizer import END_OF_TEXT
 class Node:
     """A place in the automaton: the longest end of the text so far that is the beginning of a stop."""
 
-    __slots__ = ("children", "depth", "fallback", "longest")
+    __slots__ = ("children", "depth", "longest")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         """bytes of that beginning"""
-        self.fallback: Node = self
-        """the longest proper end of it that is the beginning of a stop too"""
         self.longest = 0
         """bytes of the longest stop that ends here; 0: none"""
         self.children: dict[int, Node | range] = {}
@@ -35,6 +33,9 @@ class StopAutomaton:
 
     def __init__(self, strings: Iterable[bytes]) -> None:
         self._strings = sorted({string for string in strings if string})
+        # Not in the nodes: they would refer to each other in circles, and stay until the garbage collector comes.
+        self._fallbacks: dict[Node, Node] = {}
+        """of each node but the root: the longest proper end of it that is the beginning of a stop too"""
         self.root = self._node(0, range(len(self._strings)))
         self._firsts = bytes(self.root.children)
 
@@ -56,15 +57,16 @@ class StopAutomaton:
         while byte not in node.children:
             if node is self.root:
                 return node
-            node = node.fallback
+            node = self._fallbacks[node]
         child = node.children[byte]
         return self._grow(node, byte, child) if isinstance(child, range) else child
 
     def _grow(self, parent: Node, byte: int, stops: range) -> Node:
         """The child that these stops have in common. Its parents are all there, so this nests once a stop at most."""
         child = parent.children[byte] = self._node(parent.depth + 1, stops)
-        child.fallback = self.root if parent is self.root else self._step(parent.fallback, byte)
-        child.longest = child.longest or child.fallback.longest
+        fallback = self.root if parent is self.root else self._step(self._fallbacks[parent], byte)
+        self._fallbacks[child] = fallback
+        child.longest = child.longest or fallback.longest
         return child
 
     def _node(self, depth: int, stops: range) -> Node:

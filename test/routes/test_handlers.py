@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 
 from routes.config import HttpConfig
 from routes.context import Context, Gate
-from routes.dispatch import settled
+from routes.dispatch import settled, whole_answer
 from routes.exchange import Exchange, work_on
 from routes.readiness import Readiness
 from routes.response.generate import BLANK, HEARTBEAT, JsonChunks, PlainDialect, SseChunks
 from routes.response.reply import DONE, Answer, Reply
 from routes.response.transcript import RowUpdate, Transcript
+from routes.route import Upload
 from routes.serving import http
 from routes.serving.auth import bearer_grant
+from routes.session_files import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
 from test.routes.test_dispatch import BY_PATH, Engine, ask
@@ -182,3 +185,40 @@ def test_a_stream_tells_of_rows_that_failed_and_ends() -> None:
 def test_an_answer_that_takes_its_time_shows_whether_its_client_is_there() -> None:
     chunks = JsonChunks(News(), lambda: Answer(b"{}"))  # type: ignore[arg-type]
     assert list(chunks) == [BLANK, BLANK, b"{}"]
+
+
+class Refuses(Engine):
+    """Takes no job and answers no call."""
+
+    def submit(self, job: Job, sink: Any, admitted: Any) -> None:
+        admitted(ServiceError.from_info(BUSY))
+
+    def call(self, call: object, reply: Any) -> None:
+        reply(ServiceError.from_info(BUSY))
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["job", "file"])
+def test_what_is_refused_goes_with_its_answer(is_file: bool) -> None:
+    """An exception knows the frames that it came through, and with them a whole file: they are in no circle."""
+    context = context_of(Refuses())
+
+    async def one() -> object:
+        if is_file:
+            return await settled(
+                BY_PATH["/state/import"], import_session(context, Upload(ImportQuery(session_id="s"), b"file"))
+            )
+        return await whole_answer(context, BY_PATH[CHAT], {"contents": ["a"]})
+
+    async def left() -> int:
+        work_on(Exchange())
+        assert getattr(await one(), "status", None) == 409
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                await one()
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    assert asyncio.run(left()) < 20
