@@ -269,9 +269,14 @@ class Engines:
         engine = self._replicas.get(name)
         if engine is None:
             return self._unknown(name)
-        others = [one for one in self._replicas.values() if one is not engine and one.takes_part]
-        if not others and engine.status is not ModelStatus.FAILED:
-            return f"engine: {name!r} is the last one of the model; add another one first"
+        others = [one for one in self._replicas.values() if one is not engine]
+        serves = engine.status is ModelStatus.READY
+        stay = [one for one in others if (one.status is ModelStatus.READY if serves else one.takes_part)]
+        if not stay and engine.status is not ModelStatus.FAILED:
+            return (
+                f"engine: {name!r} is the last one that serves the model; add another one first, or wait until one is "
+                "ready"
+            )
         self._let_go(engine)
         return None
 
@@ -287,11 +292,8 @@ class Engines:
 
     def _restart_next(self) -> None:
         """Drain the next engine that is to be started anew, once all others are there."""
-        replicas = self._replicas.values()
-        if not self._to_restart or any(
-            engine.status is ModelStatus.UNLOADING or (engine.status is ModelStatus.LOADING and engine.told.has_served)
-            for engine in replicas
-        ):
+        busy = (ModelStatus.UNLOADING, ModelStatus.LOADING)
+        if not self._to_restart or any(engine.status in busy for engine in self._replicas.values()):
             return
         engine = self._engines.get(self._to_restart.popleft())
         if engine is not None and engine.status in RESTARTABLE:

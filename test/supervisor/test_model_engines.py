@@ -363,9 +363,11 @@ def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
         assert refusal is not None and "'engine-1'" in refusal and status in refusal
     other.tell(ModelStatus.LOADING)
     assert engines.obey(ModelCommand(1, restart_engine="all")) is None
-    assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.LOADING
+    engines.look_after()
+    assert ready.status is ModelStatus.READY, "it alone serves while the other one loads"
     other.tell(ModelStatus.FAILED, error="no memory")
-    assert engines.obey(ModelCommand(1, restart_engine="all")) is None
+    engines.look_after()
+    assert ready.status is ModelStatus.UNLOADING and other.status is ModelStatus.FAILED
     process: Any = ready.child.process
     process.ended = True
     engines.look_after()
@@ -377,6 +379,22 @@ def test_engines_that_are_ready_or_failed_are_restarted(tmp_path: Path) -> None:
     assert ready.status is ModelStatus.READY and other.status is ModelStatus.LOADING and other.told.error == ""
     engines.look_after()
     assert other.child.process not in (None, failed)
+
+
+def test_the_only_engine_that_is_ready_stays_until_another_one_is(tmp_path: Path) -> None:
+    limits = ModelLimits(count=0, idle_s=0, last_words_s=1)
+    context: Any = Processes()
+    config = EngineConfig(model_path="", model_name="ours")
+    engines = Engines(config, str(tmp_path), LogStyle(), context, lambda *_: None, "", limits, [(), (), ()])
+    engines.look_after()
+    ready, other, third = engines._engines.values()
+    ready.tell(ModelStatus.READY, has_served=True)
+    assert "last one" in str(engines.obey(ModelCommand(1, remove_engine="engine-0"))), "the others load"
+    assert engines.obey(ModelCommand(2, remove_engine="engine-2")) is None, "nobody waits for one that loads"
+    other.tell(ModelStatus.READY, has_served=True)
+    assert engines.obey(ModelCommand(3, remove_engine="engine-0")) is None
+    assert [ready.status, other.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
+    assert third not in engines._engines.values()
 
 
 @pytest.mark.parametrize("database", ["postgresql://db/sessions", "s.db"])
