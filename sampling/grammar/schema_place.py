@@ -21,11 +21,17 @@ def place_of_fault(schema: Any, fault: Callable[[Any], str]) -> str:
     """The deepest part that has a fault of its own, as in `.properties.age`; "": the schema itself.
 
     `fault` says why a schema cannot be served, "" if it can. A part that refers to what has the fault has none itself.
+    Of several faults it is the schema's own: alone, a part may have others, and where none has this one, they tell.
     """
     if not isinstance(schema, dict):
         return ""
+    why, looks = fault(schema), iter(range(MOST_LOOKS))
+    same = _place_of_any(schema, lambda part: fault(part).replace(_WHOLE[1:], "") == why, looks)
+    return same or _place_of_any(schema, lambda part: bool(fault(part)), looks)
+
+
+def _place_of_any(schema: dict[str, Any], fault: Callable[[Any], bool], looks: Iterator[int]) -> str:
     draft = {name: schema[name] for name in ("$schema",) if name in schema}
-    looks = iter(range(MOST_LOOKS))
     apart = _mapped(schema, lambda reference: None if pointed(schema, reference) is not None else reference)
     for pointer in references(schema):
         part = pointed(apart, pointer)
@@ -37,7 +43,7 @@ def place_of_fault(schema: Any, fault: Callable[[Any], str]) -> str:
     return _deepest("", whole, lambda one: fault({**one, **beside}), looks)
 
 
-def _deepest(place: str, part: Any, fault: Callable[[Any], str], looks: Iterator[int]) -> str:
+def _deepest(place: str, part: Any, fault: Callable[[Any], bool], looks: Iterator[int]) -> str:
     """The place of the deepest part inside one, at this place, that has a fault, as far as one may look."""
     inner = _own_parts(part)
     while (found := next(inner, None)) is not None and next(looks, None) is not None:

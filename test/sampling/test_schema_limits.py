@@ -145,6 +145,19 @@ def test_a_schema_that_refers_to_itself_and_ends_is_served(
     assert takes(compiler, schema(schema_value), answer)
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [({"not": {"type": "string"}}, "Unimplemented keys"), ({"$ref": "#/nope"}, "'/nope' does not exist")],
+)
+def test_the_place_is_that_of_the_fault_which_is_told(compiler: GrammarCompiler, fault: Any, why: str) -> None:
+    """Alone, without what they refer to, other parts may have other faults."""
+    kinds = {name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]} for name in "ab"}
+    either = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    with pytest.raises(GrammarError, match=why) as refusal:
+        compiler.compile(schema({"type": "object", "properties": {"u": either, "z": fault}, "$defs": kinds}))
+    assert refusal.value.place == ".properties.z"
+
+
 def test_what_else_is_wrong_with_a_schema_that_refers_to_itself_is_told(compiler: GrammarCompiler) -> None:
     children = {"type": "array", "uniqueItems": True, "items": {"$ref": "#"}}
     held = {"type": "object", "properties": {"parent": {"$ref": "#"}, "children": children}}
