@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.protocol import EngineProtocol
-from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from rwkv_batch.request import FinishReason, GenerateRequest, Job, JobEvents
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams
 
@@ -42,11 +43,12 @@ class Run:
 
 
 def run_streams(engine: EngineProtocol, streams: Streams, name: str) -> Run:
-    """One run of the streams; `name` is another one each time. Raises SystemExit if one is refused."""
+    """One run of the streams; `name` is another one each time. Raises SystemExit if one is refused or fails."""
     encode = Tokenizer().encode
     ended = threading.Semaphore(0)
     first: dict[str, float] = {}
     refused: list[ServiceError] = []
+    failed: list[str] = []
 
     def admitted(refusal: ServiceError | None) -> None:
         if refusal is not None:
@@ -55,6 +57,7 @@ def run_streams(engine: EngineProtocol, streams: Streams, name: str) -> Run:
 
     def sink(events: JobEvents) -> None:
         first.setdefault(events.job_id, time.perf_counter() - begun)
+        failed.extend(_faults(events))
         if events.done:
             ended.release()
 
@@ -71,6 +74,19 @@ def run_streams(engine: EngineProtocol, streams: Streams, name: str) -> Run:
         engine.submit(Job(job_id=f"{name}.{number}", rows=[row], sampler="rapid"), sink, admitted)
     for _ in range(streams.count):
         ended.acquire()
+    seconds = time.perf_counter() - begun
     if refused:
         raise SystemExit(f"{len(refused)} streams were refused: {refused[0]}")
-    return Run(time.perf_counter() - begun, list(first.values()))
+    if failed:
+        raise SystemExit(f"{len(failed)} streams did not draw all of their tokens: {failed[0]}")
+    return Run(seconds, list(first.values()))
+
+
+def _faults(events: JobEvents) -> Iterator[str]:
+    """Why a stream has ended too soon, if it has."""
+    if events.error is not None:
+        yield events.error.message
+    for delta in events.deltas:
+        finish = delta.finish
+        if finish is not None and finish.reason is not FinishReason.LENGTH:
+            yield finish.reason if finish.error is None else finish.error.message
