@@ -57,8 +57,9 @@ class Roster:
         self._place_at = 0.0
         self._made: set[str] = set()
         self._to_restart: deque[str] = deque()
-        self._to_remove: set[str] = set()
-        """those that are to leave, until the head lists them no longer: it may be away when they do"""
+        self._to_remove: dict[str, Any] = {}
+        """those that are to leave, until the head lists them no longer (it may be away when they do), with the actor
+        that was meant; None: it is not known yet"""
 
     # Who is there --------------------------------------------------------------------------------------------
 
@@ -255,15 +256,20 @@ class Roster:
         """Have it leave, as soon as the cluster's head is there to hear of it."""
         self._wanted.pop(name, None)
         self._missing.discard(name)
-        self._to_remove.add(name)
+        self._to_remove[name] = self._names.actors.get(name)
         if not self._names.is_current:
             logger.warning("the cluster's head is away; %s is removed when it is back", name)
 
     def _remove_due(self) -> None:
         """Drain those that are to leave. One that waits for a node has nothing to drain."""
-        self._to_remove &= self._engines.keys()
+        self._to_remove = {name: actor for name, actor in self._to_remove.items() if name in self._engines}
         try:
-            for name in sorted(self._to_remove):
+            for name, meant in sorted(self._to_remove.items()):
+                actor = self._names.actor(name)
+                if meant is not None and actor is not None and actor != meant:
+                    del self._to_remove[name]  # it has left, and another one has its name
+                    continue
+                self._to_remove[name] = meant or actor
                 if name in self._names.roomless:
                     leave_cluster(name)
                 elif self._engines[name].status is not ModelStatus.UNLOADING:

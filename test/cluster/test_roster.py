@@ -256,6 +256,22 @@ def test_an_engine_is_removed_when_the_head_is_back(
     assert ray.actors["engine-1"].drains == []
 
 
+def test_an_engine_that_has_the_name_of_one_that_was_removed_stays(made: Callable[..., Made], ray: FakeRay) -> None:
+    for number in range(2):
+        ray.engine(f"engine-{number}", PLAN.serves)
+    service = made()
+    service.look()
+    service.roster.remove("engine-1")
+    service.look()
+    gone = ray.actors["engine-1"]
+    assert gone.drains == [False]
+    gone.dies = RayActorError("it has left")
+    ray.engine("engine-1", PLAN.serves)  # placed by another machine between two looks of this one
+    for _ in range(4):
+        service.look()
+    assert service.look() == {"engine-0": READY, "engine-1": READY} and ray.actors["engine-1"].drains == []
+
+
 def test_engines_without_a_node_leave_with_the_service_that_placed_them(waiting: Made, ray: FakeRay) -> None:
     ray.actors["engine-0"].is_last = False
     assert not waiting.roster.leave() and len(ray.actors) == 2, "another service has them"
