@@ -43,6 +43,10 @@ class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the me
     """The session exists and must not be fed to this model: other model, damaged rows, unreadable disk."""
 
 
+class SessionUnread(SessionUnusable):
+    """The session could not be read this time: a server that is away, a disk's error, no memory; try again."""
+
+
 class PoolFull(PoolError):  # noqa: N818 - names what happened, as the message does
     """A configured limit leaves no room for a new session."""
 

@@ -35,6 +35,7 @@ from state_pool.errors import (
     SessionBusy,
     SessionNotFound,
     SessionTooLarge,
+    SessionUnread,
     SessionUnusable,
     StaleEpoch,
     StateNotFound,
@@ -48,6 +49,7 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     SessionBusy: ErrorKind.SESSION_BUSY,
     SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
     SessionUnusable: ErrorKind.SESSION_UNUSABLE,
+    SessionUnread: ErrorKind.ENGINE_LOST,
     PoolFull: ErrorKind.OVERLOADED,
     DatabaseSlow: ErrorKind.TIMEOUT,
     SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
@@ -60,7 +62,7 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
     DirectoryUnreachable: ErrorKind.ENGINE_LOST,
     TurnInDoubt: ErrorKind.ENGINE_LOST,
 }
-_RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0}
+_RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0, SessionUnread: 2.0}
 _FIELDS: dict[type[PoolError], str] = {
     StateNotFound: "state",
     OtherOrigin: "state",

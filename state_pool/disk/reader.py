@@ -19,7 +19,7 @@ from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
-from state_pool.errors import DatabaseUnreadable, SessionUnusable
+from state_pool.errors import DatabaseUnreadable, SessionUnread, SessionUnusable
 from state_pool.session_page import SessionEntry
 from state_pool.sessions import SessionKey
 
@@ -168,12 +168,12 @@ class Reader:
         except SessionUnusable as error:
             return error
         except sqlite3.OperationalError as error:
-            return SessionUnusable(f"the session could not be read ({error}); try again")
+            return SessionUnread(f"the session could not be read ({error}); try again")
         except (sqlite3.DatabaseError, ValueError, OverflowError) as error:
             return Damaged(f"the session's rows in the database are damaged ({error}); delete it to begin anew")
         except Exception as error:  # out of memory, say: this session's failure, and the thread goes on
             logger.exception("a session could not be read")
-            return SessionUnusable(f"the session could not be read ({type(error).__name__}: {error}); try again")
+            return SessionUnread(f"the session could not be read ({type(error).__name__}: {error}); try again")
 
     def _loaded(self, parts: dict[str, bytes] | None, replay: list[int], num_tokens: int) -> LoadResult:
         """Into (pinned) host memory here, since that takes its time."""
@@ -190,7 +190,7 @@ def _why_not(error: Exception) -> SessionUnusable:
     """What a state whose object was not got is told to be."""
     if isinstance(error, DamagedObject):
         return Damaged(f"{error}; delete the session to begin anew")
-    return SessionUnusable(f"the session could not be read ({error}); try again")
+    return SessionUnread(f"the session could not be read ({error}); try again")
 
 
 def _looked(look: Callable[[], _Found], what: str) -> _Found | DatabaseUnreadable:

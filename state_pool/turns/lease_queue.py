@@ -12,7 +12,7 @@ from state_pool.disk.operations import Loaded, Quarantined
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import Store
 from state_pool.disk.verify import Damaged
-from state_pool.errors import AdapterNotFound, OtherOrigin, PoolError, SessionUnusable
+from state_pool.errors import AdapterNotFound, OtherOrigin, PoolError, SessionUnread, SessionUnusable
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 from state_pool.tuned_state import Origin, is_mixture
 
@@ -157,7 +157,8 @@ class LeaseQueue:
             return
         if isinstance(result, Damaged):
             self._quarantine(session, str(result))
-        self.fail(session, SessionUnusable(f"session {session.key.shown!r}: {result}"))
+        told = SessionUnread if isinstance(result, SessionUnread) else SessionUnusable
+        self.fail(session, told(f"session {session.key.shown!r}: {result}"))
 
     def _quarantine(self, session: Session, reason: str) -> None:
         """Remember the damage, here and on disk, so that nobody is fed a wrong state later."""

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.errors import ErrorKind
 from state_pool.arena import ZERO_SLOT
 from state_pool.disk import statements
 from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
 from state_pool.disk.writer import Writer
-from state_pool.errors import SessionNotFound, SessionUnusable
+from state_pool.errors import SessionNotFound, SessionUnread
 from state_pool.sessions import SessionKey
 from test.pool_fakes import Driver, Outcome, state_of
 from test.state_pool.test_pool_between import opened, reopened, rows_of, session_of, store_of
@@ -117,8 +119,12 @@ def test_a_disk_that_fails_once_condemns_no_session(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr(reader._loader, "read", fails)
-        with pytest.raises(SessionUnusable, match=r"disk I/O error\); try again"):
+        with pytest.raises(SessionUnread, match=r"disk I/O error\); try again") as told:
             driver.state("a")
+    said = as_service_error(told.value)
+    assert (said.info.kind, said.info.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0), (
+        "503 with Retry-After, no conflict"
+    )
     assert np.array_equal(driver.state("a"), state_of([ord("a")]))
     assert driver.pool.stats()["quarantined_count"] == 0
     driver.pool.close()
