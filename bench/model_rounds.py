@@ -9,7 +9,8 @@ rounds are under way where one takes longer; then, in the same streams: an engin
 loading, a file that is broken, one that vanishes as soon as it is asked for, the same name twice at once, two names.
 
 Told: the gaps between a stream's deltas in both times, by how much each stream's longest, its 99th of a hundred and
-its median grew, errors of streams, and the memory (PSS) of all processes, before and after the rounds. What says
+its median grew, errors of streams, and the memory (PSS) of all processes and of each kind, before and after the rounds,
+with what the streams have drawn between the two: the service keeps a stream's tokens until it ends. What says
 something on a machine that others use, too: how often a second the serving engine's threads lost their core in both
 times (where the system counts it), and the CPU seconds of a round's engine, from its fork to its end. Bounds: on a
 CPU the models share cores and memory bandwidth with the streams; a process of its own receives.
@@ -36,7 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.http_load import Exchange, Load, _open, _request, fetch
+from bench.http_load import Exchange, Load, _open, _request, fetch, served_tokens
 from bench.serve import machine, percentile, service
 from bench.streams import ENGINE_FORKS, _parent, memory_mb
 from demo.random_weights import write_random_model
@@ -151,9 +152,14 @@ class Service:
                 used += int(fields[13]) + int(fields[14])
         return used / os.sysconf("SC_CLK_TCK")
 
-    def memory_mb(self) -> float:
-        """Of all processes."""
-        return round(sum(memory_mb(self.engine).values()), 1)
+    def memory_mb(self) -> dict[str, float]:
+        """Of all processes, and of each kind."""
+        kinds = memory_mb(self.engine)
+        return {"all": round(sum(kinds.values()), 1), **kinds}
+
+    def drawn(self) -> int:
+        """Tokens that its streams have, which it keeps with each."""
+        return int(served_tokens(self.url, ""))
 
 
 def _command(pid: int) -> bytes:
@@ -276,7 +282,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         time.sleep(0.1)
     served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
     time.sleep(SETTLE_S)
-    memory, processes = [served.memory_mb()], len(served.processes())
+    memory, drawn, processes = [served.memory_mb()], served.drawn(), len(served.processes())
     started, lost, used = time.monotonic(), [served.lost_cores()], served.ended_cpu_s()
     time.sleep(max(args.period_s * args.rounds, 5.0))
     alone = (started, time.monotonic())
@@ -287,6 +293,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     used = served.ended_cpu_s() - used
     time.sleep(SETTLE_S)
     memory.append(served.memory_mb())
+    drawn = served.drawn() - drawn
     told = {} if args.no_faults else faults(served)
     after_faults = time.monotonic()
     ours.send("stop")
@@ -306,6 +313,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "faults": told,
         "faults_gap_ms_max": percentile([g for _, at, g in gaps if in_rounds[1] < at < after_faults], 1.0),
         "memory_mb": {"before": memory[0], "after": memory[1]},
+        "drawn_between": drawn,
         "processes": {"before": processes, "after": len(served.processes())},
         "stream_errors": failures[:3],
         "wrong": wrong[:3],
