@@ -614,7 +614,7 @@ MUTANTS: list[Mutant] = [
                 "the reader sees the database of its first read",
             ),
             (
-                '            return SessionUnusable(f"the session could not be read ({error}); try again")\n',
+                '            return SessionUnread(f"the session could not be read ({error}); try again")\n',
                 '            return Damaged(f"the session could not be read ({error}); try again")\n',
                 "a disk error condemns a session for good",
                 f"{DISK}::test_a_disk_that_fails_once_condemns_no_session",
