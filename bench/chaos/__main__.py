@@ -13,7 +13,8 @@ malformed packets sent; then only traffic goes on. Counted are:
 * threads and file descriptors that a process has more at the end of the quiet part than at its beginning, beyond a
   few of pools that fill when they are first needed;
 * growth of memory in the last three quarters of that part, of each process that was there all that time: at most 1 %
-  an hour (`slope.py`), as far as a short run can tell; bounded caches are so small here that they are full before;
+  an hour (`slope.py`), as far as a short run can tell; bounded caches are so small here that they are full before, and
+  pages of files do not count (the rows of the embedding that are read for the first time, code);
 * acknowledged turns lost or different: every session is asked for again on a service that is never disturbed
   (`bench/crash.py` says how).
 
@@ -146,12 +147,12 @@ def slope_since(samples: list[tuple[float, int]], since: float) -> Slope | None:
     """Of memory after that moment; None for a process that came up later: it has not warmed up."""
     if samples[0][0] > since:
         return None
-    return slope([(at, float(rss)) for at, rss in samples if at > since])
+    return slope([(at, float(own)) for at, own in samples if at > since])
 
 
 def kib_of_blocks(samples: list[tuple[float, int]]) -> list[tuple[int, int]]:
     """(seconds since the process was first seen, KiB) over its whole life: a line up, or steps that end."""
-    points = medians([(at - samples[0][0], rss / 1024) for at, rss in samples])
+    points = medians([(at - samples[0][0], own / 1024) for at, own in samples])
     return [(round(at), round(kib)) for at, kib in points]
 
 

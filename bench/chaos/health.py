@@ -21,6 +21,9 @@ class Figures:
     """One process at one moment."""
 
     rss: int
+    own: int
+    """bytes of it that are no pages of a file: of libraries and the model's file more come in as they are first read,
+    up to their size, and go when memory is short"""
     threads: int
     files: int
 
@@ -30,7 +33,8 @@ def figures_of(pid: int) -> Figures | None:
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        return Figures(int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+        rss, of_files = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "RssFile"))
+        return Figures(rss, rss - of_files, int(status["Threads"]), files)
     except (OSError, KeyError, ValueError):
         return None
 
@@ -56,7 +60,7 @@ def all_figures(supervisor: int) -> dict[int, Figures]:
 
 @dataclass
 class Sampler:
-    """Memory over time, on a thread of its own."""
+    """Memory of their own over time, on a thread of its own."""
 
     supervisor: int
     samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
@@ -74,7 +78,7 @@ class Sampler:
         while not self._stop.wait(SAMPLE_S):
             with contextlib.suppress(OSError):
                 for pid, figures in all_figures(self.supervisor).items():
-                    self.samples.setdefault(pid, []).append((time.monotonic(), figures.rss))
+                    self.samples.setdefault(pid, []).append((time.monotonic(), figures.own))
 
 
 def at_rest(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
