@@ -373,7 +373,9 @@ class Engine:
             try:
                 step = self.machine.launch(part, oldest, between)
                 step.number, step.launched = number, time.monotonic()
-            except Exception as error:  # noqa: BLE001 - a device raises anything; the part's jobs end, or the engine
+            except Exception as error:  # a device raises anything; the part's jobs end, or the engine
+                if between is not None and self._let_in.has_failed:
+                    raise
                 self._fail_step(part, error)
                 may_have_ended = True
                 continue

@@ -50,6 +50,8 @@ class LetIn(Generic[Step]):
         """whether there may be prompts to let in, though nobody has come since the last look"""
         self._step: Step | None = None
         """let in, and not concluded"""
+        self.has_failed = False
+        """What was raised came from here: it is no failure of the step under way, and ends the engine."""
 
     def begin(self, rows: list[ScheduledRow]) -> Between | None:
         """A step over these rows is launched next; what to call between its pieces. None: it need not be in pieces."""
@@ -66,6 +68,11 @@ class LetIn(Generic[Step]):
             self._conclude(step)
 
     def _between(self) -> None:
+        self.has_failed = True
+        self._let_in()
+        self.has_failed = False
+
+    def _let_in(self) -> None:
         self.end()  # the piece behind it is on its way, so the device does not wait for the host
         if not self._left or not (self._take_arrivals() or self._looks):
             return

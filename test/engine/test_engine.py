@@ -263,6 +263,29 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
         assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
 
 
+def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the jobs of the step alone: nobody would know what became of the rows that were to be let in."""
+    with started_engine(model) as engine:
+        launch, late = engine.machine.launch, []
+
+        def in_pieces(rows: Any, after: Any = (), between: Any = None) -> Launched:
+            if between is not None:
+                late.append(submit(engine, ask("x")))
+                between()
+            return launch(rows, after)
+
+        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
+        monkeypatch.setattr(engine.machine, "launch", in_pieces)
+        monkeypatch.setattr(engine.scheduler, "first_tokens", lambda _: 1 / 0)
+        bulk = submit(engine, *[ask("x")] * 9)
+        for lost in (bulk.wait().events[-1], late[0].wait().events[-1]):
+            assert lost.error is not None and lost.error.kind is ErrorKind.ENGINE_LOST
+        engine._thread.join(30)
+        assert not engine.is_alive
+
+
 def test_steps_on_a_cpu_leave_their_logits_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory taken anew costs a page fault for each 4 KiB, and all compute threads wait for it."""
     seen: list[torch.Tensor] = []  # kept, so that no address is given twice
