@@ -53,12 +53,14 @@ async def database_cut(options: argparse.Namespace, flags: list[str]) -> dict[st
     meanwhile = {name for name, ended in good if at["cut"] < ended < at["mended"]}
     recovered = {name for name, ended in good if ended > at["mended"]}
     during = [one for one in stateless if at["cut"] < one.began - begun < at["mended"]]
+    went_on = bool(meanwhile) and len(recovered) == len(names)
     return {
-        "ok": not faults and not failures(stateless) and bool(meanwhile) and len(recovered) == len(names),
+        "ok": not faults and not failures(stateless) and went_on and link.held > 0,
         "faults": faults[:3],
         "stateless": {"all": len(stateless), "during": len(during), "failed": len(failures(stateless))},
         "stateless_first_ms_p99_during": ms(part([one.first_s for one in during], 0.99)),
         "turns": {"acknowledged": len(good), "refused": len(told)},
+        "pieces_held_back": link.held,
         "refused_as": dict(Counter(f"{one.status} {one.error[:160]}" for one in told)),
         "longest_wait_s": round(max((one.whole_s for _, one in ledger.turns), default=0.0), 2),
         "sessions": len(names),

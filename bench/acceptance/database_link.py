@@ -23,6 +23,8 @@ class DatabaseLink:
         self._server = str(server / _SOCKET)
         self._cut = 0
         """the process that is cut off"""
+        self.held = 0
+        """pieces that had to wait for the link to be mended"""
         self._whole = threading.Event()
         self._whole.set()
         self._listener = socket.create_server(str(folder / _SOCKET), family=socket.AF_UNIX, backlog=64)
@@ -62,6 +64,7 @@ class DatabaseLink:
     def _pump(self, source: socket.socket, sink: socket.socket, pid: int) -> None:
         with contextlib.suppress(OSError):
             while piece := source.recv(_PIECE):
+                self.held += self._cut == pid
                 while self._cut == pid:
                     self._whole.wait()
                 sink.sendall(piece)
