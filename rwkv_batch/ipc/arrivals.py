@@ -40,6 +40,8 @@ class Arrivals:
 
     @property
     def load(self) -> Load:
-        """The engine's and theirs."""
+        """The engine's and theirs. A job that the engine takes meanwhile is counted twice, and never not at all."""
+        with self._lock:
+            rows, prompt_tokens = self._rows, self._prompt_tokens
         known = self._engine.load
-        return Load(known.rows + self._rows, known.prompt_tokens + self._prompt_tokens)
+        return Load(known.rows + rows, known.prompt_tokens + prompt_tokens)

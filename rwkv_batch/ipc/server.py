@@ -112,6 +112,8 @@ class Peer:
         self._quotas = quotas
         self._events: list[JobEvents] = []
         self._link = link
+        self._order = threading.Lock()
+        """held from when a load is taken until it is sent: a later message has no earlier one"""
 
     def serve(self, ask: Ask) -> None:
         """Handle the worker's messages until it is gone; `ask` answers calls."""
@@ -163,8 +165,9 @@ class Peer:
             self._link.send(Admitted(job.job_id, refusal))
             return
         self.jobs.add(job.job_id)
-        self._arrivals.come(job)
-        self._link.send(Arrived(job.job_id, self._arrivals.load))
+        with self._order:
+            self._arrivals.come(job)
+            self._link.send(Arrived(job.job_id, self._arrivals.load))
         self._engine.submit(job, self._deliver, lambda refusal: self._admit(job, refusal))
 
     def _deliver(self, events: JobEvents) -> None:
@@ -173,18 +176,20 @@ class Peer:
             self.jobs.discard(events.job_id)
         self._events.append(events)
 
-    def beat(self, load: Load) -> None:
+    def beat(self) -> None:
         """Tell the worker that this process is there."""
-        self._link.send(Heartbeat(load))
+        with self._order:
+            self._link.send(Heartbeat(self._arrivals.load))
 
-    def tell(self, load: Load) -> None:
+    def tell(self) -> None:
         """Send what a step has brought for this worker."""
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
             for frame in in_frames(events):
                 try:
-                    self._link.send(EventBatch(frame, load))
+                    with self._order:
+                        self._link.send(EventBatch(frame, self._arrivals.load))
                 except FrameTooLong as error:
                     self._fail_jobs({event.job_id for event in frame}, error)
 
@@ -236,7 +241,7 @@ class EngineServer:
     def serve(self, link: PeerLink) -> None:
         """Serve the HTTP worker at the other end until it is gone."""
         peer = Peer(link, self._engine, self._arrivals, self._metrics, self._quotas)
-        peer.beat(self._arrivals.load)
+        peer.beat()
         self._peers.add(peer)
         try:
             peer.serve(self._ask)
@@ -246,9 +251,8 @@ class EngineServer:
     def _beat(self) -> None:
         while True:
             time.sleep(HEARTBEAT_S)
-            load = self._arrivals.load
             for peer in self._peers.copy():
-                peer.beat(load)
+                peer.beat()
 
     def _accept_loop(self, listener: socket.socket) -> None:
         while True:
@@ -261,9 +265,8 @@ class EngineServer:
             threading.Thread(target=self.serve, args=(link,), name="worker-receive", daemon=True).start()
 
     def _tell_all(self) -> None:
-        load = self._arrivals.load
         for peer in self._peers.copy():
-            peer.tell(load)
+            peer.tell()
 
     def _ask(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
         """Answer a call: the metrics and the processes in the status here, the rest by the engine."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cluster.member import Member
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.server import EngineServer
-from rwkv_batch.request import Job, Load
+from rwkv_batch.ipc.arrivals import Arrivals
+from rwkv_batch.ipc.server import EngineServer, Peer
+from rwkv_batch.ipc.wire import Arrived, EventBatch, Submit
+from rwkv_batch.request import Job, JobEvents, Load
 from test.cluster.test_fleet import told
 from test.harness import ask
 from test.serving import wait_for
@@ -89,3 +91,46 @@ def test_what_an_engine_refuses_is_not_its_load(engine: InAStep, two_workers: li
     engine.end_step(ServiceError(ErrorKind.OVERLOADED, "the queue is full"))
     give(other, "three")
     wait_for(lambda: int(other.load) == 1, 30, "only what is there is counted")
+
+
+def test_a_job_that_the_engine_takes_while_its_load_is_asked_for_is_counted() -> None:
+    job = Job(job_id="job", rows=[ask("")])
+
+    class TakesIt:
+        @property
+        def load(self) -> Load:
+            arrivals.gone(job)  # its own count has it from now on
+            return Load(0, 0)
+
+    arrivals = Arrivals(TakesIt())
+    arrivals.come(job)
+    assert arrivals.load.rows == 1
+
+
+class PlayedLink:
+    """A worker's end: what was sent to it, and something that happens as the first events are."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.meanwhile: Any = None
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, EventBatch) and self.meanwhile is not None:
+            self.meanwhile()
+
+
+def test_what_is_told_after_a_job_has_come_counts_it(engine: InAStep) -> None:
+    server, any_engine = EngineServer(engine), cast(Any, engine)  # type: ignore[arg-type]  # as above
+    links = [PlayedLink(), PlayedLink()]
+    one, other = (
+        Peer(cast(Any, link), any_engine, server._arrivals, server._metrics, server._quotas) for link in links
+    )
+    for peer in (one, other):
+        peer._deliver(JobEvents(job_id="earlier", deltas=[]))
+    links[0].meanwhile = lambda: other._handle(Submit(Job(job_id="late", rows=[ask("")])), cast(Any, None))
+    server._peers = cast(Any, [one, other])  # told in this order
+    server._tell_all()
+    arrived, told_later = links[1].sent
+    assert isinstance(arrived, Arrived) and isinstance(told_later, EventBatch)
+    assert arrived.load.rows == told_later.load.rows == 1
