@@ -22,7 +22,7 @@ from routes.route import Route, Upload
 from rwkv_batch.calls import ListAdapters, ListStates
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import MODEL_NAME, ModelStatus, ModelWish, ServedModel
-from rwkv_batch.models_folder import within
+from rwkv_batch.models_folder import check_adapter_within, within
 
 ENDINGS = (".pth", ".safetensors")
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -161,9 +161,11 @@ def beside(context: Context) -> Models:
 def _adapter(context: Context, entry: str) -> str:
     """An adapter as --adapter has it: the path, and the scale if one is given."""
     file, colon, scale = entry.rpartition(":")
-    if colon and _SCALE.fullmatch(scale):
-        return f"{within_models(context, file, 'adapters')}:{scale}"
-    return str(within_models(context, entry, "adapters"))
+    if not colon or not _SCALE.fullmatch(scale):
+        file, colon, scale = entry, "", ""
+    path = within_models(context, file, "adapters")
+    check_adapter_within(context.config.models_dir, path, "adapters")
+    return f"{path}{colon}{scale}"
 
 
 def within_models(context: Context, file: str, field: str) -> Path:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from rwkv_batch.errors import invalid
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""What is read beside an adapter's file of PEFT's."""
+
 
 def within(folder: str, file: str) -> Path | None:
     """The path of `file` in the folder, links followed; None if it leads out of it, or is no path."""
@@ -29,3 +32,10 @@ def path_within(folder: str, file: str, field: str, otherwise: str = "") -> Path
     if path is None:
         raise invalid(field, "must be the path of a file within --models-dir", file)
     return path
+
+
+def check_adapter_within(folder: str, path: Path, field: str) -> None:
+    """Raises ServiceError if what is read with the adapter at a path in --models-dir is elsewhere."""
+    files = path.iterdir() if path.is_dir() else (path.with_name(ADAPTER_CONFIG),)
+    if any(within(folder, str(file)) is None for file in files):
+        raise invalid(field, "must be an adapter without links that lead out of --models-dir", path.name)

@@ -22,7 +22,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError, StartupError, invalid
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.served import ServedAdapter, served
 from rwkv_batch.model.tensor_files import FileError
-from rwkv_batch.models_folder import path_within, within
+from rwkv_batch.models_folder import check_adapter_within, path_within
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.adapters import Adapters
 from state_pool.errors import NameTaken, PoolError
@@ -164,10 +164,8 @@ class AdapterLibrary:
         self._thread.run(reply, lambda: self._read_within(path, call.scale), was_read)
 
     def _read_within(self, path: Path, scale: float | None) -> ServedAdapter:
-        """As `_read`, of a folder whose files are within --models-dir, too. Raises ServiceError if one is not."""
-        files = path.iterdir() if path.is_dir() else ()
-        if any(within(self._config.models_dir, str(file)) is None for file in files):
-            raise invalid("file", "must be a folder without links that lead out of --models-dir", path.name)
+        """As `_read`, of files that are all within --models-dir. Raises ServiceError if one is not."""
+        check_adapter_within(self._config.models_dir, path, "file")
         return self._read(path, scale)
 
     def _finish(self, call: AddAdapter, reply: Reply[AdapterInfo], adapter: ServedAdapter) -> None:

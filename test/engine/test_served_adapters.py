@@ -300,3 +300,14 @@ def test_a_folder_whose_file_is_elsewhere_is_not_read(engine: Engine, tmp_path: 
     call(engine, "adapter_add", name="linked", file="peft", scale=1.0)
     call(engine, "adapter_remove", name="linked")
     link.unlink()
+
+
+def test_a_file_whose_configuration_is_elsewhere_is_not_read(engine: Engine, tmp_path: Path) -> None:
+    folder = Path(engine.config.models_dir) / tmp_path.name
+    folder.mkdir()
+    write_adapter(folder / "adapter_model.bin", random_lora(1, 3, 128))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").symlink_to(tmp_path / "adapter_config.json")
+    with pytest.raises(ServiceError, match="without links that lead out") as refused:
+        call(engine, "adapter_add", name="linked", file=f"{folder.name}/adapter_model.bin", scale=1.0)
+    assert refused.value.info.kind is ErrorKind.INVALID_FIELD

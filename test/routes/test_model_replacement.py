@@ -12,6 +12,7 @@ import pytest
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.model_directory import ModelDirectory
+from routes.models import LoadBody, wish_of
 from routes.readiness import Readiness
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel
@@ -124,3 +125,20 @@ def test_other_reasons_not_to_unload_are_told(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ServiceError, match="the service ends"):
         machine.load("small")
     assert machine.told == []
+
+
+def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    machine = Machine(folder, "")
+    adapter = folder / "adapter_model.safetensors"
+    adapter.touch()
+    for entry in (adapter.name, f"{adapter.name}:2"):
+        wish = wish_of(machine.context, LoadBody(file="new.pth", adapters=[entry]))
+        assert wish.adapters == (str(folder / entry),)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").symlink_to(tmp_path / "adapter_config.json")
+    for entry in (adapter.name, f"{adapter.name}:2"):
+        with pytest.raises(ServiceError, match="without links that lead out") as refused:
+            wish_of(machine.context, LoadBody(file="new.pth", adapters=[entry]))
+        assert refused.value.info.field == "adapters"

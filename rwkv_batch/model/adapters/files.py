@@ -22,11 +22,11 @@ from torch import Tensor
 from rwkv_batch.model.hugging_face import native_module
 from rwkv_batch.model.tensor_files import MOST, FileError, Kind, read_tensors
 from rwkv_batch.model.weights import FLOATS
+from rwkv_batch.models_folder import ADAPTER_CONFIG
 
 ADAPTER_FILE = Kind(
     "adapter file", "adapter file", "adapters", "give --adapter", (".pth", ".pt", ".bin", ".safetensors")
 )
-CONFIG = "adapter_config.json"
 _MODEL = "adapter_model"
 _NAME = re.compile(
     r"(?:^|\.)(?P<target>(?:blocks\.\d+\.|emb\b|head\b|ln_out\b).*?)"
@@ -144,7 +144,7 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
         raise FileError(f"adapter file {path} has no tensors")
     digest = _digest(tensors, scale, config)
     active = _active(path, tensors.get(_MOE_INFO))
-    alphas = _alphas(path.with_name(CONFIG), config)
+    alphas = _alphas(path.with_name(ADAPTER_CONFIG), config)
     return Adapter(path, parts, scale, config, digest, experts, active, alphas, modules)
 
 
@@ -188,7 +188,7 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
 
 def _config(path: Path) -> Mapping[str, Any]:
     """PEFT's configuration beside its file. Raises FileError for what it says and nothing here does."""
-    file = path.with_name(CONFIG)
+    file = path.with_name(ADAPTER_CONFIG)
     if not path.stem.startswith(_MODEL) or not file.is_file():
         return {}
     try:
