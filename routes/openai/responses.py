@@ -93,7 +93,11 @@ class ResponsesDialect(PlainDialect):
 
     def _cuts_item(self, finish: Finish | None) -> bool:
         """Whether the last item is not whole: what is left out behind it, as the opening of a call, is none of it."""
-        is_inside = not self._items.items or self._parting.ends_inside(self._items.items[-1]["type"] == "function_call")
+        last = self._items.items[-1]["type"] if self._items.items else ""
+        if last == "reasoning":
+            is_inside = self._parting.is_inside_thought
+        else:
+            is_inside = not last or self._parting.ends_inside(last == "function_call")
         return is_inside and self._status(finish) != "completed"
 
     def _told(self, events: Iterable[Event]) -> bytes:

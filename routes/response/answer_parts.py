@@ -47,6 +47,11 @@ class AnswerParting:
         return self._calls is not None and self._calls.has_called
 
     @property
+    def is_inside_thought(self) -> bool:
+        """Whether the text ends inside a thought."""
+        return self._parting.is_inside_thought
+
+    @property
     def is_inside_call(self) -> bool:
         """Whether the text ends inside a call, or in what was opened as one."""
         return self._calls is not None and self._calls.is_inside

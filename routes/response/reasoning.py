@@ -43,6 +43,11 @@ class Parting:
         self._blank: list[str] = []
         """white space of a thought, which is dropped if the thought ends with it"""
 
+    @property
+    def is_inside_thought(self) -> bool:
+        """Whether the text ends inside a thought."""
+        return self._place is _Place.THOUGHT
+
     def feed(self, text: str, final: bool) -> Parted:
         """What `text` makes certain; everything that is left with `final`."""
         self._held += text
