@@ -1,4 +1,7 @@
-"""Products of up to 256 rows, of fp8 codes up to 640, on Hopper's tensor cores (csrc/wide.cuh): plans and launches."""
+"""Products of few rows on Hopper's tensor cores (csrc/wide.cuh): plans and launches.
+
+Weights [k, n] take up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS, fp8 codes up to 640.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ OUTPUTS = 128
 DEPTH = 64
 FP8_DEPTH = 128
 TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
-"""Tiles of rows there are kernels for; one tile holds all rows of a launch."""
+"""Tiles of rows there are kernels for; of weights [k, n], one tile holds all rows of a launch."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
 FP8_TILE_ROWS = (*TILE_ROWS, 320)
 MAX_TALL_ROWS = 1024
@@ -57,7 +60,7 @@ class Workspace:
     """Where the blocks that share a tile's k exchange their sums, on one device."""
 
     partial: Tensor
-    """[processors, 128 * 256] fp32"""
+    """[processors, OUTPUTS * 320] fp32: of the largest tile"""
     counters: Tensor
     """[processors, 2] int32, zero between launches"""
 

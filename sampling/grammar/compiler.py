@@ -99,7 +99,8 @@ class GrammarCompiler:
 
     def lacks_lexers(self, grammar: Grammar, rows: int) -> bool:
         """Whether masks would be computed by more threads, were it compiled once more: with so many rows to come."""
-        wanted = min(LEXERS_PER_THREAD * self._threads, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
+        most = LEXERS_PER_THREAD * self._threads if self._threads > 1 else 1
+        wanted = min(most, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
         return len(grammar.starts) < wanted and grammar.compile_s <= COSTLY_S
 
     def widen(self, constraint: Constraint, grammar: Grammar, rows: int) -> None:

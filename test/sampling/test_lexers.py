@@ -66,6 +66,14 @@ def test_rows_of_one_grammar_are_spread_over_lexers(compiler: GrammarCompiler) -
     assert len(grammar.matchers) == 0
 
 
+def test_one_thread_has_one_lexer_of_a_grammar() -> None:
+    compiler = GrammarCompiler(TOKENIZER.byte_table, TOKENIZER.encode_bytes, VOCAB_SIZE, threads=1)
+    held = regex("[a-z]{1,9}")
+    grammar = compiler.compile(held)
+    compiler.widen(held, grammar, 100)
+    assert not compiler.lacks_lexers(grammar, 100) and len(grammar.starts) == 1
+
+
 def test_masks_go_to_their_rows_whatever_lexer_they_have(compiler: GrammarCompiler) -> None:
     digits, letters = regex("[0-9]+x"), regex("[a-z]+0")
     compiled = [compiler.compile(digits), compiler.compile(letters)]
