@@ -176,6 +176,8 @@ class Engines:
         known = self._model(wish.name)
         is_own = wish.name in (self._config.model_name, USUAL_NAME)
         if is_own or (known is not None and known.status is not ModelStatus.FAILED):
+            if known is not None and known.status is ModelStatus.UNLOADING:
+                return f"name: a model {wish.name!r} is leaving; wait until it has, or give another name"
             state = "" if known is None else f", {known.status}"
             return f"name: a model {wish.name!r} is here already{state}; unload it first, or give another name"
         others = [engine for engine in self._engines.values() if not engine.told.is_own]

@@ -338,6 +338,7 @@ def test_an_idle_model_makes_room_and_the_next_begins_when_it_has_gone(tmp_path:
     assert "the limit is 2" in str(ask("c")), "both were used just now"
     a.last_used -= SPARE_S + 1
     assert ask("c") is None and [a.status, b.status] == [ModelStatus.UNLOADING, ModelStatus.READY]
+    assert "wait until it has" in str(ask("a")) and "unload it first" in str(ask("b"))
     models.look_after()
     c = models._model("c")
     assert c is not None and c.child.process is None and models.wait_s() != 0
