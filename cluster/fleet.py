@@ -258,7 +258,8 @@ class Fleet:
         if refusal is None:
             journey.answer(None)
         elif refusal.info.kind in AWAY:
-            self._lost(journey, attempt, refusal.info)
+            leaves = refusal.info.kind is ErrorKind.DRAINING and not self._is_ending
+            self._lost(journey, attempt, _leaves(attempt.member) if leaves else refusal.info)
         else:
             self._forget(journey)
             journey.answer(refusal)
@@ -383,6 +384,12 @@ class Fleet:
 
     def _why_none(self) -> ErrorInfo:
         return next((member.client.reason for member in self.members), LOADING)
+
+
+def _leaves(member: Member) -> ErrorInfo:
+    """What a request is told that this engine does not take any more, if no other one comes: the service goes on."""
+    message = f"{member.name} is removed or started anew, and no other engine takes work; try again in a moment"
+    return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)
 
 
 def _weight(session: str, engine: str) -> bytes:

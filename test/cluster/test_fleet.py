@@ -240,6 +240,21 @@ def test_a_refusal_is_the_clients_and_one_of_an_engine_that_leaves_is_not(two: M
         having(engines[1:]).says(b"a", [1], ends=True)
 
 
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_where_the_only_engine_leaves_nobody_is_told_that_the_service_ends(
+    monkeypatch: pytest.MonkeyPatch, is_ending: bool
+) -> None:
+    play(monkeypatch, Played)
+    fleet, (only,) = made(FleetLimits(wait_s=0.0), 1)
+    only.refuses = LEAVES
+    fleet.is_ending = is_ending
+    running = submit(fleet)
+    fleet._send_waiting()
+    told_it = running.refusal
+    assert told_it is not None and told_it.info.kind is ErrorKind.DRAINING
+    assert told_it.info == LEAVES if is_ending else "engine-0 is removed or started anew" in told_it.info.message
+
+
 def test_a_draining_engine_gets_nothing_new_and_one_that_has_gone_gives_its_jobs_away(two: Made) -> None:
     fleet, engines = two
     running = submit(fleet)
