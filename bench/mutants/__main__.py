@@ -107,10 +107,12 @@ def summary(results: dict[str, Result], here: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(file: Path | None, last: dict[str, Any], results: dict[str, Result]) -> None:
-    """Results so far, whole or not at all."""
+    """Results so far of the mutants that exist now, whole or not at all."""
     if file is not None:
+        known = {mutant.name for mutant in MUTANTS}
+        kept = [one for name, one in results.items() if name in known]
         part = file.with_suffix(".part")
-        part.write_text(json.dumps({**last, "results": list(results.values())}, ensure_ascii=False, indent=1) + "\n")
+        part.write_text(json.dumps({**last, "results": kept}, ensure_ascii=False, indent=1) + "\n")
         part.replace(file)
 
 

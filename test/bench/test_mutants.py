@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.mutants.__main__ import seen_before
+from bench.mutants.__main__ import seen_before, write
 from bench.mutants.mutant import Mutant
 from bench.mutants.runner import (
     MUTANTS,
@@ -141,3 +141,9 @@ def test_results_of_earlier_runs_are_merged(tmp_path: Path) -> None:
         results = [{"name": name, "verdict": verdict, "seconds": seconds} for name, verdict, seconds in run]
         file.write_text(json.dumps({"results": results}))
     assert {name: one["seconds"] for name, one in seen_before(files).items()} == {"a": 5.0, "b": 1.0}
+
+
+def test_results_of_mutants_that_are_gone_are_left_out(tmp_path: Path) -> None:
+    out, names = tmp_path / "out.json", (MUTANTS[0].name, "one that there is none of")
+    write(out, {}, {name: {"name": name} for name in names})
+    assert json.loads(out.read_text())["results"] == [{"name": MUTANTS[0].name}]
