@@ -102,6 +102,8 @@ def running(count: int, flags: list[str], log: Path) -> Iterator[Service]:
         engines.wait_ready()
         link = Fleet(FleetLimits())
         sockets = sorted(path for path in set(folder.glob("rwkv-*/engine-*")) - before if path.is_socket())
+        if len(sockets) != count:
+            raise SystemExit(f"{len(sockets)} engines have come, not {count}: does another service start meanwhile?")
         link.update([_served(path) for path in sockets])
         bare = EngineClient(at_socket(str(sockets[0])))
         link.start("bench")
