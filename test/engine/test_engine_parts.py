@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.request import GenerateRequest, PromptLogprobs
+from rwkv_batch.runner.decode_graphs import LastTokens
 from rwkv_batch.runner.drawing import Launched
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.model_runner import ModelRunner
@@ -40,7 +41,9 @@ class StandIn:
 
     def __init__(self, machine: ModelRunner) -> None:
         self._machine = machine
+        machine._tokens = LastTokens(machine.limits.num_seats, machine.device, machine.device, machine.steps_in_flight)
         self.places: list[Any] = []
+        self.pieces = None
         self.max_rows = machine.limits.rows_in_step
         self.logits = machine._logits = torch.empty(2 * self.max_rows, machine.vocab)
         self.steps: list[int] = []
@@ -53,7 +56,9 @@ class StandIn:
         read_slots: Sequence[int],
         write_slots: Sequence[int],
         adapters: Sequence[int] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> Tensor:
+        assert between is None, "it has no pieces"
         if self.fails:
             raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
         assert 0 < len(seats) <= self.max_rows and adapters is None
@@ -70,8 +75,9 @@ class StandIn:
         write_slots: Sequence[int],
         undrawn: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> Tensor:
-        logits = self.run_logits(seats, read_slots, write_slots, adapters)
+        logits = self.run_logits(seats, read_slots, write_slots, adapters, between)
         rows = [row for row in range(len(seats)) if row not in undrawn]
         tokens = torch.zeros(len(seats), dtype=torch.int64)
         tokens[rows] = self._machine.sampler("").sample(logits[rows], [seats[row] for row in rows]).token_ids

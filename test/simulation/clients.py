@@ -285,6 +285,7 @@ class Clients:
             ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "thread", "disk", "unload")
             or self._was_mixture(name),
             ErrorKind.ADAPTER_NOT_FOUND: world.faults.since(0.0, "unload"),
+            ErrorKind.ENGINE_LOST: world.faults.since(at, "disk", "thread", "read"),
             ErrorKind.INTERNAL: world.faults.since(0.0, "disk", "thread", "read"),
             ErrorKind.DRAINING: world.faults.since(at, "restart"),
         }
@@ -321,6 +322,7 @@ class Clients:
             ErrorKind.SESSION_BUSY: turn is not None and not turn.wait,
             ErrorKind.SESSION_NOT_FOUND: branches,
             ErrorKind.SESSION_UNUSABLE: world.faults.since(0.0, "read", "disk", "thread", "unload"),
+            ErrorKind.ENGINE_LOST: world.faults.since(asked.at, "read", "disk", "thread"),
             ErrorKind.DRAINING: world.faults.since(asked.at, "restart"),
             ErrorKind.STATE_NOT_FOUND: self._is_missing(asked),
             ErrorKind.ADAPTER_NOT_FOUND: self._is_missing(asked) or world.faults.since(0.0, "unload"),
@@ -463,6 +465,7 @@ class Clients:
             ErrorKind.OVERLOADED: faults.since(asked.at, "memory"),
             ErrorKind.SESSION_NOT_FOUND: turn is not None and self._deleted_since(asked.at, turn.session_id),
             ErrorKind.SESSION_UNUSABLE: turn is not None and faults.since(0.0, "read", "thread", "disk", "unload"),
+            ErrorKind.ENGINE_LOST: turn is not None and faults.since(asked.at, "read", "thread", "disk"),
             ErrorKind.ADAPTER_NOT_FOUND: turn is not None and faults.since(0.0, "unload"),
             ErrorKind.INVALID_FIELD: turn is not None and self._is_other(asked),
             ErrorKind.DRAINING: faults.since(asked.at, "restart"),

@@ -101,10 +101,10 @@ __device__ __forceinline__ void activate_sums(float (&sums)[SUMS], int activatio
         for (int i = 0; i < COUNT; ++i) sums[i] = of_one(sums[i]);
     };
     switch (activation) {
-        case TANH: all(wide_activate<TANH>); break;
-        case SIGMOID: all(wide_activate<SIGMOID>); break;
-        case RELU_SQUARED: all(wide_activate<RELU_SQUARED>); break;
-        case SIGNED_SQUARE: all(wide_activate<SIGNED_SQUARE>); break;
+        case TANH: all([](float v) { return wide_activate<TANH>(v); }); break;
+        case SIGMOID: all([](float v) { return wide_activate<SIGMOID>(v); }); break;
+        case RELU_SQUARED: all([](float v) { return wide_activate<RELU_SQUARED>(v); }); break;
+        case SIGNED_SQUARE: all([](float v) { return wide_activate<SIGNED_SQUARE>(v); }); break;
         default: break;
     }
 }
