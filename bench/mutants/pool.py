@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
             ),
             ("        session.replay = loaded.replay\n", "", "the log behind a stored state is not replayed"),
         ],
-        ci=(5,),
+        ci=(8,),
     ),
     *of(
         "state_pool/cache/checkpoints.py",
