@@ -12,9 +12,10 @@ import numpy as np
 
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
+from state_pool.disk.store import Store
 from state_pool.pool import StatePool
 from state_pool.session_page import SessionPage
-from state_pool.sessions import Lease, LeaseState
+from state_pool.sessions import Lease, LeaseState, Session, SessionKey
 
 STATE_WORDS = 32
 _LOOK_AGAIN_S = 0.0005
@@ -233,3 +234,16 @@ def config_in(folder: Path, **changes: object) -> PoolConfig:
     """A small pool over a database in a folder."""
     settings: dict[str, object] = {"state_db": str(folder / "sessions.db"), "l1_sessions": 4, "l2_sessions": 8}
     return PoolConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def store_of(driver: Driver) -> Store:
+    """The pool's third tier."""
+    assert driver.pool._store is not None
+    return driver.pool._store
+
+
+def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
+    """What the pool knows of a session in memory."""
+    found = driver.pool._index.get(SessionKey(name, dialogue))
+    assert found is not None
+    return found

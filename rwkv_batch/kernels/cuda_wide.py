@@ -70,11 +70,11 @@ def why_no_wide(device: torch.device) -> str | None:
     """Why these kernels do not serve a device; None if they do. Builds them: one build serves all GPUs here."""
     archs = machine.gpu_archs()
     if device.type != "cuda" or archs != ("sm_90",):
-        return f"products of up to 256 rows have a kernel for sm_90 only; here is {', '.join(archs) or device.type}"
+        return f"products of few rows have a kernel for sm_90 only; here is {', '.join(archs) or device.type}"
     try:
         hopper_library()
     except (build.BuildError, OSError) as error:
-        logger.warning("products of up to 256 rows are left to cuBLAS: %s", error)
+        logger.warning("products of few rows are left to cuBLAS: %s", error)
         return str(error)
     return None
 

@@ -84,6 +84,7 @@ class ModelRunner:
         self._graphs = None if self.graph_refusal else self._make_graphs()
         self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
         self._mixed_graphs = None if self._graphs is None else self._make_mixed_graphs(self._graphs)
+        self._require_pieces()
         self._tokens = self._graphs.tokens if self._graphs is not None else self._make_last_tokens()
         self._known = 0
         """number under which the tokens of the last step that the host has read come to the first device"""
@@ -92,6 +93,14 @@ class ModelRunner:
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
+
+    def _require_pieces(self) -> None:
+        """Raises StartupError for --batch-step-layers where steps cannot be launched in pieces."""
+        layers = self._config.batch_step_layers
+        if layers and not self.has_pieces:
+            reason = self.graph_refusal or f"here the layers are on {self.device_names()}, or come from host memory"
+            needs = "needs decode graphs and one GPU that keeps all layers"
+            raise StartupError(f"--batch-step-layers {layers} {needs}: {reason}; leave it out")
 
     def _make_logits(self) -> Tensor | None:
         """Where a CPU's steps leave their logits, each done with before the next begins.

@@ -13,7 +13,7 @@ import torch
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
 from rwkv_batch.runner.drawing import Drawing, Launched
 from sampling.params import SamplingParams
@@ -261,6 +261,12 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
         assert not engine.is_alive
         late = submit(engine, ask("x"))
         assert late.refusal is not None and late.refusal.info.kind is ErrorKind.ENGINE_LOST
+
+
+def test_pieces_where_there_are_none_are_refused_at_the_start(model: Path) -> None:
+    no_graphs = r"--batch-step-layers 2 needs .*: decode graphs need the cuda kernels on every device, not cpu; leave"
+    with pytest.raises(StartupError, match=no_graphs), started_engine(model, batch_step_layers=2):
+        pass
 
 
 def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(

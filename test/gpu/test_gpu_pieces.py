@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from demo.files import ensure_model
-from demo.random_weights import random_weights
 from rwkv_batch.engine import Engine
-from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import step_inputs
-from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import graph_stages
+from test.gpu.random_stage import GPU, VOCAB, random_stage
 from test.harness import ask, run, settles, started_engine, submit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-GPU = torch.device("cuda", 0)
-LAYERS, WIDTH, VOCAB, RANKS = 5, 1024, 512, (64, 64, 32, 128)
+LAYERS = 5
 SLOTS, ROWS = 80, 48
 
 
 @pytest.fixture(scope="module")
 def stage() -> Stage:
-    from rwkv_batch.kernels.cuda import CudaOps
-
-    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)
-    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    half = torch.float16
-    stage = Stage(weights, 0, LAYERS, Precision(GPU, half, half, half), CudaOps())
-    stage.allocate_slots(SLOTS)
-    return stage
+    return random_stage(LAYERS, SLOTS)
 
 
 @pytest.mark.parametrize("rows", [16, 33, ROWS])

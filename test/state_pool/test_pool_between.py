@@ -9,29 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from state_pool.disk.store import Store
 from state_pool.errors import PoolFull, SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
-from state_pool.sessions import Lease, LeaseState, Session, SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+from state_pool.sessions import Lease, LeaseState, SessionKey
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, session_of, state_of, store_of
 from test.state_pool.test_pool_portable import export
 from test.state_pool.test_pool_prefix import Prompts, cache, head_of
 
 
 def opened(folder: Path, delay: int = 0, **changes: object) -> Driver:
     return Driver(FakeArena(delay=delay), config_in(folder, **changes))
-
-
-def store_of(driver: Driver) -> Store:
-    """The pool's third tier."""
-    assert driver.pool._store is not None
-    return driver.pool._store
-
-
-def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
-    found = driver.pool._index.get(SessionKey(name, dialogue))
-    assert found is not None
-    return found
 
 
 def rows_of(folder: Path, table: str = "sessions") -> int:

@@ -17,8 +17,8 @@ from state_pool.disk.operations import Append, Checkpoint, Delete, SessionRow
 from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionUnread
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, Outcome, state_of
-from test.state_pool.test_pool_between import opened, reopened, rows_of, session_of, store_of
+from test.pool_fakes import Driver, Outcome, session_of, state_of, store_of
+from test.state_pool.test_pool_between import opened, reopened, rows_of
 from test.state_pool.test_pool_effects import pieces
 
 # -- the writer --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from state_pool.disk.operations import Append, SessionRow
-from state_pool.disk.store import Store
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.sessions import Session, SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in
+from state_pool.sessions import SessionKey
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, session_of, store_of
 from test.state_pool.test_pool_prefix import Prompts
 
 WORDS = 4096
@@ -21,18 +20,6 @@ WORDS = 4096
 
 def opened(folder: Path, **changes: object) -> Driver:
     return Driver(FakeArena(words=WORDS), config_in(folder, **changes))
-
-
-def store_of(driver: Driver) -> Store:
-    """The pool's third tier."""
-    assert driver.pool._store is not None
-    return driver.pool._store
-
-
-def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
-    found = driver.pool._index.get(SessionKey(name, dialogue))
-    assert found is not None
-    return found
 
 
 def pieces(folder: Path) -> tuple[int, int]:

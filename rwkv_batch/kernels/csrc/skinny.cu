@@ -50,24 +50,7 @@ struct WeightChunk {
     template <int TILES>
     __device__ __forceinline__ void multiply(
         float (&sums)[HEIGHT][TILES][4], const Map&, const __half* x, int k, int g, int rows) const {
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            uint4 b[PARTS] = {};
-            if (n * 8 + g < rows) {
-                const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part) b[part] = __ldg(at + 4 * part);
-            }
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-                for (int tile = 0; tile < HEIGHT; ++tile) {
-                    const uint4 &lo = w[tile][0][part], &hi = w[tile][1][part];
-                    mma(sums[tile][n], Fragment{{lo.x, hi.x, lo.y, hi.y}}, b[part].x, b[part].y);
-                    mma(sums[tile][n], Fragment{{lo.z, hi.z, lo.w, hi.w}}, b[part].z, b[part].w);
-                }
-            }
-        }
+        multiply_halves(sums, w, x, k, g, rows);
     }
 
     __device__ static __forceinline__ float scaled(float sum, const Map&, int) { return sum; }

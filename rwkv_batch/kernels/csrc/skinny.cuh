@@ -36,6 +36,30 @@ __device__ __forceinline__ float activate(float v, int activation) {
     return v;
 }
 
+// TILES * 8 rows of x against a chunk of W in halves: PARTS pieces of 8 inputs a lane, of rows g and g + 8 of each tile.
+template <int HEIGHT, int TILES, int PARTS>
+__device__ __forceinline__ void multiply_halves(
+    float (&sums)[HEIGHT][TILES][4], const uint4 (&w)[HEIGHT][2][PARTS], const __half* x, int k, int g, int rows) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        uint4 b[PARTS] = {};
+        if (n * 8 + g < rows) {
+            const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) b[part] = __ldg(at + 4 * part);
+        }
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+            for (int tile = 0; tile < HEIGHT; ++tile) {
+                const uint4 &lo = w[tile][0][part], &hi = w[tile][1][part];
+                mma(sums[tile][n], Fragment{{lo.x, hi.x, lo.y, hi.y}}, b[part].x, b[part].y);
+                mma(sums[tile][n], Fragment{{lo.z, hi.z, lo.w, hi.w}}, b[part].z, b[part].w);
+            }
+        }
+    }
+}
+
 // Where a warp stands: a group of rows of a map and a chunk of k in it.
 template <int GROUP, typename Chunk>
 struct Place {

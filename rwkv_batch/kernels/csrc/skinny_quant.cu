@@ -159,34 +159,11 @@ struct CodeChunk {
         }
     }
 
-    template <int TILES>
-    __device__ __forceinline__ void multiply_halves(
-        float (&sums)[HEIGHT][TILES][4], const __half* x, int k, int g, int rows) const {
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            uint4 b[PARTS] = {};
-            if (n * 8 + g < rows) {
-                const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part) b[part] = __ldg(at + 4 * part);
-            }
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-                for (int tile = 0; tile < HEIGHT; ++tile) {
-                    const uint4 &lo = w[tile][0][part], &hi = w[tile][1][part];
-                    mma(sums[tile][n], Fragment{{lo.x, hi.x, lo.y, hi.y}}, b[part].x, b[part].y);
-                    mma(sums[tile][n], Fragment{{lo.z, hi.z, lo.w, hi.w}}, b[part].z, b[part].w);
-                }
-            }
-        }
-    }
-
     // TILES * 8 rows of x against the chunk.
     template <int TILES>
     __device__ __forceinline__ void multiply(
         float (&sums)[HEIGHT][TILES][4], const QuantMap& m, const __half* x, int k, int g, int rows) const {
-        if (is_half(m)) return multiply_halves(sums, x, k, g, rows);
+        if (is_half(m)) return multiply_halves(sums, w, x, k, g, rows);
         if constexpr (GROUPS == 0) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)

@@ -1,0 +1,28 @@
+"""Layers of random weights on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from demo.random_weights import random_weights
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.stage import Stage
+
+GPU = torch.device("cuda", 0)
+WIDTH, VOCAB, RANKS = 1024, 512, (64, 64, 32, 128)
+
+
+def random_stage(layers: int, slots: int) -> Stage:
+    """All of a model of so many layers in halves, with the GPU's kernels and memory for so many states."""
+    from rwkv_batch.kernels.cuda import CudaOps
+
+    tensors = random_weights(layers, WIDTH, VOCAB, seed=2, ranks=RANKS, first_v=False, device=GPU)
+    weights = Weights(Path("random"), tensors, ModelShape(layers, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+    half = torch.float16
+    stage = Stage(weights, 0, layers, Precision(GPU, half, half, half), CudaOps())
+    stage.allocate_slots(slots)
+    return stage
