@@ -398,7 +398,8 @@ def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
         world.step()
         if step % 1000 == 999:
             world.restart(orderly=step > 2000)
-    assert len(world.model) > 250
+    # So much was really kept. Under "lazy" a crash loses what the writer had no time for: only later turns count.
+    assert len(world.model) > (100 if durability == "lazy" else 250)
     world.end()
 
 
