@@ -58,26 +58,27 @@ def busy_shares(devices: int) -> Iterator[list[float]]:
             shares.append(round(statistics.median(late), 2) if late else 0.0)
 
 
-def run_on(devices: int, model: Path, folder: Path, args: argparse.Namespace, flags: list[str]) -> list[dict[str, Any]]:
-    """All client counts on the first so many GPUs."""
+def run_on(
+    devices: int, model: Path, folder: Path, args: argparse.Namespace, flags: list[str]
+) -> Iterator[dict[str, Any]]:
+    """All client counts on the first so many GPUs, each when it is there."""
     named = ",".join(map(str, range(devices)))
     own = ["--model-path", str(model), "--state-db", str(folder / f"{devices}.db"), "--pp-devices", named]
     engine = Engine(parse_settings([*own, *flags], os.environ).engine)
     engine.start()
     try:
-        results = []
+        layers = [len(stage.layers) for stage in engine.machine.pipeline.stages]
         settle_garbage_collector()  # as the service does
         for clients in args.clients:
             if clients > 2 * engine.machine.limits.max_running:
                 continue  # most of them would wait for a place: a measurement of the queue
             with busy_shares(devices) as shares:
                 figures = measure(engine, clients, args)
-            results.append({"devices": devices, **figures, "busy": shares})
-            if args.trace and clients in (args.trace_clients or args.clients):
-                results[-1]["trace"] = traced(engine, clients, args, f"{devices} GPUs, {clients} clients")
-            print(json.dumps(results[-1]), flush=True)
-        results[0]["layers"] = [len(stage.layers) for stage in engine.machine.pipeline.stages]
-        return results
+            result = {"devices": devices, "layers": layers, **figures, "busy": shares}
+            if args.trace and clients in (args.trace_clients or args.clients) and devices in args.trace_devices:
+                result["trace"] = traced(engine, clients, args, f"{devices} GPUs, {clients} clients")
+            print(json.dumps(result), flush=True)
+            yield result
     finally:
         engine.stop()
         del engine
@@ -115,9 +116,10 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=20)
     parser.add_argument("--drawn", type=numbers, default=(128, 256))
     parser.add_argument("--folder", type=Path, help="where the random model is written (and kept)")
-    parser.add_argument("--out", type=Path, help="file for the last line")
+    parser.add_argument("--out", type=Path, help="file for the last line, there from the first figure on")
     parser.add_argument("--trace", type=Path, help="file for a timeline of each case, taken in a run of its own")
     parser.add_argument("--trace-clients", type=numbers, default=(), help="of these cases only")
+    parser.add_argument("--trace-devices", type=numbers, default=(1, 2, 3, 4, 8), help="and of these")
     parser.add_argument("--commit", default="", help="to be written down where git is not at hand")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:
@@ -126,12 +128,15 @@ def main() -> None:
         if not model.exists():
             write_random_file(args.size, model, torch.device("cuda:0"))
             torch.cuda.empty_cache()
-        results = [one for count in args.devices for one in run_on(count, model, Path(temporary), args, flags)]
-    head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": args.commit or commit()}
-    load = {"size": args.size, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "seconds": args.seconds}
-    line = json.dumps({**head, **load, "results": with_ratios(results)})
-    if args.out:
-        args.out.write_text(line + "\n")
+        head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": args.commit or commit()}
+        head |= {"size": args.size, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "seconds": args.seconds}
+        results: list[dict[str, Any]] = []
+        for count in args.devices:
+            for result in run_on(count, model, Path(temporary), args, flags):
+                results.append(result)
+                line = json.dumps({**head, "results": with_ratios(results)})
+                if args.out:
+                    args.out.write_text(line + "\n")  # a run that is ended early keeps what it has
     print(line)
 
 
