@@ -146,6 +146,7 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
     stage.allocate_slots(batch + 2)
     sampler, name = mixed_sampler(batch + 1)
     graphs = DecodeGraphs(graph_stages([stage], batch, 2), batch, sampler)
+    graphs.sizes[-1] = batch  # so many rows, not padded ones
     seats, slots = list(range(batch)), list(range(2, batch + 2))
     graphs.tokens.remember(seats, torch.randint(VOCAB, (batch,)))
     with watched() as power:

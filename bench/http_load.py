@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+START_S = 60.0
+"""Until all client processes are there."""
 WORDS = "the river ran past a small town where people met to talk about weather and bread".split()
 
 
@@ -148,8 +150,12 @@ def _open(host: str, port: int, request: bytes) -> Exchange:
     return Exchange(request, connection, time.perf_counter())
 
 
-def drive(load: Load, host: str, port: int, numbers: list[int], results: Any) -> None:
-    """Run some clients to their end on one selector; puts (began, ended, CPU seconds, their exchanges' figures)."""
+def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, together: Any = None) -> None:
+    """Run some clients to their end on one selector; puts (began, ended, CPU seconds, their exchanges' figures).
+
+    `together`: a barrier of the processes that begin at once."""
+    if together is not None:
+        together.wait(START_S)
     started, used = time.perf_counter(), time.process_time()
     selector = selectors.DefaultSelector()
     marker = MARKERS.get(load.route, b'"content"') if load.stream else b"}"
@@ -200,7 +206,9 @@ def over_http(load: Load, url: str, client_processes: int) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     shares = [list(range(n, load.concurrency, client_processes)) for n in range(client_processes)]
-    drivers = [spawn.Process(target=drive, args=(load, host, port, share, results)) for share in shares if share]
+    shares = [share for share in shares if share]
+    together = spawn.Barrier(len(shares))
+    drivers = [spawn.Process(target=drive, args=(load, host, port, share, results, together)) for share in shares]
     before = served_tokens(url, load.password)
     for driver in drivers:
         driver.start()

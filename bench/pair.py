@@ -2,17 +2,22 @@
 
 Two services run at the same time, one with one engine and one with two; each engine of a service has a GPU of its own,
 and those of both services share them: half of the memory of the first is the single engine's.
-`--streams` streams for each engine come at once. Five ways take turns: `http_1` and `http_2` from client processes,
-`link_1` and `link_2` from this process through `cluster.fleet` on the engines' own sockets, `bare_1` likewise without a
-fleet. `ratio` is the median over the rounds of two against one by HTTP, `link_ratio` without it: what both have in
-common is the engines' and not that of HTTP. `fleet_ratio`: of one engine behind a fleet against its bare link. `ok`:
-1.9 at least by HTTP.
+For each number of `--streams`, so many for each engine come at once. Six ways take turns: `http_1` and `http_2` from
+client processes, `link_1` and `link_2` from this process through `cluster.fleet` on the engines' own sockets, `bare_1`
+likewise without a fleet, and `total_1`: `http_1` with the streams of two engines. `ratio` is the median over the rounds
+of two against one by HTTP, `link_ratio` without it: what both have in common is the engines' and not that of HTTP.
+`fleet_ratio`: of one engine behind a fleet against its bare link. `total_ratio`: of `http_2` against `total_1`, where
+both have the same streams. `ok`: 1.9 at least by HTTP, with each number of streams.
 
+`tokens_per_s` is all tokens by all seconds; `steady`, by HTTP, the sum over the streams of tokens after the first delta
+by the time from the first delta to the last: what start and end of a run do not dilute. `engines`: of each engine most
+rows at once, a step's time with all of them and seconds busy (bench.step_watch). A step is as long as the graph for its
+rows, so an engine with more than its half may have longer ones throughout: `shares` are the tokens of each.
 What binds is told by `cores`: of each process the cores that it used in the way's last run, and its busiest thread,
-where 1.0 is a thread that never waited (client processes: the busiest alone); and by `shares`: what each of two engines
-drew, since the one with more ends later. On a CPU both services' engines share the cores, and the ratio says nothing.
+where 1.0 is a thread that never waited (client processes: the busiest alone). On a CPU both services' engines share the
+cores, and the ratio says nothing.
 
-    python -m bench.pair --streams 320 --model-path /dev/shm/random.safetensors
+    python -m bench.pair --streams 300 320 --model-path /dev/shm/random.safetensors
 
 Further flags are the services'. The last line is JSON.
 """
@@ -30,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.acceptance.engines import Engines
 from bench.cpu_time import Used, cores, used
@@ -38,6 +43,7 @@ from bench.engine_load import Streams, run_streams
 from bench.http_load import Load, fetch, over_http
 from bench.origin import origin
 from bench.serve import percentile, service
+from bench.step_watch import StepWatch
 from cluster.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
@@ -47,6 +53,7 @@ ROUTE = "/v1/chat/completions"
 LEAST_RATIO = 1.9
 PROMPT_WORDS = 16
 MEMORY_OF_ONE = "0.45"
+WARM_TOKENS = 32
 
 
 @dataclass
@@ -78,11 +85,13 @@ class Figures:
     """Of one way."""
 
     tokens_per_s: list[float] = field(default_factory=list)
+    steady: list[float] = field(default_factory=list)
     ttft_ms_p50: list[float | None] = field(default_factory=list)
     ttft_ms_p99: list[float | None] = field(default_factory=list)
     shares: list[list[int]] = field(default_factory=list)
     errors: int = 0
     cores: dict[str, list[float]] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, tokens: float, seconds: float, first_s: list[float]) -> None:
         """A run."""
@@ -120,42 +129,60 @@ def _served(path: Path) -> ServedModel:
     return ServedModel(wish=wish, status=ModelStatus.READY, address=str(path), since=0, engine=path.name)
 
 
-def by_http(one: Service, options: argparse.Namespace, name: str, figures: Figures) -> None:
+class Run(NamedTuple):
+    """What one run is asked for."""
+
+    one: Service
+    streams: int
+    """of all its engines"""
+    options: argparse.Namespace
+    name: str
+
+
+def by_http(run: Run, figures: Figures) -> None:
     """One run over HTTP."""
-    streams = options.streams * one.count
-    load = Load(ROUTE, streams, 1, 1, options.max_tokens, PROMPT_WORDS, options.chunk_size, True, "")
-    before, drawn, begun = one.used(), one.engines.metric("rwkv_completion_tokens_total"), time.perf_counter()
-    run = over_http(load, one.url, options.client_processes)
-    figures.cores = cores(before, one.used(), time.perf_counter() - begun)
-    busiest = round(max(run["clients_cpu_s"]) / run["seconds"], 2)
-    figures.cores["clients"] = [round(sum(run["clients_cpu_s"]) / run["seconds"], 2), busiest]
-    figures.add(run["tokens"], run["seconds"], [first for first, _, _ in run["figures"] if first])
-    figures.errors += sum(bool(error) for _, _, error in run["figures"])
-    figures.shares.append(_since(drawn, one))
+    one, options = run.one, run.options
+    load = Load(ROUTE, run.streams, 1, 1, options.max_tokens, PROMPT_WORDS, options.chunk_size, True, "")
+    with watched(run, figures):
+        ran = over_http(load, one.url, options.client_processes)
+    busiest = round(max(ran["clients_cpu_s"]) / ran["seconds"], 2)
+    figures.cores["clients"] = [round(sum(ran["clients_cpu_s"]) / ran["seconds"], 2), busiest]
+    figures.add(ran["tokens"], ran["seconds"], [first for first, _, _ in ran["figures"] if first])
+    later = options.max_tokens - options.chunk_size
+    figures.steady.append(round(sum(later / sum(gaps) for _, gaps, _ in ran["figures"] if gaps), 1))
+    figures.errors += sum(bool(error) for _, _, error in ran["figures"])
 
 
-def by_link(one: Service, options: argparse.Namespace, name: str, figures: Figures) -> None:
+def by_link(run: Run, figures: Figures) -> None:
     """One run without HTTP."""
-    _without_http(one.link, one, options, name, figures)
+    _without_http(run.one.link, run, figures)
 
 
-def by_bare_link(one: Service, options: argparse.Namespace, name: str, figures: Figures) -> None:
+def by_bare_link(run: Run, figures: Figures) -> None:
     """One run with neither HTTP nor a fleet."""
-    _without_http(one.bare, one, options, name, figures)
+    _without_http(run.one.bare, run, figures)
 
 
-def _without_http(
-    engine: EngineProtocol, one: Service, options: argparse.Namespace, name: str, figures: Figures
-) -> None:
-    streams = Streams(options.streams * one.count, options.max_tokens, options.chunk_size)
-    before, drawn, begun = one.used(), one.engines.metric("rwkv_completion_tokens_total"), time.perf_counter()
+def _without_http(engine: EngineProtocol, run: Run, figures: Figures) -> None:
+    streams = Streams(run.streams, run.options.max_tokens, run.options.chunk_size)
     ours, process = time.process_time(), time.perf_counter()
-    run = run_streams(engine, streams, name)
+    with watched(run, figures):
+        ran = run_streams(engine, streams, run.name)
     ours = (time.process_time() - ours) / (time.perf_counter() - process)
-    figures.cores = cores(before, one.used(), time.perf_counter() - begun)
     figures.cores = {name: used for name, used in figures.cores.items() if name.startswith("engine")}
     figures.cores["this process"] = [round(ours, 2)]
-    figures.add(streams.tokens, run.seconds, run.first_s)
+    figures.add(streams.tokens, ran.seconds, ran.first_s)
+
+
+@contextlib.contextmanager
+def watched(run: Run, figures: Figures) -> Iterator[None]:
+    """Notes what each engine and process does meanwhile."""
+    one, watch = run.one, StepWatch(run.one.link)
+    before, drawn, begun = one.used(), one.engines.metric("rwkv_completion_tokens_total"), time.perf_counter()
+    watch.start()
+    yield
+    figures.cores = cores(before, one.used(), time.perf_counter() - begun)
+    figures.engines = watch.stop()
     figures.shares.append(_since(drawn, one))
 
 
@@ -165,40 +192,67 @@ def _since(drawn: dict[str, float], one: Service) -> list[int]:
     return [int(now[name] - drawn.get(name, 0.0)) for name in sorted(now)]
 
 
-def measure(single: Service, double: Service, options: argparse.Namespace) -> dict[str, Any]:
-    """All ways by turns, after one run each that does not count."""
-    Way = Callable[[Service, argparse.Namespace, str, Figures], None]
-    ways: dict[str, tuple[Way, Service]] = {
-        "http_1": (by_http, single), "http_2": (by_http, double),
-        "link_1": (by_link, single), "link_2": (by_link, double), "bare_1": (by_bare_link, single),
-    }  # fmt: skip
-    for name, (way, one) in ways.items():
-        way(one, options, f"{name}.warm", Figures())
-    found = {name: Figures() for name in ways}
+WAYS: dict[str, tuple[Callable[[Run, Figures], None], int, int]] = {
+    "http_1": (by_http, 1, 1), "http_2": (by_http, 2, 2), "total_1": (by_http, 1, 2),
+    "link_1": (by_link, 1, 1), "link_2": (by_link, 2, 2), "bare_1": (by_bare_link, 1, 1),
+}  # fmt: skip
+"""By name, with the service's engines and how many times the streams of one."""
+RATIOS = {
+    "ratio": ("http_2", "http_1"), "link_ratio": ("link_2", "link_1"), "fleet_ratio": ("link_1", "bare_1"),
+    "total_ratio": ("http_2", "total_1"),
+}  # fmt: skip
+
+
+def measure(services: dict[int, Service], options: argparse.Namespace) -> dict[str, Any]:
+    """All ways by turns with each number of streams, after one run each that does not count."""
+    found = {streams: {name: Figures() for name in options.ways} for streams in options.streams}
+    for name in options.ways:
+        way, engines, times = WAYS[name]
+        short = argparse.Namespace(**{**vars(options), "max_tokens": WARM_TOKENS})
+        way(Run(services[engines], times * max(options.streams), short, f"{name}.warm"), Figures())
     for turn in range(options.rounds):
-        order = list(ways.items())
-        for name, (way, one) in order if turn % 2 else reversed(order):
-            way(one, options, f"{name}.{turn}", found[name])
-            print(name, found[name].tokens_per_s[-1], found[name].shares[-1], json.dumps(found[name].cores), flush=True)
-    pairs = (("http_2", "http_1"), ("link_2", "link_1"), ("link_1", "bare_1"))
-    http, link, fleet = (
-        statistics.median(map(operator.truediv, found[one].tokens_per_s, found[other].tokens_per_s))
-        for one, other in pairs
-    )
-    errors = sum(figures.errors for figures in found.values())
-    return {
-        "ok": http >= LEAST_RATIO and not errors,
-        "ratio": round(http, 3),
-        "link_ratio": round(link, 3),
-        "fleet_ratio": round(fleet, 3),
-        **{name: vars(figures) for name, figures in found.items()},
-    }
+        for streams in options.streams:
+            for name in options.ways if turn % 2 else reversed(options.ways):
+                way, engines, times = WAYS[name]
+                figures = found[streams][name]
+                way(Run(services[engines], times * streams, options, f"{name}.{streams}.{turn}"), figures)
+                tell(streams, name, figures)
+    by_streams = {streams: compared(ways) for streams, ways in found.items()}
+    return {"ok": all(one["ok"] for one in by_streams.values()), "by_streams": by_streams}
+
+
+def tell(streams: int, name: str, figures: Figures) -> None:
+    """Print the last run."""
+    steady = figures.steady[-1] if figures.steady else None
+    print(streams, name, figures.tokens_per_s[-1], f"steady {steady}", figures.shares[-1], json.dumps(figures.cores))
+    for engine, seen in figures.engines.items():
+        print(f"    {engine}", json.dumps(seen), flush=True)
+
+
+def compared(ways: dict[str, Figures]) -> dict[str, Any]:
+    """The figures with one number of streams, and their ratios."""
+    ratios = {}
+    for name, (one, other) in RATIOS.items():
+        if one not in ways or other not in ways:
+            continue
+        ratios[name] = round(_ratio(ways[one].tokens_per_s, ways[other].tokens_per_s), 3)
+        if ways[one].steady and ways[other].steady:
+            ratios[f"steady_{name}"] = round(_ratio(ways[one].steady, ways[other].steady), 3)
+    errors = sum(figures.errors for figures in ways.values())
+    is_ok = ratios.get("ratio", 0.0) >= LEAST_RATIO and not errors
+    return {"ok": is_ok, **ratios, **{name: vars(figures) for name, figures in ways.items()}}
+
+
+def _ratio(ones: list[float], others: list[float]) -> float:
+    """The median of those of the rounds."""
+    return float(statistics.median(map(operator.truediv, ones, others)))
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the services."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64, help="for each engine")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64], help="for each engine")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--chunk-size", type=int, default=4)
@@ -213,7 +267,7 @@ def main() -> None:
     options, flags = parse()
     beside = ["--gpu-memory-utilization", MEMORY_OF_ONE, *flags]
     with running(1, beside, options.log) as single, running(2, flags, options.log) as double:
-        figures = measure(single, double, options)
+        figures = measure({1: single, 2: double}, options)
     asked = {name: value for name, value in vars(options).items() if name not in ("log", "commit")}
     sys.stdout.write(json.dumps({"bench": "pair", **asked, "flags": flags, **figures, **origin(options.commit)}) + "\n")
 
