@@ -106,7 +106,7 @@ class Engine:
 
 
 class Fleet:
-    """Engines, and which of them has each session."""
+    """Engines, and which of them has each session. One process asks for all, and knows all loads exactly."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self.engines = [Engine() for _ in range(size)]
@@ -116,7 +116,8 @@ class Fleet:
     def place(self, session: int, request: Request) -> tuple[bool, bool]:
         """Give a request to an engine; returns whether one took it, and whether its session moved."""
         holder = self.holders.get(session)
-        number = choose(Wish(), [engine.load for engine in self.engines], holder, self._rng)
+        wish = Wish(given=[engine.requests for engine in self.engines])
+        number = choose(wish, [engine.load for engine in self.engines], holder, self._rng)
         engine = self.engines[number]
         if engine.requests >= MOST_REQUESTS:
             return False, False

@@ -8,17 +8,16 @@ Threads: any may call. Each engine's client has a thread, on which its events ar
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from cluster.affinity import Remembered, key_of, weight_of
 from cluster.choose import Wish, choose
 from cluster.gather import gather
 from cluster.journey import AWAY, CANCELLED, Journey
@@ -32,11 +31,6 @@ from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, JobEvents, Usage
 
 logger = logging.getLogger(__name__)
-
-PREFIX_TOKENS = 64
-"""A prompt's beginning, by which the engine is remembered that has read it."""
-REMEMBERED = 16_384
-"""Sessions and prompts' beginnings, each."""
 
 
 class FleetLimits(NamedTuple):
@@ -59,17 +53,6 @@ class Attempt(NamedTuple):
     member: Member
     connection: int
     """The engine's, when the job was handed to it."""
-
-
-class Remembered(OrderedDict[str, str]):
-    """The engines of so many sessions or prompts, those named last."""
-
-    def put(self, key: str, engine: str) -> None:
-        """Note it; the oldest one goes."""
-        self[key] = engine
-        self.move_to_end(key)
-        if len(self) > REMEMBERED:
-            self.popitem(last=False)
 
 
 class Fleet:
@@ -199,13 +182,14 @@ class Fleet:
         with self._lock:
             journey = self._journeys.get(job_id)
             waits = self._waiting.pop(job_id, None) is not None
+            place = journey.place if journey is not None else None
         if journey is None:
             return
         journey.is_cancelled = True
         if waits:
             self._fail(journey, CANCELLED)
-        elif journey.place is not None:
-            journey.place.client.cancel(journey.attempt_id)
+        elif place is not None:
+            place.client.cancel(journey.attempt_id)
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
         """See EngineProtocol."""
@@ -229,7 +213,8 @@ class Fleet:
         member = self._choice(journey)
         if member is None:
             with self._lock:
-                journey.error, journey.place = error, None
+                journey.error = error
+                self._put(journey, None)
                 journey.deadline = time.monotonic() + self._limits.wait_s
                 self._waiting[journey.job.job_id] = journey
             return
@@ -239,7 +224,7 @@ class Fleet:
             journey.tell(JobEvents(job_id=journey.job.job_id, deltas=[], done=True))
             return
         attempt = Attempt(journey.attempt, journey.attempt_id, member, member.connection)
-        journey.place = member
+        self._put(journey, member)
         member.sent(job)
         member.client.submit(
             job,
@@ -302,8 +287,18 @@ class Fleet:
     def _forget(self, journey: Journey) -> None:
         with self._lock:
             self._journeys.pop(journey.job.job_id, None)
+            self._put(journey, None)
         if journey.keeper is not None:
             journey.keeper.client.spend(Spent(journey.job.job_id, 0, done=True))
+
+    def _put(self, journey: Journey, member: Member | None) -> None:
+        """It is with that engine from now on, or with none."""
+        with self._lock:
+            if journey.place is not None:
+                journey.place.given_rows -= journey.job.num_rows
+            journey.place = member
+            if member is not None:
+                member.given_rows += journey.job.num_rows
 
     # Who gets it ---------------------------------------------------------------------------------------------
 
@@ -315,9 +310,9 @@ class Fleet:
         if len(takers) < 2:
             return takers[0] if takers else None
         names = [member.name for member in takers]
-        key = _key_of(journey.job)
+        key = key_of(journey.job)
         prefers = self._prompts.get(key) if key else None
-        wish = Wish(names.index(prefers) if prefers in names else None)
+        wish = Wish(names.index(prefers) if prefers in names else None, [member.given_rows for member in takers])
         chosen = takers[choose(wish, [member.load for member in takers], None, self._rng)]
         if key:
             with self._lock:
@@ -329,7 +324,8 @@ class Fleet:
         if not self._limits.shares_sessions or not takers:
             return home if home in takers else None
         holder = takers.index(home) if home in takers else None
-        chosen = takers[choose(Wish(), [member.load for member in takers], holder, self._rng)]
+        wish = Wish(given=[member.given_rows for member in takers])
+        chosen = takers[choose(wish, [member.load for member in takers], holder, self._rng)]
         with self._lock:
             self._sessions.put(session, chosen.name)
         return chosen
@@ -339,7 +335,7 @@ class Fleet:
         members = self.members
         known = self._sessions.get(session) if self._limits.shares_sessions else None
         named = next((member for member in members if member.name == known), None)
-        return named or max(members, key=lambda member: _weight(session, member.name), default=None)
+        return named or max(members, key=lambda member: weight_of(session, member.name), default=None)
 
     # Looking after -------------------------------------------------------------------------------------------
 
@@ -390,16 +386,3 @@ def _leaves(member: Member) -> ErrorInfo:
     """What a request is told that this engine does not take any more, if no other one comes: the service goes on."""
     message = f"{member.name} is removed or started anew, and no other engine takes work; try again in a moment"
     return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)
-
-
-def _weight(session: str, engine: str) -> bytes:
-    return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()
-
-
-def _key_of(job: Job) -> str:
-    """Names the beginning of a job's first prompt, if it is long enough to matter."""
-    row = job.rows[0]
-    if len(row.prompt) < PREFIX_TOKENS:
-        return ""
-    beginning = f"{row.state}\0{row.prompt[:PREFIX_TOKENS]}"
-    return hashlib.blake2b(beginning.encode(), digest_size=12).hexdigest()

@@ -28,6 +28,8 @@ class Member:
         """It has refused work because it dies or drains; over when it is connected anew."""
         self.connection = 0
         """Which one it is: every time that it comes or is lost begins another."""
+        self.given_rows = 0
+        """of jobs under way that this process has handed to it; the fleet counts them"""
         self._on_change = on_change
         self._lock = threading.Lock()
         self._load = NO_LOAD

@@ -40,6 +40,33 @@ def test_who_has_read_the_prompts_beginning_gets_it_among_equals() -> None:
     assert chosen([3.0, 9.0, 3.0], prefers=1)[1] < 400 / 4
 
 
+def test_of_engines_that_are_nearly_as_busy_each_asker_takes_the_one_it_has_given_less() -> None:
+    def chosen_with(given: list[int], loads: list[float]) -> set[int]:
+        return {choose(Wish(given=given), loads, None, random.Random(seed)) for seed in range(40)}
+
+    assert chosen_with([3, 4], [100.0, 96.0]) == {0}
+    assert chosen_with([3, 3], [100.0, 96.0]) == {1}
+    assert chosen_with([3, 4], [100.0, 90.0]) == {1}, "a tenth is no trifle"
+    assert chosen_with([3, 4], [1009.0, 1000.0]) == {1}, "nor are nine rows"
+
+
+def test_a_crowd_that_comes_at_once_to_many_askers_is_halved() -> None:
+    """Each of eight knows what came to the engines up to 24 requests ago, and besides what it gave since."""
+    excesses = []
+    for seed in range(20):
+        rng = random.Random(seed)
+        order: list[tuple[int, int]] = []
+        for _ in range(640):
+            asker = rng.randrange(8)
+            loads, given = [0.0, 0.0], [0, 0]
+            for number, (other, engine) in enumerate(order):
+                loads[engine] += other == asker or number < len(order) - 24
+                given[engine] += other == asker
+            order.append((asker, choose(Wish(given=given), loads, None, rng)))
+        excesses.append(max(Counter(engine for _, engine in order).values()) - 320)
+    assert mean(excesses) < 2 and max(excesses) <= 4
+
+
 def test_unread_prompts_weigh_as_rows() -> None:
     assert load_of(3, 512) == 5.0
 

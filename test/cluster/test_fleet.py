@@ -149,6 +149,32 @@ def test_a_job_goes_on_where_it_was_and_its_lost_engine_is_not_heard_any_more(tw
     assert fleet.num_jobs == 0
 
 
+def test_the_rows_that_each_engine_was_given_are_counted_as_long_as_it_has_them(two: Made) -> None:
+    fleet, engines = two
+
+    def given() -> list[int]:
+        return sorted(one.given_rows for one in fleet.members)
+
+    submit(fleet)
+    assert given() == [0, 1]
+    having(engines).lose()
+    assert given() == [0, 1], "the other one has it"
+    having(engines).says(b"a", [1], ends=True)
+    assert given() == [0, 0]
+
+
+def test_a_crowd_is_halved_though_the_engines_report_nothing_of_it(two: Made) -> None:
+    fleet, engines = two
+    for engine in engines:
+        engine.on_load(Load(200, 0), None)  # type: ignore[call-arg]
+    for number in range(40):
+        running = Running(Job(job_id=f"job-{number}", rows=[ask("Once", chunk_size=1)]))
+        fleet.submit(running.job, running.sink, running.admitted)
+        engines[0].on_load(Load(200, 0), f"job-{number}")  # type: ignore[call-arg]
+        engines[1].on_load(Load(201, 0), f"job-{number}")  # type: ignore[call-arg]
+    assert [len(engine.jobs) for engine in engines] == [20, 20]
+
+
 def test_a_job_that_loses_its_engine_too_often_ends_with_the_error(two: Made) -> None:
     fleet, engines = two
     running = submit(fleet)
