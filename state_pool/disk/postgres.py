@@ -24,6 +24,8 @@ from state_pool.errors import DatabaseUnusable
 
 try:
     import psycopg
+
+    from state_pool.disk.heard_connection import SILENT_S, HeardConnection
 except ImportError:  # an optional package
     psycopg = None  # type: ignore[assignment]
 
@@ -71,7 +73,8 @@ class PostgresStore:
     def open_writer(self) -> state_store.Connection:
         """See `StateStore`."""
         connection = Connection(self._address)
-        migrate(connection, self.name)
+        with connection.unbounded():  # to change large tables takes its time
+            migrate(connection, self.name)
         return connection
 
     def open_reader(self) -> state_store.Connection:
@@ -121,7 +124,7 @@ class Connection:
     def _connect(self) -> None:
         self.close()
         try:
-            connection = psycopg.connect(
+            connection = HeardConnection.connect(
                 self._address.given,
                 autocommit=True,
                 connect_timeout=CONNECT_S,
@@ -140,6 +143,7 @@ class Connection:
         except (psycopg.Error, OSError) as error:
             raise ServerAway(str(error).strip()) from None
         self._connection = connection
+        connection.silent_s = SILENT_S
         with self._translated():
             for limit in _LIMITS:
                 connection.execute(limit)
@@ -184,6 +188,13 @@ class Connection:
             raise sqlite3.OperationalError(str(error)) from None
         except psycopg.Error as error:
             raise sqlite3.DatabaseError(str(error)) from None
+
+    @contextlib.contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """However long the server says nothing meanwhile, it is waited for."""
+        self._connection.silent_s = float("inf")
+        yield
+        self._connection.silent_s = SILENT_S
 
     @property
     def in_transaction(self) -> bool:

@@ -196,9 +196,10 @@ class Writer:
         return not (idle and self._stopping)
 
     def _commit_group(self, group: list[tuple[Small, Done]]) -> None:
+        begun = time.monotonic()
         error = self._transaction([job for job, _ in group])
         in_doubt = isinstance(error, CommitInDoubt)
-        while isinstance(error, ServerAway) and self._may_wait():
+        while isinstance(error, ServerAway) and self._may_wait(begun):
             error = self._transaction([job for job, _ in group])
             in_doubt = in_doubt or isinstance(error, CommitInDoubt)
         if error is not None and len(group) > 1 and not is_outside(error):
@@ -210,10 +211,12 @@ class Writer:
         for job, done in group:
             self._report(done, as_told(error, job, in_doubt))
 
-    def _may_wait(self) -> bool:
-        """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again."""
+    def _may_wait(self, begun: float) -> bool:
+        """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again.
+
+        `begun`: monotonic time of the first attempt, which may have waited for a server that says nothing."""
         now = time.monotonic()
-        self._away_since = self._away_since or now
+        self._away_since = self._away_since or begun
         if now > self._away_since + SERVER_PATIENCE_S or self._stopping:
             return False
         time.sleep(_LOOK_AGAIN_S)

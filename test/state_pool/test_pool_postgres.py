@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sqlite3
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.acceptance.database_link import linked
 from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.database_address import parse_server_address
@@ -84,6 +86,37 @@ def test_when_it_stays_away_nothing_is_acknowledged(
     one.settle()
     assert one.pool.check_integrity() == []
     one.pool.close()
+
+
+def test_a_server_that_is_connected_and_says_nothing_is_away(
+    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "SILENT_S", 0.4)
+    monkeypatch.setattr(adapter, "CONNECT_S", 1)
+    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.5)
+    with linked(postgres.database()) as (address, link):
+        one = opened(tmp_path, address)
+        one.turn("s", [1])
+        link.cut(os.getpid())
+        with pytest.raises(DirectoryUnreachable, match="does not answer"):
+            one.ready(one.pool.checkout("s"))
+        link.mend()
+        one.until(lambda: np.array_equal(try_state(one), state_of([1])))
+        one.turn("s", [2])
+        assert np.array_equal(one.state("s"), state_of([1, 2]))
+        one.settle()
+        one.pool.close()
+
+
+def test_a_slow_change_of_the_tables_is_waited_for(
+    tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "SILENT_S", 0.2)
+    connection = adapter.Connection(parse_server_address(postgres.database()))
+    with connection.unbounded():
+        connection.execute("SELECT pg_sleep(0.6)")
+    with pytest.raises(adapter.ServerAway, match="said nothing"):
+        connection.execute("SELECT pg_sleep(30)")
 
 
 def try_state(driver: Driver) -> np.ndarray:
