@@ -31,6 +31,8 @@ class Answer:
     """From the beginning to the first piece of text."""
     pause_s: float = 0.0
     """The longest gap between two pieces of text."""
+    paused_at: float = 0.0
+    """When that ended."""
     ended: float = 0.0
     body: dict[str, Any] = field(default_factory=dict)
     """Of an answer that is not a stream."""
@@ -99,7 +101,7 @@ async def _read_stream(reply: aiohttp.ClientResponse, answer: Answer) -> None:
             if not (piece := choice["delta"].get("content", "")):
                 continue
             if answer.text:
-                answer.pause_s = max(answer.pause_s, now - last)
+                answer.pause_s, answer.paused_at = max((answer.pause_s, answer.paused_at), (now - last, now))
             else:
                 answer.first_s = now - answer.began
             answer.text += piece

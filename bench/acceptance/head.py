@@ -10,16 +10,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.acceptance.clients import Answer, Clients, ms, part
 from bench.acceptance.engines import Engines, running
 from bench.acceptance.streams import PAUSE_S, all_streams
-from demo.ray_nodes import RayNodes, free_port
+from bench.cpu_time import cpu_s
+from demo.ray_nodes import RayNodes, descendants, free_port
 
 NOTICED_S = 4.0
+BUSIEST, NAMED = 5, 120
+"""Processes that are told of, and how much of their command lines."""
 BACK_S = 120.0
 """The head has so long to carry out what was asked of it while it was away."""
 
@@ -59,10 +64,12 @@ async def head_away(options: argparse.Namespace, flags: list[str]) -> dict[str, 
         )
         engines = stack.enter_context(running(options.engines, *place, *flags, log=log))
         async with Clients(engines.url) as clients:
-            expected = [one.text for one in await all_streams(clients, options)]
-            found, outlived, away_s, removed = await _disturbed(nodes, head, engines, clients, options)
-        has_ended = "process cluster ended" in await asyncio.to_thread(log.read_text)
-    pairs = [pair for answers in found for pair in zip(answers, expected, strict=True)]
+            undisturbed = await _round("there", clients, options)
+            died, found, outlived, away_s, removed = await _disturbed(nodes, head, engines, clients, options)
+        text = await asyncio.to_thread(log.read_text)
+    has_ended = "process cluster ended" in text
+    expected = [one.text for one in undisturbed.answers]
+    pairs = [pair for one in found for pair in zip(one.answers, expected, strict=True)]
     wrong = [one.error or "another text" for one, text in pairs if one.error or one.text != text]
     pauses = [one.pause_s for one, _ in pairs]
     return {
@@ -74,17 +81,65 @@ async def head_away(options: argparse.Namespace, flags: list[str]) -> dict[str, 
         "wrong": len(wrong),
         "first_wrong": wrong[:3],
         "pause_ms_p99": ms(part(pauses, 0.99)),
+        "rounds": [one.told(died) for one in (undisturbed, *found)],
+        "times_an_engine_was_lost": text.count(" is lost"),
         "removed_when_it_was_back": removed,
         "process_that_follows_the_cluster_ended": has_ended,
     }
 
 
+@dataclass
+class Round:
+    """Streams that began together."""
+
+    head: str
+    """whether it was there then"""
+    answers: list[Answer]
+    cpu_s: dict[str, float]
+    """of the processes that take part, Ray's too: a round that takes long and uses no more waited for other programs"""
+
+    def told(self, died: float) -> dict[str, Any]:
+        """Its longest pause, and when that ended, in seconds since the head died."""
+        worst = max(self.answers, key=lambda one: one.pause_s)
+        return {
+            "head": self.head,
+            "begun_s": round(min(one.began for one in self.answers) - died, 1),
+            "ended_s": round(max(one.ended for one in self.answers) - died, 1),
+            "cpu_s": round(sum(self.cpu_s.values()), 2),
+            "busiest_s": dict(sorted(self.cpu_s.items(), key=lambda one: -one[1])[:BUSIEST]),
+            "pause_ms_p50": ms(part([one.pause_s for one in self.answers], 0.5)),
+            "pause_ms_max": ms(worst.pause_s),
+            "at_s": round(worst.paused_at - died, 1),
+            "first_ms_max": ms(max(one.first_s for one in self.answers)),
+        }
+
+
+async def _round(head: str, clients: Clients, options: argparse.Namespace) -> Round:
+    before = await asyncio.to_thread(_cpu_s)
+    answers = await all_streams(clients, options)
+    after = await asyncio.to_thread(_cpu_s)
+    used: dict[str, float] = defaultdict(float)
+    for (pid, name), seconds in after.items():
+        used[name] += seconds - before.get((pid, name), 0.0)
+    return Round(head, answers, {name: round(seconds, 2) for name, seconds in used.items()})
+
+
+def _cpu_s() -> dict[tuple[int, str], float]:
+    """Of this process and all below it."""
+    found = {}
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # one that has just ended
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            found[pid, " ".join(words)[:NAMED]] = cpu_s(pid)
+    return found
+
+
 async def _disturbed(
     nodes: RayNodes, head: str, engines: Engines, clients: Clients, options: argparse.Namespace
-) -> tuple[list[list[Answer]], int, float, bool]:
-    """While the head is away and comes back: answers, how many had begun before, how long it was away, and whether the
-    engine left that was to."""
-    running_streams = asyncio.ensure_future(all_streams(clients, options))
+) -> tuple[float, list[Round], int, float, bool]:
+    """While the head is away and comes back: when it died, answers, how many had begun before, how long it was away,
+    and whether the engine left that was to."""
+    running_streams = asyncio.ensure_future(_round("dies", clients, options))
     await asyncio.sleep(0.3)
     await asyncio.to_thread(nodes.kill, head)
     begun = time.perf_counter()
@@ -92,14 +147,13 @@ async def _disturbed(
     await asyncio.sleep(NOTICED_S)
     last = f"engine-{options.engines - 1}"
     asked = await clients.post("/v1/engines/remove", {"engine": last})
-    found.append(await all_streams(clients, options))
-    while time.perf_counter() - begun < options.seconds:
-        found.append(await all_streams(clients, options))
-    outlived = sum(one.ended > begun for one in found[0])
+    while len(found) < 2 or time.perf_counter() - begun < options.seconds:
+        found.append(await _round("away", clients, options))
+    outlived = sum(one.ended > begun for one in found[0].answers)
     stays = last in await asyncio.to_thread(engines.listed)
     await asyncio.to_thread(nodes.start_again, head)
     away_s, has_left = time.perf_counter() - begun, False
     while not has_left and time.perf_counter() - begun < away_s + BACK_S:
-        found.append(await all_streams(clients, options))
+        found.append(await _round("back", clients, options))
         has_left = last not in await asyncio.to_thread(engines.listed)
-    return found, outlived, away_s, asked.status == 200 and stays and has_left
+    return begun, found, outlived, away_s, asked.status == 200 and stays and has_left
