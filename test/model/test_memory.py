@@ -13,6 +13,7 @@ import torch
 from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.errors import StartupError
+from rwkv_batch.runner.decode_graphs import padded_sizes
 from rwkv_batch.runner.memory import CPU_SLOTS_OF_FREE, Memory
 from rwkv_batch.runner.mixed_graphs import usable_mixed_sizes
 
@@ -88,6 +89,14 @@ def test_prompts_ride_with_more_rows_where_several_stages_work(gpus: int, max_ru
     assert limits.mixed_rows == (256 if gpus == 1 else 512), "with so many rows prompts are scheduled"
     sizes = usable_mixed_sizes(limits.rows_in_mixed_step)
     assert max(size.decoding for size in sizes) == most
+
+
+@pytest.mark.parametrize("most", [8, 300, 512, 960])
+def test_no_step_of_up_to_512_rows_is_padded_by_a_whole_tile(most: int) -> None:
+    sizes = padded_sizes(most)
+    assert sizes[-1] >= most
+    for rows in range(1, min(most, 512) + 1):
+        assert next(size for size in sizes if size >= rows) - rows < 16
 
 
 def test_stages_that_take_turns_on_a_gpu_are_one() -> None:
