@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -51,12 +52,22 @@ def join(cluster: ClusterAddress) -> Any:
                     configure_logging=False,
                     **node,
                 )
+                _end_listener(ray)
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise StartupError(_why_not(cluster, error)) from None
             finally:
                 if threading.current_thread() is threading.main_thread():  # there Ray has set a handler of its own
                     signal.signal(signal.SIGTERM, on_sigterm)
     return ray
+
+
+def _end_listener(ray: Any) -> None:
+    """Have Ray's thread end that prints errors of the cluster, with the next answer that it gets from the head.
+
+    While the head is away it asks without a pause, for as much of a core as it gets, and this process's other threads
+    wait for the interpreter meanwhile. What it would print nobody reads. Ray has no setting for it."""
+    with contextlib.suppress(AttributeError):  # another version's
+        ray._private.worker.global_worker.threads_stopped.set()
 
 
 def _why_not(cluster: ClusterAddress, error: Exception) -> str:

@@ -92,6 +92,7 @@ class FakeRay:
             ActorAlreadyExistsError=ActorAlreadyExistsError,
             RaySystemError=RayError,
         )
+        self._private: Any = SimpleNamespace()
         self.util = self
         """one object plays all modules"""
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import httpx
 import pytest
 
+from bench.cpu_time import cpu_s
 from demo.ray_nodes import RayNodes, descendants
 from test.cluster.test_replicas import CHAT, Meanwhile, all_ready, body, engines, running, texts
-from test.serving import Service, wait_for
+from test.serving import ROOT, Service, wait_for
 
 pytestmark = [
     pytest.mark.cluster,
@@ -177,3 +182,32 @@ def test_another_token_or_model_is_refused(nodes: RayNodes, tiny_model: Path, tm
     finally:
         first.terminate()
         first.close()
+
+
+@long
+def test_a_process_that_takes_part_rests_while_the_head_is_away() -> None:
+    program = (
+        "import sys\n"
+        "from cluster.actors.address import ClusterAddress\n"
+        "from cluster.actors.driver import join\n"
+        "join(ClusterAddress(sys.argv[1], sys.argv[2], 'rests'))\n"
+        "print('joined', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        nodes = RayNodes(Path(folder))
+        try:
+            head, node = nodes.start(cpus=0), nodes.start(cpus=1)
+            command = [sys.executable, "-c", program, nodes.address, node]
+            environment = {**os.environ, **nodes.environment}
+            with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment) as joined:
+                assert joined.stdout is not None and joined.stdout.readline() == b"joined\n"
+                nodes.kill(head)
+                time.sleep(2)
+                before = cpu_s(joined.pid)
+                time.sleep(4)
+                assert joined.poll() is None
+                assert cpu_s(joined.pid) - before < 0.4, "a thread that does not rest takes most of a core"
+                joined.kill()
+        finally:
+            nodes.close()

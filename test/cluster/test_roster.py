@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -360,6 +362,18 @@ def test_a_signal_for_the_whole_service_is_the_supervisors_business(
         assert ray.is_joined and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_no_thread_asks_for_errors_to_print_without_a_pause(ray: FakeRay) -> None:
+    """`test_actors` has it with Ray itself."""
+    stopped = threading.Event()
+    ray._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(threads_stopped=stopped)))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        join(PLAN.cluster)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ray.is_joined and stopped.is_set()
 
 
 def test_services_with_other_databases_are_others_and_no_password_is_told() -> None:
