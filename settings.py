@@ -220,9 +220,13 @@ def _networks(text: str) -> tuple[str, ...]:
     return names
 
 
-def _layer_counts(text: str) -> tuple[int, ...]:
-    """`9,8,8,7`, also in brackets."""
-    one = _whole(1, 1000)
+def _layer_counts(text: str) -> tuple[float, ...]:
+    """`9,8,8,7` or `8.5,8.5,8,7`, also in brackets."""
+    whole = _whole(1, 1000)
+
+    def one(part: str) -> float:
+        return whole(part.removesuffix(".5")) + 0.5 if part.endswith(".5") else whole(part)
+
     return tuple(one(part.strip()) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
 
 
@@ -390,7 +394,10 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
             name="pp_devices",
         ),
         Flag(
-            "layers", _layer_counts, "layers of each device, like 9,8,8,7; without it they are dealt", name="pp_layers"
+            "layers",
+            _layer_counts,
+            "layers of each device, like 9,8,8,7, or 8.5,8.5,8,7 with layers cut in half; without it they are dealt",
+            name="pp_layers",
         ),
         Flag(
             "resident",

@@ -67,7 +67,7 @@ def run_on(
     engine = Engine(parse_settings([*own, *flags], os.environ).engine)
     engine.start()
     try:
-        layers = [len(stage.layers) for stage in engine.machine.pipeline.stages]
+        layers = [stage.share for stage in engine.machine.pipeline.stages]
         settle_garbage_collector()  # as the service does
         for clients in args.clients:
             if clients > 2 * engine.machine.limits.max_running:

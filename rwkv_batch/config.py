@@ -32,8 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder that requests may name files in; "": none."""
     devices: tuple[str, ...] = ("auto",)
     """One pipeline stage per entry ("cuda:0", "cpu"); auto: cuda:0 if there is one, else cpu."""
-    layers: tuple[int, ...] = ()
-    """Layers of each of `devices`, 0: what the others leave; (): dealt to take equal time, within their memory."""
+    layers: tuple[float, ...] = ()
+    """Layers of each of `devices`, in halves, 0: what the others leave; (): dealt to take equal time, within
+    their memory."""
     resident: tuple[int | None, ...] = ()
     """Of each device, layers that stay on it; the rest of its share is copied in for every step. None: all; (): all on
     all devices. A CPU's stay in any case."""

@@ -28,20 +28,23 @@ class StateArena:
         device: torch.device,
         wkv_dtype: torch.dtype,
         shift_dtype: torch.dtype,
+        first_wkv: int = 0,
     ) -> None:
+        """`first_wkv`: the first layer that has a recurrent state: 1 for a stage that begins within a layer."""
         self.num_slots = num_slots
+        self._first_wkv = first_wkv
 
-        def slots(dtype: torch.dtype, *size: int) -> Tensor:
+        def slots(layers: int, dtype: torch.dtype, *size: int) -> Tensor:
             if device.type == "cpu":
-                return torch.zeros(num_slots, num_layers, *size, dtype=dtype, device=device)
-            return torch.zeros(num_layers, num_slots, *size, dtype=dtype, device=device).transpose(0, 1)
+                return torch.zeros(num_slots, layers, *size, dtype=dtype, device=device)
+            return torch.zeros(layers, num_slots, *size, dtype=dtype, device=device).transpose(0, 1)
 
-        self.wkv = slots(wkv_dtype, *shape.wkv)
-        self.shift = slots(shift_dtype, 2, shape.width)
+        self.wkv = slots(num_layers - first_wkv, wkv_dtype, *shape.wkv)
+        self.shift = slots(num_layers, shift_dtype, 2, shape.width)
 
     def layer_wkv(self, layer: int) -> Tensor:
         """View [num_slots, H, 64, 64] of one layer, or as the version has it; strided over slots."""
-        return self.wkv[:, layer]
+        return self.wkv[:, layer - self._first_wkv]
 
     def att_shift(self, layer: int) -> Tensor:
         """View [num_slots, C]: token-shift state of the time mix; strided over slots."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from rwkv_batch.model.rwkv7 import WHOLE, Cuts
+from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
 HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 1.0, 0.6
@@ -16,6 +19,17 @@ states to read and write too, the more the larger a group of rows is: 960 rows o
 1.3 layers, in groups of 480 one of 0.7 by a trace of two stages, whose tokens/s do not show it (docs/notebook.md)."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
+CUT_GAIN = 0.02
+"""Least part of the slowest stage's time that layers cut in half have to save: a cut layer is held by two devices."""
+
+
+class Run(NamedTuple):
+    """Layers first .. last-1 of a stage."""
+
+    first: int
+    last: int
+    cuts: Cuts = WHOLE
+    """whether its first or last layer is cut in half, between time mix and channel mix"""
 
 
 def split_layers(
@@ -23,18 +37,25 @@ def split_layers(
     devices: Sequence[torch.device],
     item_bytes: Sequence[float],
     memory_share: float,
-    given: Sequence[int],
-) -> list[tuple[int, int]]:
-    """(first, last + 1) layer of each stage: as `given`, or so that stages take equal time within the devices' memory.
+    given: Sequence[float],
+    may_cut: bool = True,
+) -> list[Run]:
+    """The layers of each stage: as `given`, or so that stages take equal time within the devices' memory.
 
-    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take.
-    Raises ValueError when it cannot be done.
+    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take; `may_cut`:
+    layers in half, where that is faster and all devices are GPUs. Raises ValueError when it cannot be done.
     """
     layers = weights.shape.layers
     sizes = {name: tensor.numel() for name, tensor in weights.tensors.items()}
     layer = sum(size for name, size in sizes.items() if name.startswith(f"blocks.{layers - 1}."))
+    counts: Sequence[float]
     if given:
         counts = check_layers(given, layers, len(devices))
+        if weights.shape.version != X070 and any(count % 1 for count in counts):
+            raise ValueError(
+                f"--pp-layers {_listed(given)} cuts a layer in half, which {weights.shape.version} is not served with; "
+                "give whole numbers"
+            )
     elif len(devices) == 1:
         counts = [layers]
     else:
@@ -43,9 +64,17 @@ def split_layers(
             for device, item in zip(devices, item_bytes, strict=True)
         ]
         head = head_cost(sizes["head.weight"] / layer, len(devices))
-        counts = deal_layers(layers, head, relative_speeds(devices), most)
-    ends = [0, *itertools.accumulate(counts)]
-    return list(itertools.pairwise(ends))
+        may_cut &= weights.shape.version == X070 and all(device.type == "cuda" for device in devices)
+        counts = (deal_halves if may_cut else deal_layers)(layers, head, relative_speeds(devices), most)
+    return runs_of(counts)
+
+
+def runs_of(counts: Sequence[float]) -> list[Run]:
+    """Counts of layers, in halves, one behind the other."""
+    ends = [0, *(round(2 * end) for end in itertools.accumulate(counts))]
+    return [
+        Run(first // 2, -(-last // 2), Cuts(first % 2 == 1, last % 2 == 1)) for first, last in itertools.pairwise(ends)
+    ]
 
 
 def head_cost(size: float, stages: int) -> float:
@@ -60,11 +89,11 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
     return int(min(layers, free * share // layer_bytes))
 
 
-def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
+def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int], least: int = 1) -> list[int]:
     """Layers of each stage, in order: the slowest stage is as fast as can be, the earlier ones take what is over.
 
     `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
-    other; `most` layers that each has memory for. Every stage has at least one. Raises ValueError if they do not fit.
+    other; `most` layers that each has memory for. Every stage has `least`. Raises ValueError if they do not fit.
     """
     stages = len(speeds)
     if sum(most) < layers or min(most) < 1:
@@ -73,26 +102,45 @@ def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequenc
             f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
         )
     beside = [0.0] * (stages - 1) + [head]
-    counts = [1] * stages
-    for _ in range(layers - stages):
+    counts = [least] * stages
+    for _ in range(layers - least * stages):
         # Each further layer goes where the stage is done first with it.
         free = [i for i in range(stages) if counts[i] < most[i]]
         counts[min(free, key=lambda i: ((counts[i] + 1 + beside[i]) / speeds[i], i))] += 1
     return counts
 
 
-def check_layers(given: Sequence[int], layers: int, stages: int) -> list[int]:
+def deal_halves(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> Sequence[float]:
+    """The same with layers cut in half, if that makes the slowest stage faster by `CUT_GAIN`."""
+    whole = deal_layers(layers, head, speeds, most)
+    room = [2 * count - 2 for count in most]  # a stage may hold half a layer at both ends that it does not run
+    if min(room) < 2 or sum(room) < 2 * layers:
+        return whole
+    halves = [count / 2 for count in deal_layers(2 * layers, 2 * head, speeds, room, least=2)]
+
+    def slowest(counts: Sequence[float]) -> float:
+        beside = [0.0] * (len(counts) - 1) + [head]
+        return max((count + more) / speed for count, more, speed in zip(counts, beside, speeds, strict=True))
+
+    return halves if slowest(halves) <= (1 - CUT_GAIN) * slowest(whole) else whole
+
+
+def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float]:
     """`--pp-layers` as given. Raises ValueError unless it has a count for each device and they make up the model.
 
     A 0, from `--strategy`, is what the others leave.
     """
     given = [layers - sum(given) if count == 0 else count for count in given]
-    if len(given) != stages or sum(given) != layers or min(given) < 1:
+    if len(given) != stages or sum(given) != layers or min(given) < 1 or any(2 * count % 1 for count in given):
         raise ValueError(
-            f"--pp-layers {','.join(map(str, given))} gives {len(given)} devices {sum(given)} layers; the model has "
+            f"--pp-layers {_listed(given)} gives {len(given)} devices {sum(given):g} layers; the model has "
             f"{layers}, for {stages} devices, each with one at least"
         )
     return list(given)
+
+
+def _listed(counts: Sequence[float]) -> str:
+    return ",".join(f"{count:g}" for count in counts)
 
 
 def relative_speeds(devices: Sequence[torch.device]) -> list[float]:

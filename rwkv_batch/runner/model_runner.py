@@ -465,7 +465,7 @@ class ModelRunner:
         """How the layers lie, how many groups of rows are on their way, and how values go from device to device."""
         places = [] if self._graphs is None else self._graphs.places
         return {
-            "layers": [len(stage.layers) for stage in self.pipeline.stages],
+            "layers": [stage.share for stage in self.pipeline.stages],
             "streamed_layers": [stage.num_streamed for stage in self.pipeline.stages],
             "micro_batches": self.limits.groups,
             "steps_in_flight": self.steps_in_flight,

@@ -24,7 +24,7 @@ class Pipeline:
         dtype: str = "auto",
         kernels: str = "auto",
         wkv_state: str = "auto",
-        layers: tuple[int, ...] = (),
+        layers: tuple[float, ...] = (),
         memory_share: float = 0.8,
         resident: tuple[int | None, ...] = (),
     ) -> None:
@@ -45,17 +45,17 @@ class Pipeline:
         version = weights.shape.version
         precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
-        places = split_layers(weights, self.devices, item_bytes, memory_share, layers)
+        places = split_layers(weights, self.devices, item_bytes, memory_share, layers, may_cut=not resident)
         if resident and len(resident) != len(devices):
             raise ValueError(
                 f"--pp-resident speaks of {len(resident)} devices, --pp-devices of {len(devices)}; give a number or "
                 "`all` for each"
             )
         stays = resident or (None,) * len(devices)
-        for precision, (first, last), staying in zip(precisions, places, stays, strict=True):
+        for precision, (first, last, cuts), staying in zip(precisions, places, stays, strict=True):
             ops, refusals = choose_ops(kernels, precision.device, version)
             self.kernel_refusals |= refusals
-            self.stages.append(Stage(weights, first, last, precision, ops, staying))
+            self.stages.append(Stage(weights, first, last, precision, ops, staying, cuts))
 
     @property
     def concurrency(self) -> int:

@@ -17,7 +17,7 @@ from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
 from rwkv_batch.model.plain import layer_norm
 from rwkv_batch.model.quant.formats import format_of
-from rwkv_batch.model.rwkv7 import forward_layers
+from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
@@ -29,9 +29,20 @@ class Stage:
     """Layers first .. last-1 on one device; the first stage embeds, the last one makes logits."""
 
     def __init__(
-        self, weights: Weights, first: int, last: int, precision: Precision, ops: Ops, resident: int | None = None
+        self,
+        weights: Weights,
+        first: int,
+        last: int,
+        precision: Precision,
+        ops: Ops,
+        resident: int | None = None,
+        cuts: Cuts = WHOLE,
     ) -> None:
-        """`resident`: of a GPU, layers that stay there while the others are copied in for every step; None: all do."""
+        """`resident`: of a GPU, layers that stay there while the others are copied in for every step; None: all do.
+
+        A layer that is cut is kept whole on both stages; each has the state of its own half.
+        """
+        self.cuts = cuts
         shape = weights.shape
         make_linear = getattr(ops, "make_linear", Linear)
         make_quantised = getattr(ops, "make_quantised", plain_quantised)
@@ -67,7 +78,12 @@ class Stage:
     def slot_bytes(self) -> int:
         """Bytes of one slot of this stage."""
         state, shift = self.precision.wkv_state.itemsize, self.precision.activations.itemsize
-        return self.shape.slot_bytes(len(self.layers), state, shift)
+        return self.shape.slot_bytes(len(self.layers), state, shift, int(self.cuts.begins_within))
+
+    @property
+    def share(self) -> float:
+        """Layers that it runs; a layer that is cut counts half."""
+        return len(self.layers) - sum(self.cuts) / 2 if any(self.cuts) else len(self.layers)
 
     @property
     def num_streamed(self) -> int:
@@ -92,6 +108,7 @@ class Stage:
             self.precision.device,
             self.precision.wkv_state,
             self.precision.activations,
+            int(self.cuts.begins_within),
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -118,10 +135,11 @@ class Stage:
             if self.shape.version != X070:
                 return older.forward_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
-            if isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
+            is_whole = not any(self.cuts)
+            if is_whole and isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
                 return self.ops.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
             added = self.adapters.of_step(inputs)
-            return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added)
+            return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
         """[T, C] -> fp32 [R, V] for the tokens that want logits; the first rows of `out` if that is given."""

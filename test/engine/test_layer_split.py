@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from rwkv_batch.model.weights import open_weights
-from rwkv_batch.runner.layer_split import check_layers, deal_layers, head_cost, relative_speeds, split_layers
+from rwkv_batch.runner.layer_split import (
+    check_layers,
+    deal_halves,
+    deal_layers,
+    head_cost,
+    relative_speeds,
+    runs_of,
+    split_layers,
+)
 from rwkv_batch.runner.pipeline import Pipeline
 from test.harness import tiny_model
 
@@ -28,6 +36,22 @@ def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
     assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
 
 
+def test_layers_are_cut_where_that_is_worth_it() -> None:
+    assert deal_halves(32, 1.24, [1.0] * 4, [32] * 4) == [8.5, 8.5, 8, 7]
+    assert deal_halves(32, 0.75, [1.0] * 2, [32] * 2) == [16, 16]
+    assert deal_halves(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
+    assert deal_halves(32, 1.24, [1.0] * 4, [9, 9, 9, 9]) == [9, 8, 8, 7], "a stage of 8.5 may have to hold ten"
+
+
+def test_a_cut_layer_is_held_by_both_stages() -> None:
+    assert runs_of([8.5, 8, 8.5, 7]) == [
+        (0, 9, (False, True)),
+        (8, 17, (True, True)),
+        (16, 25, (True, False)),
+        (25, 32, (False, False)),
+    ]
+
+
 def test_a_faster_device_gets_more() -> None:
     assert deal_layers(30, 0.0, [2.0, 1.0], [30, 30]) == [20, 10]
 
@@ -42,17 +66,23 @@ def test_every_stage_has_a_layer_even_beside_a_large_head() -> None:
     assert deal_layers(3, 9.0, [1.0] * 3, [3] * 3) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("given", [(2, 2), (1, 1, 1, 1), (4, 0, -1), (1, 1)])
-def test_counts_that_do_not_make_up_the_model_are_refused(given: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("given", [(2, 2), (1, 1, 1, 1), (4, 0, -1), (1, 1), (0.5, 1, 1.5), (1.25, 1.25, 1.5)])
+def test_counts_that_do_not_make_up_the_model_are_refused(given: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="--pp-layers"):
         check_layers(given, 3, 3)
 
 
 def test_given_counts_are_taken(tmp_path: Path) -> None:
     weights = open_weights(tiny_model(tmp_path))
-    assert split_layers(weights, [CPU] * 2, [4, 4], 0.8, (2, 1)) == [(0, 2), (2, 3)]
+    whole = (False, False)
+    assert split_layers(weights, [CPU] * 2, [4, 4], 0.8, (2, 1)) == [(0, 2, whole), (2, 3, whole)]
     pipeline = Pipeline(weights, ("cpu", "cpu"), layers=(1, 2))
     assert [len(stage.layers) for stage in pipeline.stages] == [1, 2]
+    pipeline = Pipeline(weights, ("cpu", "cpu"), layers=(1.5, 1.5))
+    assert [stage.share for stage in pipeline.stages] == [1.5, 1.5]
+    state_bytes = Pipeline(weights, ("cpu",)).slot_bytes
+    shifts = 2 * weights.shape.width * 4
+    assert pipeline.slot_bytes == state_bytes + shifts, "only token shifts of the cut layer are there twice"
 
 
 def test_equal_devices_are_not_measured() -> None:

@@ -24,7 +24,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"devices": ("cpu",) * 3, "micro_batches": 3},
     {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True},
     {"devices": ("cpu",) * 2, "micro_batches": 5, "overlap_on_cpu": True},
+    {"devices": ("cpu",) * 2, "micro_batches": 2, "overlap_on_cpu": True, "layers": (1.5, 1.5)},
 ]
+KINDS = ["plain", "overlapped", "two stages", "a layer cut in half"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def mixture() -> list[GenerateRequest]:
     return rows
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["plain", "overlapped", "two stages"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=KINDS)
 def test_the_text_is_that_of_one_stage(model: Path, layout: dict[str, Any]) -> None:
     with started_engine(model) as engine:
         wanted = [run(engine, row).all_texts for row in mixture()]
@@ -63,7 +65,7 @@ def test_the_text_is_the_same_where_prompts_ride_with_every_group(model: Path, m
     test_the_text_is_that_of_one_stage(model, LAYOUTS[1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["plain", "overlapped", "two stages"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=KINDS)
 def test_sessions_go_on_as_on_one_stage(model: Path, layout: dict[str, Any], tmp_path: Path) -> None:
     """Turns that end by stops and by length, beside rows that come and go; then the same from the log on one stage."""
 
