@@ -22,6 +22,8 @@ FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_GPU: dict[str, Any] = {"max_running": 128, "prefill_tokens_per_step": 2048}
 LAYOUTS = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:1",), ("cuda:0", "cuda:1", "cuda:0")]
 LAYOUTS += [tuple(f"cuda:{i}" for i in range(FOUND))] if FOUND >= 3 else []
+CUT = {2: (2.5, 3.5), 3: (1.5, 2, 2.5), 4: (1.5, 1.5, 1.5, 1.5)}
+"""Layers of so many stages, some cut in half; the model has six."""
 NAMES = ["Anna", "Tom", "Mary", "Peter", "Lucy", "Jack", "Emma", "Bob", "Alice", "David"]
 
 pytestmark = [
@@ -66,6 +68,18 @@ def test_mixed_batches_give_the_text_of_one_device(model: Path, devices: tuple[s
                 same(half.all_texts[40:], wanted[40:]) >= 0.75
             )  # drawn: a logit that differs in the last bit may turn
         assert call(engine, "status")["decode_graphs"] == "used"
+
+
+def test_layers_cut_in_half_give_the_text_of_one_device(model: Path, devices: tuple[str, ...]) -> None:
+    if len(devices) not in CUT:
+        pytest.skip("one stage has all layers")
+    with started_engine(model, devices=("cuda:0",), **ON_GPU) as one:
+        wanted = run(one, *mixture()).all_texts
+    with started_engine(model, devices=devices, layers=CUT[len(devices)], **ON_GPU) as engine:
+        assert call(engine, "status")["pipeline"]["layers"] == list(CUT[len(devices)])
+        halves = [submit(engine, *mixture()) for _ in range(2)]
+        for half in halves:
+            assert same(half.wait().all_texts[:40], wanted[:40]) >= 0.95
 
 
 def remembered(engine: Engine) -> list[bool]:
