@@ -106,10 +106,10 @@ class Trace:
     def _launch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         timed = self._timed("launch", launch)
 
-        def kept(rows: list[Any], after: Any = ()) -> Any:
+        def kept(rows: list[Any], *others: Any) -> Any:
             reads, decodes = not rows[-1].feeds_back, rows[0].feeds_back
             self._kind = "m" if reads and decodes else "p" if reads else "d"
-            return timed(rows, after)
+            return timed(rows, *others)
 
         return kept
 
