@@ -25,10 +25,13 @@ from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 logger = logging.getLogger(__name__)
 
 DECODING = (8, *range(16, 257, 16), *range(288, 513, 32))
-MOST_DECODING, MOST_DECODING_OF_SEVERAL = 256, 512
-"""On one device a step with more rows is long, and a prompt has its first token sooner when it goes before. Where
-several stages are at work, a prompt's own step holds up every group: riding costs first tokens little, and gives all
-rows more."""
+MOST_DECODING, MOST_DECODING_OF_TWO, MOST_DECODING_OF_MORE = 256, 512, 64
+"""Of one device, of two stages that work at once, and of more.
+
+On one device a step with more rows is long, and a prompt has its first token sooner when it goes before. Of two stages
+a prompt's own step holds up both: riding gives all rows more. With more stages there are as many more steps in a round,
+and what riding adds to each of them comes to more than one step of prompts alone, through which no group has to wait
+for its own."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 
@@ -51,7 +54,9 @@ class MixedSize(NamedTuple):
 
 def most_decoding(stages: int) -> int:
     """Most rows that decode in a graph with prompts; `stages` that can work at once."""
-    return MOST_DECODING if stages == 1 else MOST_DECODING_OF_SEVERAL
+    if stages == 1:
+        return MOST_DECODING
+    return MOST_DECODING_OF_TWO if stages == 2 else MOST_DECODING_OF_MORE
 
 
 def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:
