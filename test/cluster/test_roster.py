@@ -130,6 +130,23 @@ def test_where_all_have_left_all_are_placed_again(made: Callable[..., Made], ray
     assert list(ray.actors) == placed
 
 
+def test_where_two_machines_remove_the_last_two_one_is_placed_anew(made: Callable[..., Made], ray: FakeRay) -> None:
+    one, other = made(replicas=2), made()
+    one.look()
+    for engine in ray.actors.values():
+        engine.becomes(READY)
+    assert one.look() == other.look() == {"engine-0": READY, "engine-1": READY}
+    one.roster.remove("engine-0")
+    other.roster.remove("engine-1")
+    one.look()
+    other.look()
+    assert [engine.drains for engine in ray.actors.values()] == [[False], [False]]
+    ray.actors.clear()
+    one.look()
+    other.look()
+    assert list(ray.actors) == ["engine-1"], "which the first one wants still"
+
+
 def test_what_was_removed_is_not_placed_again(made: Callable[..., Made], ray: FakeRay) -> None:
     service = made(replicas=2)
     service.look()
