@@ -33,6 +33,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,14 @@ from bench.streams import ENGINE_FORKS, _parent, memory_mb
 from demo.random_weights import write_random_model
 
 PASSWORD = "rounds"
+MAX_TOKENS = 60_000
+"""Of a stream: none ends between the two looks at memory."""
 SETTLE_S = 3.0
 """After the streams have begun, and after the rounds, before memory is looked at."""
 Gap = tuple[int, float, float]
 """Stream, when it ended (monotonic s), how long it was (s)."""
+Span = tuple[float, float]
+"""From and to a moment (monotonic s)."""
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -237,27 +243,58 @@ def _settled(service: Service, name: str, answer: dict[str, Any] | None = None) 
     return f"{answer['status']}: {answer['error']}" if answer.get("error") else str(answer["status"])
 
 
-def figures(gaps: list[Gap], first: tuple[float, float], then: tuple[float, float]) -> dict[str, Any]:
-    """Gaps in both times, each from and to a moment, and by what each stream's grew."""
-    parts: list[dict[int, list[float]]] = []
-    for begin, end in (first, then):
-        part: dict[int, list[float]] = defaultdict(list)
-        for stream, at, gap in gaps:
+def figures(gaps: list[Gap], before: Span, rounds: Span, after: Span, second_s: float) -> dict[str, Any]:
+    """Gaps of the three times, and by how much those in the rounds are longer than in the two others together.
+
+    `second_s`: length of the pieces of which each has a longest gap.
+    """
+    times = {"before": [before], "in_rounds": [rounds], "after": [after], "alone": [before, after]}
+    found = {name: _of_streams(gaps, spans, second_s) for name, spans in times.items()}
+    told: dict[str, Any] = {"streams_seen": len(found["in_rounds"])}
+    for name in ("before", "in_rounds", "after"):
+        every = [gap for stream in found[name].values() for gap in stream.gaps]
+        longest = [gap for stream in found[name].values() for gap in stream.longest]
+        told[f"{name}_gap_ms"] = {
+            **{n: percentile(every, p) for n, p in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0))},
+            "longest_of_a_second": {n: percentile(longest, p) for n, p in (("p50", 0.5), ("p90", 0.9))},
+        }
+    told["grew"] = _grew(found["alone"], found["in_rounds"])
+    told["after_by_before"] = _grew(found["before"], found["after"])
+    return told
+
+
+@dataclass
+class Stream:
+    """One stream's gaps (s) of some time, and the longest of each piece of it."""
+
+    gaps: list[float]
+    longest: list[float]
+
+
+def _of_streams(gaps: list[Gap], spans: list[Span], second_s: float) -> dict[int, Stream]:
+    pieces: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+    streams: dict[int, list[float]] = defaultdict(list)
+    for stream, at, gap in gaps:
+        for number, (begin, end) in enumerate(spans):
             if begin <= at < end:
-                part[stream].append(gap)
-        parts.append(part)
-    streams = parts[0].keys() & parts[1].keys()
-    grew = {
-        "longest": [max(parts[1][s]) / max(parts[0][s]) for s in streams],
-        "p99": [_p99(parts[1][s]) / _p99(parts[0][s]) for s in streams],
-        "median": [statistics.median(parts[1][s]) / statistics.median(parts[0][s]) for s in streams],
+                streams[stream].append(gap)
+                piece = number, int((at - begin) / second_s)
+                pieces[stream][piece] = max(gap, pieces[stream].get(piece, 0.0))
+    return {stream: Stream(found, list(pieces[stream].values())) for stream, found in streams.items()}
+
+
+def _grew(first: dict[int, Stream], then: dict[int, Stream]) -> dict[str, Any]:
+    """For each measure of a stream's gaps: its ratio, at the median of the streams and at most."""
+    measures: dict[str, Callable[[Stream], float]] = {
+        "longest": lambda stream: max(stream.gaps),
+        "longest_of_a_second": lambda stream: statistics.median(stream.longest),
+        "p99": lambda stream: _p99(stream.gaps),
+        "median": lambda stream: statistics.median(stream.gaps),
     }
-    told: dict[str, Any] = {"streams_seen": len(streams)}
-    for name, part in zip(("alone", "in_rounds"), parts, strict=True):
-        every = [gap for found in part.values() for gap in found]
-        told[f"{name}_gap_ms"] = {n: percentile(every, p) for n, p in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
-    for name, ratios in grew.items():
-        told[f"{name}_grew"] = {
+    told = {}
+    for name, measure in measures.items():
+        ratios = [measure(then[s]) / measure(first[s]) for s in first.keys() & then.keys()]
+        told[name] = {
             "median": round(statistics.median(ratios), 2),
             "most": round(max(ratios), 2),
             "streams_above_1.5": sum(ratio > 1.5 for ratio in ratios),
@@ -269,11 +306,18 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
+def undisturbed(service: Service, seconds: float) -> tuple[Span, int]:
+    """A time in which nothing else happens, and how often the serving engine's threads had to leave a core in it."""
+    started, lost = time.monotonic(), service.lost_cores()
+    time.sleep(seconds)
+    return (started, time.monotonic()), service.lost_cores() - lost
+
+
 def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     served = Service(url, folder)
     address = urllib.parse.urlsplit(url)
-    load = Load("/v1/chat/completions", args.streams, 1, 1, 8000, 16, 1, True, "")
+    load = Load("/v1/chat/completions", args.streams, 1, 1, MAX_TOKENS, 16, 1, True, "")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     client = context.Process(target=receive, args=(load, address.hostname, address.port, theirs))
@@ -283,19 +327,19 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
     time.sleep(SETTLE_S)
     memory, drawn, processes = [served.memory_mb()], served.drawn(), len(served.processes())
-    started, lost, used = time.monotonic(), [served.lost_cores()], served.ended_cpu_s()
-    time.sleep(max(args.period_s * args.rounds, 5.0))
-    alone = (started, time.monotonic())
-    lost.append(served.lost_cores())
+    quiet_s = max(args.period_s * args.rounds / 2, 5.0)
+    before, lost_before = undisturbed(served, quiet_s)
+    used, lost, begun = served.ended_cpu_s(), served.lost_cores(), time.monotonic()
     seconds, wrong = rounds(served, args)
-    in_rounds = (alone[1], time.monotonic())
-    lost.append(served.lost_cores())
+    in_rounds = begun, time.monotonic()
+    lost = served.lost_cores() - lost
     used = served.ended_cpu_s() - used
     time.sleep(SETTLE_S)
+    after, lost_after = undisturbed(served, quiet_s)
     memory.append(served.memory_mb())
     drawn = served.drawn() - drawn
     told = {} if args.no_faults else faults(served)
-    after_faults = time.monotonic()
+    faults_end = time.monotonic()
     ours.send("stop")
     gaps, failures = ours.recv()
     client.join()
@@ -304,14 +348,15 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "rounds": len(seconds),
         "round_s_p50": round(statistics.median(seconds), 2),
         "rounds_s": round(in_rounds[1] - in_rounds[0], 1),
-        **figures(gaps, alone, in_rounds),
+        **figures(gaps, before, in_rounds, after, args.period_s),
         "lost_cores_a_second": {
-            "alone": round((lost[1] - lost[0]) / (alone[1] - alone[0])),
-            "in_rounds": round((lost[2] - lost[1]) / (in_rounds[1] - in_rounds[0])),
+            "before": round(lost_before / quiet_s),
+            "in_rounds": round(lost / (in_rounds[1] - in_rounds[0])),
+            "after": round(lost_after / quiet_s),
         },
         "cpu_s_of_a_round": round(used / args.rounds, 2),
         "faults": told,
-        "faults_gap_ms_max": percentile([g for _, at, g in gaps if in_rounds[1] < at < after_faults], 1.0),
+        "faults_gap_ms_max": percentile([g for _, at, g in gaps if after[1] < at < faults_end], 1.0),
         "memory_mb": {"before": memory[0], "after": memory[1]},
         "drawn_between": drawn,
         "processes": {"before": processes, "after": len(served.processes())},
