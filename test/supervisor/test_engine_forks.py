@@ -30,6 +30,14 @@ process.start()
 process.join()
 print(process.exitcode)
 """
+MAIN = """
+print(__name__, flush=True)
+if __name__ == "__main__":
+    from supervisor.engine_forks import ForkedContext
+    process = ForkedContext("json").Process(target=print, args=("forked",))
+    process.start()
+    process.join()
+"""
 SLOW = """
 with open({gate!r}) as gate:
     gate.read()
@@ -59,6 +67,14 @@ def test_forks_share_what_was_imported_wherever_the_command_was_started(tmp_path
     command = [sys.executable, "-c", ELSEWHERE, str(ROOT)]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "1", ran.stderr
+
+
+def test_forks_do_not_run_the_main_module_anew(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(MAIN)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "command"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["__main__", "forked"], ran.stderr
 
 
 def opened(gate: Path) -> None:
