@@ -3,17 +3,22 @@
     python -m bench.model_rounds --rounds 50 --second 12x768
     python -m bench.model_rounds --rounds 3 --streams 8 --second 2x128 --period-s 0.5       # the short form
 
-`--streams` clients stream from the service's own model, a token a delta. First nothing else happens; then, for as
-long, a second model is loaded and unloaded every `--period-s`, each time under a name of its own, so that several
-rounds are under way where one takes longer; then, in the same streams: an engine that is killed in the middle of
-loading, a file that is broken, one that vanishes as soon as it is asked for, the same name twice at once, two names.
+`--streams` clients stream from the service's own model, a token a delta. First nothing else happens, for half as long
+as the rounds are to take; then a second model is loaded and unloaded every `--period-s`, each time under a name of its
+own, so that several rounds are under way where one takes longer; then nothing again, for as long; then, in the same
+streams: an engine that is killed in the middle of loading, a file that is broken, one that vanishes as soon as it is
+asked for, the same name twice at once, two names.
 
-Told: the gaps between a stream's deltas in both times, by how much each stream's longest, its 99th of a hundred and
-its median grew, errors of streams, and the memory (PSS) of all processes and of each kind, before and after the rounds,
-with what the streams have drawn between the two: the service keeps a stream's tokens until it ends. What says
-something on a machine that others use, too: how often a second the serving engine's threads lost their core in both
-times (where the system counts it), and the CPU seconds of a round's engine, from its fork to its end. Bounds: on a
-CPU the models share cores and memory bandwidth with the streams; a process of its own receives.
+Told: the gaps between a stream's deltas in the three times, and the longest one of every `--period-s` of a stream. By
+how much each stream's gaps in the rounds are longer than in the two other times together: the longest of all, the
+median of the longest of every `--period-s` (one long gap that had another cause does not change it), the 99th of a
+hundred, the median; and the same of the time after by the time before, which is what the machine does by itself.
+Errors of streams. Memory (PSS without pages of files) of all processes and of each kind, and what rounds leave of it
+beyond what the tokens take that the streams draw meanwhile: the service keeps a stream's tokens until it ends. What
+says something on a machine that others use, too: how often a second the serving engine's threads lost their core
+(where the system counts it), and the CPU seconds of a round's engine, from its fork to its end. Bounds: on a CPU the
+models share memory bandwidth with the streams, and the cores but for those that `--threads` leaves; a process of its
+own receives.
 """
 
 from __future__ import annotations
@@ -32,13 +37,11 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench.gaps import Gap, Span, figures
 from bench.http_load import Exchange, Load, _open, _request, fetch, served_tokens
 from bench.serve import machine, percentile, service
 from bench.streams import ENGINE_FORKS, _parent, memory_mb
@@ -47,12 +50,9 @@ from demo.random_weights import write_random_model
 PASSWORD = "rounds"
 MAX_TOKENS = 60_000
 """Of a stream: none ends between the two looks at memory."""
+LOOKS = ("begin", "rounds_begin", "rounds_end", "end")
 SETTLE_S = 3.0
 """After the streams have begun, and after the rounds, before memory is looked at."""
-Gap = tuple[int, float, float]
-"""Stream, when it ended (monotonic s), how long it was (s)."""
-Span = tuple[float, float]
-"""From and to a moment (monotonic s)."""
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -99,6 +99,28 @@ def _note(number: int, exchange: Exchange, piece: bytes, gaps: list[Gap]) -> Non
     exchange.take(piece, b'"content"')
     if len(exchange.gaps) > known:
         gaps.append((number, time.monotonic(), exchange.gaps[-1]))
+
+
+class Look(NamedTuple):
+    """Memory (MB, no pages of files) of all processes and of each kind, and tokens drawn, which streams keep."""
+
+    memory: dict[str, float]
+    drawn: int
+
+    def since(self, other: Look) -> tuple[float, int]:
+        """What came to both."""
+        return self.memory["all"] - other.memory["all"], self.drawn - other.drawn
+
+
+def kept_mb(looks: list[Look]) -> float:
+    """What rounds leave of memory, beyond what as many tokens take in the undisturbed times before and after.
+
+    `looks`: where the first of these begins and ends, and the second.
+    """
+    begin, rounds_begin, rounds_end, end = looks
+    (before, drawn_before), (after, drawn_after) = rounds_begin.since(begin), end.since(rounds_end)
+    grown, drawn = rounds_end.since(rounds_begin)
+    return round(grown - drawn * (before + after) / (drawn_before + drawn_after), 2)
 
 
 class Service:
@@ -158,14 +180,10 @@ class Service:
                 used += int(fields[13]) + int(fields[14])
         return used / os.sysconf("SC_CLK_TCK")
 
-    def memory_mb(self) -> dict[str, float]:
-        """Of all processes, and of each kind."""
-        kinds = memory_mb(self.engine)
-        return {"all": round(sum(kinds.values()), 1), **kinds}
-
-    def drawn(self) -> int:
-        """Tokens that its streams have, which it keeps with each."""
-        return int(served_tokens(self.url, ""))
+    def look(self) -> Look:
+        """What it has now."""
+        kinds = memory_mb(self.engine, "Pss_Anon")
+        return Look({"all": round(sum(kinds.values()), 1), **kinds}, int(served_tokens(self.url, "")))
 
 
 def _command(pid: int) -> bytes:
@@ -243,69 +261,6 @@ def _settled(service: Service, name: str, answer: dict[str, Any] | None = None) 
     return f"{answer['status']}: {answer['error']}" if answer.get("error") else str(answer["status"])
 
 
-def figures(gaps: list[Gap], before: Span, rounds: Span, after: Span, second_s: float) -> dict[str, Any]:
-    """Gaps of the three times, and by how much those in the rounds are longer than in the two others together.
-
-    `second_s`: length of the pieces of which each has a longest gap.
-    """
-    times = {"before": [before], "in_rounds": [rounds], "after": [after], "alone": [before, after]}
-    found = {name: _of_streams(gaps, spans, second_s) for name, spans in times.items()}
-    told: dict[str, Any] = {"streams_seen": len(found["in_rounds"])}
-    for name in ("before", "in_rounds", "after"):
-        every = [gap for stream in found[name].values() for gap in stream.gaps]
-        longest = [gap for stream in found[name].values() for gap in stream.longest]
-        told[f"{name}_gap_ms"] = {
-            **{n: percentile(every, p) for n, p in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0))},
-            "longest_of_a_second": {n: percentile(longest, p) for n, p in (("p50", 0.5), ("p90", 0.9))},
-        }
-    told["grew"] = _grew(found["alone"], found["in_rounds"])
-    told["after_by_before"] = _grew(found["before"], found["after"])
-    return told
-
-
-@dataclass
-class Stream:
-    """One stream's gaps (s) of some time, and the longest of each piece of it."""
-
-    gaps: list[float]
-    longest: list[float]
-
-
-def _of_streams(gaps: list[Gap], spans: list[Span], second_s: float) -> dict[int, Stream]:
-    pieces: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
-    streams: dict[int, list[float]] = defaultdict(list)
-    for stream, at, gap in gaps:
-        for number, (begin, end) in enumerate(spans):
-            if begin <= at < end:
-                streams[stream].append(gap)
-                piece = number, int((at - begin) / second_s)
-                pieces[stream][piece] = max(gap, pieces[stream].get(piece, 0.0))
-    return {stream: Stream(found, list(pieces[stream].values())) for stream, found in streams.items()}
-
-
-def _grew(first: dict[int, Stream], then: dict[int, Stream]) -> dict[str, Any]:
-    """For each measure of a stream's gaps: its ratio, at the median of the streams and at most."""
-    measures: dict[str, Callable[[Stream], float]] = {
-        "longest": lambda stream: max(stream.gaps),
-        "longest_of_a_second": lambda stream: statistics.median(stream.longest),
-        "p99": lambda stream: _p99(stream.gaps),
-        "median": lambda stream: statistics.median(stream.gaps),
-    }
-    told = {}
-    for name, measure in measures.items():
-        ratios = [measure(then[s]) / measure(first[s]) for s in first.keys() & then.keys()]
-        told[name] = {
-            "median": round(statistics.median(ratios), 2),
-            "most": round(max(ratios), 2),
-            "streams_above_1.5": sum(ratio > 1.5 for ratio in ratios),
-        }
-    return told
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
-
-
 def undisturbed(service: Service, seconds: float) -> tuple[Span, int]:
     """A time in which nothing else happens, and how often the serving engine's threads had to leave a core in it."""
     started, lost = time.monotonic(), service.lost_cores()
@@ -326,18 +281,20 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         time.sleep(0.1)
     served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
     time.sleep(SETTLE_S)
-    memory, drawn, processes = [served.memory_mb()], served.drawn(), len(served.processes())
+    processes = len(served.processes())
     quiet_s = max(args.period_s * args.rounds / 2, 5.0)
+    looks = [served.look()]
     before, lost_before = undisturbed(served, quiet_s)
+    looks.append(served.look())
     used, lost, begun = served.ended_cpu_s(), served.lost_cores(), time.monotonic()
     seconds, wrong = rounds(served, args)
     in_rounds = begun, time.monotonic()
     lost = served.lost_cores() - lost
     used = served.ended_cpu_s() - used
     time.sleep(SETTLE_S)
+    looks.append(served.look())
     after, lost_after = undisturbed(served, quiet_s)
-    memory.append(served.memory_mb())
-    drawn = served.drawn() - drawn
+    looks.append(served.look())
     told = {} if args.no_faults else faults(served)
     faults_end = time.monotonic()
     ours.send("stop")
@@ -357,8 +314,9 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_s_of_a_round": round(used / args.rounds, 2),
         "faults": told,
         "faults_gap_ms_max": percentile([g for _, at, g in gaps if after[1] < at < faults_end], 1.0),
-        "memory_mb": {"before": memory[0], "after": memory[1]},
-        "drawn_between": drawn,
+        "memory_mb": {name: look.memory for name, look in zip(LOOKS, looks, strict=True)},
+        "drawn": [look.drawn - looks[0].drawn for look in looks],
+        "rounds_kept_mb": kept_mb(looks),
         "processes": {"before": processes, "after": len(served.processes())},
         "stream_errors": failures[:3],
         "wrong": wrong[:3],

@@ -63,8 +63,8 @@ def wait_for(url: str, rows: int, opening: threading.Thread) -> None:
         time.sleep(0.1)
 
 
-def memory_mb(engine: int) -> dict[str, float]:
-    """Proportional set size in MB of the service's processes, by what they are."""
+def memory_mb(engine: int, figure: str = "Pss") -> dict[str, float]:
+    """Proportional set size in MB of the service's processes, by what they are; "Pss_Anon": without pages of files."""
     sizes: dict[str, float] = {}
     supervisor = _parent(engine)
     for entry in Path("/proc").iterdir():
@@ -75,7 +75,7 @@ def memory_mb(engine: int) -> dict[str, float]:
         except OSError:
             continue
         kind = "engine" if int(entry.name) == engine else _kind((entry / "cmdline").read_bytes())
-        size = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
+        size = next(int(line.split()[1]) for line in lines if line.startswith(f"{figure}:")) / 1e3
         sizes[kind] = round(sizes.get(kind, 0.0) + size, 1)
     return sizes
 
