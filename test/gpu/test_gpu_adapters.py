@@ -15,6 +15,7 @@ from torch import Tensor
 from demo import files
 from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS
+from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.quant.formats import Format
@@ -238,18 +239,18 @@ def test_the_engine_serves_experts_beside_graphs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [Format.INT8, Format.FP8, Format.INT4], ids=str)
 def test_beside_small_weights(dtype: Format) -> None:
-    """Rows without an adapter keep their bits, whichever product of codes the number of rows chooses; others change."""
+    """Rows without an adapter keep their bits, whichever product of codes the number of rows chooses; others change, by
+    as much as plain torch says of the same codes."""
     weights = make_weights("wide")
-    stage = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float32, dtype), CudaOps())
-    stage.allocate_slots(SLOTS)
-    full = fast_stage(weights)
-    for one in (stage, full):
-        one.adapters.put(1, pairs(2, 4096, 16, 1))
+    fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float32, dtype), CudaOps())
+    true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 3, dtype), NaiveOps())
+    for stage in (fast, true):
+        stage.allocate_slots(SLOTS)
+        stage.adapters.put(1, pairs(2, 4096, 16, 1))
     for rows in (12, 40, 76):
         numbers = [i % 2 for i in range(rows)]
         for lengths in ([1] * rows, [5] * rows):
-            plain, got = logits(stage, ragged(lengths, None)), logits(stage, ragged(lengths, numbers))
-            near = logits(full, ragged(lengths, numbers))
+            plain, got = logits(fast, ragged(lengths, None)), logits(fast, ragged(lengths, numbers))
             assert torch.isfinite(got).all() and torch.equal(got[::2], plain[::2])
-            added = (near - logits(full, ragged(lengths, None)))[1::2]
-            assert ((got - plain)[1::2] - added).norm() < 0.5 * added.norm()
+            added = (logits(true, ragged(lengths, numbers)) - logits(true, ragged(lengths, None)))[1::2]
+            assert ((got - plain)[1::2] - added).norm() < 0.3 * added.norm()
