@@ -3,8 +3,10 @@
 Load is counted in rows; 256 prompt tokens that wait to be read count as one. Who holds the request's session gets it
 unless it is clearly busier than two engines picked at random, else the less busy of these two gets it. To look at two
 rather than at all keeps many who choose at once, on reports that are some milliseconds old, from choosing the same.
-Of two that are nearly as busy, whoever asks takes the one that it has given less itself: this it knows exactly, and so
-a thousand requests that come at once to many who ask are halved, where by reports alone all would follow the same ones.
+Where whoever asks cannot know which of the two that is, it takes the one that it has given less itself, which it knows
+exactly: if they are nearly as busy, and while an engine has not answered what it was given, since its load is older
+than that. So a thousand requests that come at once to many who ask are halved, where by loads alone all would go to
+the engine that is slow to tell of them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Wish(NamedTuple):
     """Number of an engine that has read the beginning of its prompt lately."""
     given: Sequence[int] = ()
     """Rows under way that whoever asks has given each engine; empty where it does not count them."""
+    unanswered: Sequence[int] = ()
+    """Requests that it has given each engine and that have not arrived there, as far as it knows; or empty."""
 
 
 def load_of(rows: float, prompt_tokens: float) -> float:
@@ -47,11 +51,20 @@ def choose(request: Wish, loads: Sequence[float], holder: int | None, rng: rando
     one = int(rng.random() * len(loads))
     probes = one, (one + 1 + int(rng.random() * (len(loads) - 1))) % len(loads)
     lighter = min(probes, key=loads.__getitem__)
-    slack = min(NEARLY * loads[lighter], SLACK_ROWS)
-    if request.given and max(loads[probes[0]], loads[probes[1]]) <= loads[lighter] + slack:
+    if request.given and (_is_old(request, probes) or _is_near(loads, probes)):
         lighter = min(probes, key=lambda number: (request.given[number], loads[number]))
     if holder is not None:
         mean = (loads[probes[0]] + loads[probes[1]]) / 2
         return holder if loads[holder] <= CLEARLY * mean + SLACK_ROWS else lighter
     prefers = request.prefers
     return prefers if prefers is not None and loads[prefers] < loads[lighter] + TIE_ROWS else lighter
+
+
+def _is_old(request: Wish, probes: Sequence[int]) -> bool:
+    """Whether more has been given to one of them than its load tells of."""
+    return bool(request.unanswered) and any(request.unanswered[number] for number in probes)
+
+
+def _is_near(loads: Sequence[float], probes: Sequence[int]) -> bool:
+    less, more = sorted(loads[number] for number in probes)
+    return more <= less + min(NEARLY * less, SLACK_ROWS)

@@ -312,20 +312,22 @@ class Fleet:
         names = [member.name for member in takers]
         key = key_of(journey.job)
         prefers = self._prompts.get(key) if key else None
-        wish = Wish(names.index(prefers) if prefers in names else None, [member.given_rows for member in takers])
-        chosen = takers[choose(wish, [member.load for member in takers], None, self._rng)]
+        chosen = self._chosen(takers, names.index(prefers) if prefers in names else None, None)
         if key:
             with self._lock:
                 self._prompts.put(key, chosen.name)
         return chosen
+
+    def _chosen(self, takers: list[Member], prefers: int | None, holder: int | None) -> Member:
+        wish = Wish(prefers, [one.given_rows for one in takers], [one.num_unanswered for one in takers])
+        return takers[choose(wish, [one.load for one in takers], holder, self._rng)]
 
     def _choice_of_session(self, session: str, takers: list[Member]) -> Member | None:
         home = self._home(session)
         if not self._limits.shares_sessions or not takers:
             return home if home in takers else None
         holder = takers.index(home) if home in takers else None
-        wish = Wish(given=[member.given_rows for member in takers])
-        chosen = takers[choose(wish, [member.load for member in takers], holder, self._rng)]
+        chosen = self._chosen(takers, None, holder)
         with self._lock:
             self._sessions.put(session, chosen.name)
         return chosen

@@ -55,6 +55,11 @@ class Member:
             return load_of(self._load.rows, self._load.prompt_tokens) + sum(self._sent.values())
 
     @property
+    def num_unanswered(self) -> int:
+        """Jobs on their way to it: its last report is older than they are."""
+        return len(self._sent)
+
+    @property
     def report(self) -> Load:
         """Its last report."""
         return self._load

@@ -50,21 +50,31 @@ def test_of_engines_that_are_nearly_as_busy_each_asker_takes_the_one_it_has_give
     assert chosen_with([3, 4], [1009.0, 1000.0]) == {1}, "nor are nine rows"
 
 
-def test_a_crowd_that_comes_at_once_to_many_askers_is_halved() -> None:
-    """Each of eight knows what came to the engines up to 24 requests ago, and besides what it gave since."""
+@pytest.mark.parametrize("slow", [24, 200])
+def test_a_crowd_that_comes_at_once_to_many_askers_is_halved(slow: int) -> None:
+    """Each of eight knows what came to engine 0 up to 24 requests ago, to engine 1 up to `slow`, and what it gave since
+    then."""
     excesses = []
     for seed in range(20):
         rng = random.Random(seed)
         order: list[tuple[int, int]] = []
         for _ in range(640):
             asker = rng.randrange(8)
-            loads, given = [0.0, 0.0], [0, 0]
+            loads, given, unanswered = [0.0, 0.0], [0, 0], [0, 0]
             for number, (other, engine) in enumerate(order):
-                loads[engine] += other == asker or number < len(order) - 24
+                has_arrived = number < len(order) - (24, slow)[engine]
+                loads[engine] += other == asker or has_arrived
                 given[engine] += other == asker
-            order.append((asker, choose(Wish(given=given), loads, None, rng)))
+                unanswered[engine] += other == asker and not has_arrived
+            order.append((asker, choose(Wish(given=given, unanswered=unanswered), loads, None, rng)))
         excesses.append(max(Counter(engine for _, engine in order).values()) - 320)
     assert mean(excesses) < 2 and max(excesses) <= 4
+
+
+def test_loads_that_are_known_count_more_than_what_was_given() -> None:
+    given, loads = [9, 3], [10.0, 60.0]
+    assert choose(Wish(given=given, unanswered=[0, 0]), loads, None, random.Random(1)) == 0
+    assert choose(Wish(given=given, unanswered=[0, 1]), loads, None, random.Random(1)) == 1
 
 
 def test_unread_prompts_weigh_as_rows() -> None:
