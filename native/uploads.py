@@ -22,6 +22,8 @@ class Uploads:
         self._device = device
         self._sent = [torch.cuda.Event(), torch.cuda.Event()]
         """of each half: its pieces have arrived"""
+        self._half = 0
+        """the one that is being filled; not told by `_at`, which is where it ends when it is full"""
         self._at = 0
 
     def send(self, target: Tensor, piece: ctypes.Structure | ctypes.Array[Any]) -> None:
@@ -32,12 +34,11 @@ class Uploads:
             target.view(-1).copy_(pinned(held, self._device), non_blocking=True)
             return
         stream = torch.cuda.current_stream(self._device)
-        half = self._at // HALF_BYTES
-        if self._at + size > (half + 1) * HALF_BYTES:
-            self._sent[half].record(stream)
-            half = 1 - half
-            self._sent[half].synchronize()  # long ago: a whole half lies between
-            self._at = half * HALF_BYTES
+        if self._at + size > (self._half + 1) * HALF_BYTES:
+            self._sent[self._half].record(stream)
+            self._half = 1 - self._half
+            self._sent[self._half].synchronize()  # long ago: a whole half lies between
+            self._at = self._half * HALF_BYTES
         ctypes.memmove(self._staging.data_ptr() + self._at, ctypes.addressof(piece), size)
         copy_on(stream, target, self._staging[self._at : self._at + size])
         self._at += -(-size // ALIGNMENT) * ALIGNMENT
