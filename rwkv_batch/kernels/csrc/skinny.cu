@@ -47,10 +47,9 @@ struct WeightChunk {
     }
 
     // TILES * 8 rows of x against the chunk.
-    template <int TILES>
-    __device__ __forceinline__ void multiply(
-        float (&sums)[HEIGHT][TILES][4], const Map&, const __half* x, int k, int g, int rows) const {
-        multiply_halves(sums, w, x, k, g, rows);
+    template <int TILES, typename Rows>
+    __device__ __forceinline__ void multiply(float (&sums)[HEIGHT][TILES][4], const Map&, const Rows& x, int g) const {
+        multiply_halves(sums, w, x, g);
     }
 
     __device__ static __forceinline__ float scaled(float sum, const Map&, int) { return sum; }
@@ -58,7 +57,7 @@ struct WeightChunk {
 
 template <int TILES, int HEIGHT>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args, int blocks) {
-    stream_maps<WeightChunk<HEIGHT>, TILES>(args, blocks);
+    stream_maps<WeightChunk<HEIGHT>, TILES, false>(args, blocks);
 }
 
 // Fills in first_block; rows <= 16.

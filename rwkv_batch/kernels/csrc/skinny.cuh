@@ -16,6 +16,7 @@
 constexpr int WARPS = 8;
 constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
 constexpr int MAX_MAPS = 8;
+constexpr int MOST_HELD = 4096;  // inputs of a row in shared memory
 
 __device__ __forceinline__ uint4 load_stream(const void* p) {
     uint4 v;
@@ -36,18 +37,35 @@ __device__ __forceinline__ float activate(float v, int activation) {
     return v;
 }
 
+// Where a lane reads rows of x, from its first input of a chunk on: from memory, or one row from shared memory.
+struct RowsInMemory {
+    const __half* x;
+    int k, rows;
+
+    // The 16 bytes at the `at`-th half of a row, or zeros.
+    __device__ __forceinline__ uint4 read(int row, int at) const {
+        if (row >= rows) return make_uint4(0, 0, 0, 0);
+        return __ldg(reinterpret_cast<const uint4*>(x + static_cast<int64_t>(row) * k + at));
+    }
+};
+
+struct RowInShared {
+    const __half* x;
+
+    __device__ __forceinline__ uint4 read(int row, int at) const {
+        return row > 0 ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4*>(x + at);
+    }
+};
+
 // TILES * 8 rows of x against a chunk of W in halves: PARTS pieces of 8 inputs a lane, of rows g and g + 8 of each tile.
-template <int HEIGHT, int TILES, int PARTS>
+template <int HEIGHT, int TILES, int PARTS, typename Rows>
 __device__ __forceinline__ void multiply_halves(
-    float (&sums)[HEIGHT][TILES][4], const uint4 (&w)[HEIGHT][2][PARTS], const __half* x, int k, int g, int rows) {
+    float (&sums)[HEIGHT][TILES][4], const uint4 (&w)[HEIGHT][2][PARTS], const Rows& x, int g) {
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-        uint4 b[PARTS] = {};
-        if (n * 8 + g < rows) {
-            const uint4* at = reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k);
+        uint4 b[PARTS];
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) b[part] = __ldg(at + 4 * part);
-        }
+        for (int part = 0; part < PARTS; ++part) b[part] = x.read(n * 8 + g, 32 * part);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
@@ -80,9 +98,11 @@ struct Place {
 // All of a kernel, for up to 8 * TILES rows of x. A Chunk is what a warp has of W at a time: HEIGHT tiles of 16 rows, DEPTH
 // inputs, of whose pieces a lane holds LANE neighbouring ones. It is loaded, multiplied, and knows what the sums of an
 // output are to be multiplied by at last.
-template <typename Chunk, int TILES, typename Args>
+// HELD: there is one row of at most MOST_HELD inputs; the block brings it into shared memory at once.
+template <typename Chunk, int TILES, bool HELD, typename Args>
 __device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
     constexpr int HEIGHT = Chunk::HEIGHT, GROUP = HEIGHT * 16;
+    __shared__ uint4 held_rows[HELD ? 2 : 1][HELD ? MOST_HELD / 8 : 1];
     __shared__ float partial[WARPS][TILES * 8][GROUP + RED_PAD];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     Chunk ahead;
@@ -95,17 +115,47 @@ __device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
     fetch(place);
     let_next_start();
     wait_for_inputs();
+    // The inputs of the first two groups, which may be of two maps; later groups of a third are brought when they begin.
+    const __half* held[2] = {nullptr, nullptr};
+    const auto hold = [&](int which, int map) {
+        const __half* const x = args.maps[map].x;
+        held[which] = x;
+        for (int i = threadIdx.x; i < args.maps[map].k / 8; i += WARPS * 32)
+            held_rows[which][i] = __ldg(reinterpret_cast<const uint4*>(x) + i);
+    };
+    if constexpr (HELD) {
+        if (place.block < blocks) {
+            Place<GROUP, Chunk> second = place;
+            second.enter(args, place.block + gridDim.x, blocks, warp);
+            hold(0, place.map);
+            if (second.block < blocks && args.maps[second.map].x != held[0]) hold(1, second.map);
+        }
+        __syncthreads();
+    }
     while (place.block < blocks) {
         const auto& m = args.maps[place.map];
         const Place<GROUP, Chunk> group = place;
         float sums[HEIGHT][TILES][4] = {};
+        if constexpr (HELD) {
+            if (m.x != held[0] && m.x != held[1]) {  // nobody reads the others any more
+                hold(0, place.map);
+                __syncthreads();
+            }
+        }
         while (place.block == group.block) {
             const Chunk chunk = ahead;
             const int k0 = place.k0;
             place.k0 += m.warps_k * Chunk::depth(m);
             if (place.k0 >= m.k) place.enter(args, group.block + gridDim.x, blocks, warp);
             fetch(place);
-            if (group.row0 < m.n && k0 < m.k) chunk.multiply(sums, m, m.x + k0 + Chunk::lane(m) * t, m.k, g, args.rows);
+            if (group.row0 < m.n && k0 < m.k) {
+                const int at = k0 + Chunk::lane(m) * t;
+                if constexpr (HELD) {
+                    chunk.multiply(sums, m, RowInShared{reinterpret_cast<const __half*>(held_rows[m.x != held[0]]) + at}, g);
+                } else {
+                    chunk.multiply(sums, m, RowsInMemory{m.x + at, m.k, args.rows}, g);
+                }
+            }
         }
 #pragma unroll
         for (int tile = 0; tile < HEIGHT; ++tile) {
@@ -134,6 +184,14 @@ __device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
         }
         __syncthreads();
     }
+}
+
+// Whether a launch's one row fits into shared memory.
+template <typename Args>
+static bool holds_row(const Args& args) {
+    bool fits = args.rows == 1;
+    for (int i = 0; i < args.count; ++i) fits = fits && args.maps[i].k <= MOST_HELD;
+    return fits;
 }
 
 // Fills in every map's first_block; the number of blocks for groups of `group` rows of W.

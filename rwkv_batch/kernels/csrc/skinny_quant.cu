@@ -1,7 +1,8 @@
 // y = act(x @ W^T) for few rows (up to 16, of 4 bits 8) and W of 8 or 4 bits (quant.cuh), several maps in one launch
 // (skinny.cuh).
 //
-// A lane's 16 bytes are 16 (8-bit) or 32 (4-bit) neighbouring inputs, made halves in registers; x is read in the same
+// One row of up to 4,096 inputs is brought into shared memory at once, instead of piece by piece as it is multiplied. A
+// lane's 16 bytes are 16 (8-bit) or 32 (4-bit) neighbouring inputs, made halves in registers; x is read in the same
 // order. Sums of a group of 128 inputs are scaled as they are added up; fp8's scales come at the end.
 //
 // A map: codes [n, k] (n a multiple of 32, k of 128, or 256 for 4 bits), scales fp8 [n] fp32, int8 [k / 128][n] fp16,
@@ -100,19 +101,16 @@ struct CodeChunk {
     }
 
     // One piece of it.
-    template <int TILES>
+    template <int TILES, typename Rows>
     __device__ __forceinline__ void multiply_piece(
-        float (&sums)[HEIGHT][TILES][4], int part, int group, const __half* x, int k, int g, int rows) const {
+        float (&sums)[HEIGHT][TILES][4], int part, int group, const Rows& x, int g) const {
         constexpr int QUADS = LANE / 8;  // 16-byte loads of x
         constexpr int WORDS = 4 / QUADS;  // of codes, for each of these
         constexpr bool AT_ONCE = TILES == 1;  // or there are too few registers
         uint4 b[TILES][QUADS];
         const auto load_x = [&](int q) {
 #pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                b[n][q] = make_uint4(0, 0, 0, 0);
-                if (n * 8 + g < rows) b[n][q] = __ldg(reinterpret_cast<const uint4*>(x + static_cast<int64_t>(n * 8 + g) * k) + q);
-            }
+            for (int n = 0; n < TILES; ++n) b[n][q] = x.read(n * 8 + g, part * PIECE + 8 * q);
         };
         if constexpr (AT_ONCE) {
 #pragma unroll
@@ -160,21 +158,20 @@ struct CodeChunk {
     }
 
     // TILES * 8 rows of x against the chunk.
-    template <int TILES>
-    __device__ __forceinline__ void multiply(
-        float (&sums)[HEIGHT][TILES][4], const QuantMap& m, const __half* x, int k, int g, int rows) const {
-        if (is_half(m)) return multiply_halves(sums, w, x, k, g, rows);
+    template <int TILES, typename Rows>
+    __device__ __forceinline__ void multiply(float (&sums)[HEIGHT][TILES][4], const QuantMap& m, const Rows& x, int g) const {
+        if (is_half(m)) return multiply_halves(sums, w, x, g);
         if constexpr (GROUPS == 0) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                multiply_piece(sums, part, 0, x + part * PIECE, k, g, rows);
+                multiply_piece(sums, part, 0, x, g);
         } else {
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 float own[HEIGHT][TILES][4] = {};
 #pragma unroll
                 for (int part = group * (PARTS / GROUPS); part < (group + 1) * (PARTS / GROUPS); ++part)
-                    multiply_piece(own, part, group, x + part * PIECE, k, g, rows);
+                    multiply_piece(own, part, group, x, g);
 #pragma unroll
                 for (int tile = 0; tile < HEIGHT; ++tile) {
                     const float low = scale(group, tile, 0), high = scale(group, tile, 1);
@@ -197,13 +194,14 @@ struct CodeChunk {
     }
 };
 
-template <Format FORMAT, int TILES, bool MIXED, int HEIGHT>
+template <Format FORMAT, int TILES, bool MIXED, int HEIGHT, bool HELD = false>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __grid_constant__ QuantArgs args, int blocks) {
-    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES>(args, blocks);
+    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES, HELD>(args, blocks);
 }
 
 template <Format FORMAT>
 static int launch_format(QuantArgs& args, void* stream) {
+    const bool held = holds_row(args);
     bool mixed = false, deep = true;
     for (int i = 0; i < args.count; ++i) {
         mixed = mixed || args.maps[i].scales == nullptr;
@@ -213,10 +211,13 @@ static int launch_format(QuantArgs& args, void* stream) {
     if (!mixed && deep && args.rows <= 8) {  // groups of 16 outputs, where all of them run at once
         const int blocks = number_blocks(args, 16);
         if (blocks <= 2 * this_machine().processors) {
+            if (held) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 1, true>, args, blocks, stream);
             return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 1>, args, blocks, stream);
         }
     }
     const int blocks = number_blocks(args, 32);
+    if (mixed && held) return launch_maps(skinny_quant_kernel<FORMAT, 1, true, 2, true>, args, blocks, stream);
+    if (held) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 2, true>, args, blocks, stream);
     if (mixed) return launch_maps(skinny_quant_kernel<FORMAT, 1, true, 2>, args, blocks, stream);
     if (args.rows <= 8) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 2>, args, blocks, stream);
     if constexpr (FORMAT == INT4) {

@@ -35,6 +35,7 @@ BODIES = {
     "put_global": "*static_cast<uint4*>(at) = v;",
     "store_turned": "emulation::store_turned(to, low, high);",
     "encode_tiled": "return emulation::encode;",
+    "load_stream": "return *static_cast<const uint4*>(p);",
     "mma": "emulation::multiply(c, a.x[0], a.x[1], a.x[2], a.x[3], b0, b1);",
     "this_machine": (
         "static Machine m; m = {emulation::processors, emulation::shared_bytes, 228 << 10, 1024, true}; return m;"

@@ -1,0 +1,105 @@
+"""Products of few rows by streamed weights, their kernels run thread by thread on the CPU, against plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import cuda_check
+from rwkv_batch.kernels import cuda_linear, cuda_quant
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_linear import Map, skinny
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, QuantMap, multiply_few
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+SHAPES = ((96, 512), (32, 256))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """Launcher -> its kernels on the CPU."""
+    return {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("skinny", "skinny_quant")}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -> None:
+    """Launches go to the emulation."""
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(libraries[name], name, *args)
+
+    for module in (cuda_linear, cuda_quant):
+        monkeypatch.setattr(module, "library", Kernels)
+        monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def halves(rows: int) -> tuple[list[Map], list[Tensor]]:
+    """Two maps of halves and what they give."""
+    maps, wanted = [], []
+    for n, k, activation in ((32, 128, Activation.TANH), (32, 256, Activation.SIGMOID)):
+        weight, x = torch.randn(n, k).half() / k**0.5, torch.randn(rows, k).half()
+        maps.append(Map(weight, x, torch.full((rows, n), torch.nan).half(), activation))
+        product = x.float() @ weight.float().T
+        wanted.append(product.tanh() if activation is Activation.TANH else product.sigmoid())
+    return maps, wanted
+
+
+def codes(format_: Format, rows: int) -> tuple[list[QuantMap], list[Tensor]]:
+    """A map of codes of each shape and what they give."""
+    maps, wanted = [], []
+    for i, (n, k) in enumerate(SHAPES):
+        stored, x = quantise(torch.randn(n, k) / k**0.5, format_), torch.randn(rows, k).half()
+        y = torch.full((rows, n), torch.nan, dtype=torch.float32 if i else torch.float16)
+        maps.append(QuantMap(CudaQuantLinear(stored), x, y, Activation.NONE if i else Activation.RELU_SQUARED))
+        product = x.float() @ dequantise(stored).T
+        wanted.append(product if i else product.relu().square())
+    return maps, wanted
+
+
+@pytest.mark.parametrize(("rows", "processors", "beside"), [(1, 1, False), (1, 20, True), (5, 2, True)])
+@pytest.mark.parametrize("format_", Format)
+def test_codes(libraries: dict[str, ctypes.CDLL], format_: Format, rows: int, processors: int, beside: bool) -> None:
+    """With few processors a block makes several groups of outputs, with many groups are narrower."""
+    libraries["rwkv_skinny_quant"].emulation_set(processors, 227 << 10)
+    maps, wanted = codes(format_, rows)
+    others, wanted_of_others = halves(rows) if beside else ([], [])
+    multiply_few(maps, others)
+    for m, true in zip([*others, *maps], [*wanted_of_others, *wanted], strict=True):
+        assert error(m.y, true) < 1e-3, (tuple(m.y.shape), m.activation)
+
+
+@pytest.mark.parametrize(("rows", "processors"), [(8, 1), (11, 20)])
+def test_halves(libraries: dict[str, ctypes.CDLL], processors: int, rows: int) -> None:
+    libraries["rwkv_skinny"].emulation_set(processors, 227 << 10)
+    maps, wanted = halves(rows)
+    skinny(maps)
+    for m, true in zip(maps, wanted, strict=True):
+        assert error(m.y, true) < 1e-3, tuple(m.y.shape)
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_a_row_has_the_same_bits_alone_and_in_company(libraries: dict[str, ctypes.CDLL], format_: Format) -> None:
+    """Alone its inputs are in shared memory."""
+    libraries["rwkv_skinny_quant"].emulation_set(20, 227 << 10)
+    maps, _ = codes(format_, 8)
+    others, _ = halves(8)
+    multiply_few(maps, others)
+    row = slice(5, 6)
+    alone = [QuantMap(m.linear, m.x[row], torch.full_like(m.y[row], torch.nan), m.activation) for m in maps]
+    others_alone = [Map(m.weight, m.x[row], torch.full_like(m.y[row], torch.nan), m.activation) for m in others]
+    multiply_few(alone, others_alone)
+    for one, m in zip([*others_alone, *alone], [*others, *maps], strict=True):
+        assert torch.equal(one.y, m.y[row])
