@@ -137,7 +137,7 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_scheduler.py::test_prompts_left_over_do_not_wait_for_their_groups_turn",
             ),
             (
-                "if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):",
+                "if self._reading and (is_due or self._reads_on or len(rows) <= limits.mixed_rows):",
                 "if self._reading and not rows:",
                 "prompts wait until nobody decodes",
                 "test/engine/test_scheduler.py::test_fewer_prompt_tokens_are_read_while_rows_decode",

@@ -25,6 +25,8 @@ class Limits:
     """0: three quarters of `max_waiting_rows`"""
     mixed_rows: int = 0
     """rows that decode beside which prompts cost little, since both share a graph"""
+    held_prompt_tokens: int = 0
+    """prompt tokens of all groups from which on their step comes in every round, not in every second one"""
     batch_rows_beside: int = 0
     """batch rows that decode in a step while interactive requests come; 0: all"""
 

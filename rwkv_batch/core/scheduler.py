@@ -7,7 +7,8 @@ are shared out as places are: between classes, clients and jobs.
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
 the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
-group's steps, and with every step while there are more of them than a step takes; beside few rows that decode, where
+group's steps, with every second of them while they are few, and with every step while there are more of them than a
+step takes; beside few rows that decode, where
 they share a graph, with every step, since a group that read all of them would be the one that the others wait for.
 """
 
@@ -65,6 +66,8 @@ class Scheduler:
         """running rows that decode"""
         self._turn = 0
         """the group whose step is next"""
+        self._has_read = False
+        """whether the first group's last step had prompts before it"""
         self._reads_on = False
         """whether prompts were left over by the last step that read some"""
         self._steps = 0
@@ -127,13 +130,23 @@ class Scheduler:
         rows, turn = self._decoding_rows(oldest)
         limits = self.limits
         self._reading_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._reading)
-        if self._reading and (turn == 0 or self._reads_on or len(rows) <= limits.mixed_rows):
+        is_due = not rows or (turn == 0 and self._is_due())
+        if self._reading and (is_due or self._reads_on or len(rows) <= limits.mixed_rows):
             stands_aside = self._batch_share.stands_aside()
             if stands_aside:
                 rows = [row for row in rows if not row.sequence.job.is_batch]
             budget = limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step
             rows += self._prefill_rows(budget, stands_aside)
         return rows
+
+    def _is_due(self) -> bool:
+        """Whether prompts go before this step of the first group: few tokens wait for a round after one that read some.
+
+        The weights are read for them alone, which takes as long as a step of fifty rows.
+        """
+        is_due = not self._has_read or self._reading_tokens >= self.limits.held_prompt_tokens
+        self._has_read = is_due and bool(self._reading)
+        return is_due
 
     def first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
         """The rows of a step between two pieces of another one: prompts of interactive rows whose first token is

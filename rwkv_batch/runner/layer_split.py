@@ -13,10 +13,11 @@ from rwkv_batch.model.rwkv7 import WHOLE, Cuts
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 1.0, 0.6
+HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.7, 0.6
 """What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
-states to read and write too, the more the larger a group of rows is: 960 rows of 7.2B in groups of 240 have a head of
-1.3 layers, in groups of 480 one of 0.7 by a trace of two stages, whose tokens/s do not show it (docs/notebook.md)."""
+states to read and write too, the more the larger a group of rows is: by traces of four stages the head of 7.2B is 1.2
+layers for groups of 80 rows and 0.9 for 240 and 960, by one of two stages 0.7 for 480, whose tokens/s do not show it
+(docs/notebook.md)."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 CUT_GAIN = 0.02
@@ -117,6 +118,8 @@ def deal_halves(layers: int, head: float, speeds: Sequence[float], most: Sequenc
     if min(room) < 2 or sum(room) < 2 * layers:
         return whole
     halves = [count / 2 for count in deal_layers(2 * layers, 2 * head, speeds, room, least=2)]
+    if len(set(speeds)) == len(set(room)) == 1:
+        halves = [*sorted(halves[:-1]), halves[-1]]  # so that fewer borders are within a layer
 
     def slowest(counts: Sequence[float]) -> float:
         beside = [0.0] * (len(counts) - 1) + [head]

@@ -10,7 +10,7 @@ from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.errors import StartupError
-from rwkv_batch.runner.mixed_graphs import most_decoding
+from rwkv_batch.runner.mixed_graphs import held_prompt_tokens, most_decoding
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.arena import FIRST_FREE_SLOT
 
@@ -58,6 +58,7 @@ class Memory:
             groups=groups,
             batch_rows_beside=self._batch_rows_beside(on_gpu),
             mixed_rows=most_decoding(self._pipeline.concurrency) if on_gpu else 0,
+            held_prompt_tokens=held_prompt_tokens(self._pipeline.concurrency) if on_gpu else 0,
             certain_rows=GPU_CERTAIN_ROWS if on_gpu else rows,
         )
 

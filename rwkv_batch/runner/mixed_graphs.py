@@ -32,6 +32,8 @@ On one device a step with more rows is long, and a prompt has its first token so
 a prompt's own step holds up both: riding gives all rows more. With more stages there are as many more steps in a round,
 and what riding adds to each of them comes to more than one step of prompts alone, through which no group has to wait
 for its own."""
+HELD_PROMPT_TOKENS = 160
+"""Of more than two stages: fewer prompt tokens wait for a second round of groups, so that a step is worth its time."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 
@@ -57,6 +59,11 @@ def most_decoding(stages: int) -> int:
     if stages == 1:
         return MOST_DECODING
     return MOST_DECODING_OF_TWO if stages == 2 else MOST_DECODING_OF_MORE
+
+
+def held_prompt_tokens(stages: int) -> int:
+    """Prompt tokens from which on they are read in every round; `stages` that can work at once."""
+    return HELD_PROMPT_TOKENS if stages > 2 else 0
 
 
 def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:

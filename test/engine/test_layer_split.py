@@ -34,11 +34,12 @@ def test_the_head_counts() -> None:
 def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
     size = 65536 * 4096 / 215e6  # of 7.2B
     assert deal_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
-    assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
+    assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [8, 8, 8, 8]
 
 
 def test_layers_are_cut_where_that_is_worth_it() -> None:
-    assert deal_halves(32, 1.24, [1.0] * 4, [32] * 4) == [8.5, 8.5, 8, 7]
+    assert deal_halves(32, 1.24, [1.0] * 4, [32] * 4) == [8, 8.5, 8.5, 7]
+    assert deal_halves(32, head_cost(65536 * 4096 / 215e6, 4), [1.0] * 4, [32] * 4) == [8, 8, 8.5, 7.5]
     assert deal_halves(32, 0.75, [1.0] * 2, [32] * 2) == [16, 16]
     assert deal_halves(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
     assert deal_halves(32, 1.24, [1.0] * 4, [9, 9, 9, 9]) == [9, 8, 8, 7], "a stage of 8.5 may have to hold ten"

@@ -198,6 +198,27 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
     assert len(reading) == groups
 
 
+@pytest.mark.parametrize(("held", "waits"), [(0, [1, 1]), (100, [1, 2]), (12, [1, 1])])
+def test_few_prompts_are_read_in_every_second_round(held: int, waits: list[int]) -> None:
+    """Turns of the first group until a prompt of twelve tokens is read that comes at once, and one right behind it."""
+    pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, held_prompt_tokens=held))
+    pipe.plan.add(*rows_of(40, max_tokens=1000))
+    for _ in range(20):
+        pipe.turn()
+    found = []
+    for _ in range(2):
+        while pipe.plan._turn != 0:  # the next step is the first group's
+            pipe.turn()
+        newcomer, rows = rows_of(1, max_tokens=1, prompt_tokens=12)
+        pipe.plan.add(newcomer, rows)
+        turns = 0
+        while rows[0].num_computed_tokens == 0:
+            turns += pipe.plan._turn == 0
+            pipe.turn()
+        found.append(turns)
+    assert found == waits
+
+
 def test_groups_take_turns_and_none_falls_behind() -> None:
     pipe = Pipe([1.0] * 3, limits(3))
     pipe.plan.add(*rows_of(30, max_tokens=1000))
