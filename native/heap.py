@@ -1,0 +1,25 @@
+"""The C heap of a process that holds many short-lived bodies: what is freed goes back to the system."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+"""Parameters of glibc's mallopt, malloc.h."""
+LARGE_BYTES = 256 << 10
+"""A block of this size or more is a mapping of its own, which its end gives back."""
+ARENAS = 2
+
+
+def keep_heap_small() -> None:
+    """Large blocks never come from heaps, and threads share two of those; without effect where there is no glibc.
+
+    Left alone, glibc raises the size from which blocks are mappings to that of the largest that was freed, and gives
+    each thread a heap of its own: a process then grows for hours, until each has held the largest body once. To be
+    called before threads are started.
+    """
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(_M_ARENA_MAX, ARENAS)
