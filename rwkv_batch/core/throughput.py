@@ -37,6 +37,8 @@ class StepTime(NamedTuple):
     """its tokens were read"""
     rows: int
     tokens: int
+    batch_rows: int = 0
+    """of `rows`, while the log tells of first tokens"""
 
 
 class Throughput:
@@ -67,8 +69,10 @@ class Throughput:
         self._count_prompts(computed - sum(row.feeds_back for row in rows), now - max(started, self._last_end))
         self.busy_s += now - max(started, self._last_end)
         self._last_end = now
-        self._steps.append(StepTime(started, launched, now, len(rows), computed))
-        if logger.isEnabledFor(logging.DEBUG):
+        is_told = logger.isEnabledFor(logging.DEBUG)
+        batch_rows = sum(row.sequence.job.is_batch for row in rows) if is_told else 0
+        self._steps.append(StepTime(started, launched, now, len(rows), computed, batch_rows))
+        if is_told:
             self._log_first_tokens(rows)
         if self._window and now - self._window[-1][0] < 0.25:
             began, generated_before, computed_before = self._window[-1]
@@ -93,17 +97,22 @@ class Throughput:
         return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
-        """Log how each row came to its first token: the wait until its step was launched, and all steps meanwhile."""
+        """Log how each interactive row came to its first token: when its job came (of time.monotonic), the waits until
+        the engine's thread took it and until its last step was launched, and all steps meanwhile."""
         step = self._steps[-1]
+        if step.tokens > step.rows:
+            logger.debug("prompts %s", msgspec.json.encode({"at_s": step.started} | _timing_of(step, 0.0)).decode())
         for row in rows:
-            if not row.draws or row.sequence.output.tokens:
+            if not row.draws or row.sequence.output.tokens or row.sequence.job.is_batch:
                 continue
             since = row.sequence.job.submitted_at
             timing = {
+                "at_s": round(since, 5),
                 "prompt_tokens": row.sequence.prompt_tokens,
                 "first_token_ms": round((step.ended - since) * 1e3, 1),
+                "seated_ms": round(row.sequence.queue_s * 1e3, 1),
                 "waited_ms": round((step.started - since) * 1e3, 1),
-                "steps": [_timing_of(one) for one in self._steps if one.ended > since],
+                "steps": [_timing_of(one, since) for one in self._steps if one.ended > since],
             }
             logger.debug("first token %s", msgspec.json.encode(timing).decode())
 
@@ -126,10 +135,12 @@ class Throughput:
         }
 
 
-def _timing_of(step: StepTime) -> dict[str, float | int]:
+def _timing_of(step: StepTime, since: float) -> dict[str, float | int]:
     return {
+        "at_ms": round((step.started - since) * 1e3, 1),
         "ms": round((step.ended - step.started) * 1e3, 1),
         "launch_ms": round((step.launched - step.started) * 1e3, 1),
         "rows": step.rows,
         "tokens": step.tokens,
+        "batch_rows": step.batch_rows,
     }

@@ -13,6 +13,10 @@ import time
 
 import msgspec
 
+logger = logging.getLogger(__name__)
+
+LONG_COLLECTION_S = 0.001
+"""Collections of garbage that take longer are told in the log, at level debug."""
 _CHATTY = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
 """Libraries that tell every step of their start."""
 
@@ -73,6 +77,23 @@ def set_up_logging(process: str, style: LogStyle) -> None:
     logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    if logger.isEnabledFor(logging.DEBUG):
+        gc.callbacks.append(_LongCollections())
+
+
+class _LongCollections:
+    """Logs collections of garbage that stop this process's threads for a while."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        """See gc.callbacks."""
+        if phase == "start":
+            self._began = time.monotonic()
+        elif (took := time.monotonic() - self._began) > LONG_COLLECTION_S:
+            found = {"at_s": self._began, "ms": round(took * 1e3, 1), "generation": info["generation"]}
+            logger.debug("collection %s", msgspec.json.encode(found).decode())
 
 
 def become_child(process: str, style: LogStyle) -> None:
