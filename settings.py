@@ -19,7 +19,7 @@ import msgspec
 
 from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
-from rwkv_batch.config import ALL_BATCH_ROWS, STATE_NAME, EngineConfig
+from rwkv_batch.config import ALL_BATCH_ROWS, STATE_NAME, WHOLE_STEPS, EngineConfig
 from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.config import PoolConfig
@@ -437,8 +437,9 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         ),
         Flag(
             "batch_step_layers",
-            _whole(0, 1024),
-            "on a single GPU, layers after which a step with batch rows may be left for a first token; 0: it never is",
+            _whole(WHOLE_STEPS, 1024),
+            "on a single GPU, layers after which a step with batch rows may be left for a first token; "
+            f"0: by model, {WHOLE_STEPS}: it never is",
         ),
         Flag("prefill_chunk", _POSITIVE, "most prompt tokens of one row in a step"),
         Flag("gpu_memory_utilization", _number(0.05, 1.0), "part of the GPU memory that may be used"),

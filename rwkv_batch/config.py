@@ -12,6 +12,8 @@ STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a tuned state or an adapter: it is part of model names and of file names."""
 ALL_BATCH_ROWS = -1
 """As `batch_rows_beside`."""
+WHOLE_STEPS = -1
+"""As `batch_step_layers`."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Batch rows that decode in one step while interactive requests come, whose first tokens wait; 0: decided by
     device, `ALL_BATCH_ROWS`: all."""
     batch_step_layers: int = 0
-    """On one GPU, layers in a piece of a step with batch rows, between two of which first tokens go; 0: it is whole."""
+    """On one GPU, layers in a piece of a step with batch rows, between two of which first tokens go; 0: decided by the
+    model, `WHOLE_STEPS`: it has none."""
     prefill_chunk: int = 512
     """Most prompt tokens of one row in one step."""
     gpu_memory_utilization: float = 0.9

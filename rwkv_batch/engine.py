@@ -287,7 +287,7 @@ class Engine:
         self._adapters.open(self.machine.pool.adapters, self.machine.pipeline)
         self._states.open(self.machine.pool, self.machine.arena, self.machine.weights.shape)
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, self.machine.overlaps)
-        self.scheduler = Scheduler(self.machine.limits, self.keeper)
+        self.scheduler = Scheduler(self.machine.limits, self.keeper, self.machine.has_pieces)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, self.machine.vocab)
 
     def _make_grammar_compiler(self) -> GrammarCompiler:
@@ -360,18 +360,24 @@ class Engine:
         return bool(rows) or concludes
 
     def _launch(self, rows: list[ScheduledRow], between: Between | None = None) -> Step:
-        """Start a step, part by part; a failure ends the jobs of its part and not the engine."""
+        """Start a step, part by part; a failure ends the jobs of its part and not the engine.
+
+        `between`: what to call between pieces of it. While interactive requests come, prompts of batch rows have pieces
+        too; they are read slower then.
+        """
         launched: list[Launched] = []
         number, self._next_step = self._next_step, self._next_step + 1
         oldest = self._in_flight[0].parts if self._in_flight else ()
         may_have_ended = False
-        for planned in self.machine.parts(rows):
+        in_pieces = between is not None and self.scheduler.is_beside_interactive
+        for planned in self.machine.parts(rows, mixes=not in_pieces):
             # The rows of a job that has failed just now have ended.
             part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:
                 continue
             try:
-                step = self.machine.launch(part, oldest, between)
+                has_pieces = part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
+                step = self.machine.launch(part, oldest, between if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
             except Exception as error:  # a device raises anything; the part's jobs end, or the engine
                 if between is not None and self._let_in.has_failed:

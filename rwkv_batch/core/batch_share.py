@@ -2,8 +2,9 @@
 
 While an interactive row reads its prompt, batch rows stand aside in all but one of a few steps, since a step that also
 has theirs takes much longer. While interactive requests come, and for a while after the last one, steps are short: so
-many batch rows decode in each and take turns, and few tokens of their prompts are read. Without interactive requests
-all of them are in every step.
+many batch rows decode in each and take turns, and few tokens of their prompts are read. Or steps are launched in
+pieces (`core/let_in.py`), and a prompt that takes as long in pieces as many do is read when there are many. Without
+interactive requests all batch rows are in every step.
 """
 
 from __future__ import annotations
@@ -22,29 +23,41 @@ LULL_S = 10.0
 TOKENS_PER_ROW = 4
 """Prompt tokens that take about as long as a row that decodes, for which logits are made and a token is drawn."""
 
+GATHERED_TOKENS, GATHERED_STEPS = 512, 8
+"""Prompts of batch rows are read in pieces when they have so many tokens, or every so many steps in which rows decode:
+with fewer tokens the host takes as long to launch the kernels."""
+
 
 class BatchShare:
     """Owned by the scheduler, asked once for each step, in the order of its methods."""
 
-    def __init__(self, limits: Limits, interactive: FairQueue, reading: Collection[Sequence]) -> None:
+    def __init__(
+        self, limits: Limits, interactive: FairQueue, reading: Collection[Sequence], has_pieces: bool = False
+    ) -> None:
         """`reading`: rows in the steps that have more than one token to read, as they are at each moment."""
+        self._has_pieces = has_pieces
         self._most_rows = limits.batch_rows_beside
         self._interactive = interactive
         self._reading = reading
         self._seen_at = -math.inf
         """when an interactive row was there last"""
+        self.is_beside = False
+        """whether interactive requests come"""
         self._is_short = False
         """whether the step holds little batch work"""
         self._rows_left = 0
         """rows that a short step may hold beside the batch rows that decode in it"""
         self._steps_aside = 0
         """in a row that batch rows have left to interactive ones"""
+        self._steps_gathered = 0
+        """in which prompts of batch rows have waited for others"""
 
     def begin(self, now: float) -> None:
         """A step is planned. `now`: of time.monotonic."""
         if self._interactive.num_rows:
             self._seen_at = now
-        self._is_short = self._most_rows > 0 and now - self._seen_at < LULL_S
+        self.is_beside = now - self._seen_at < LULL_S
+        self._is_short = self._most_rows > 0 and self.is_beside
         self._rows_left = self._most_rows
         if not self._reading:
             self._steps_aside = 0
@@ -67,6 +80,16 @@ class BatchShare:
         is_one_awaited = self._interactive.num_running and any(map(is_waited_for, self._reading))
         self._steps_aside = (self._steps_aside + 1) % BATCH_PART if is_one_awaited else 0
         return self._steps_aside > 0
+
+    def reads_now(self, prompt_tokens: int) -> bool:
+        """Whether batch rows that have so many tokens to read next do that in this step, in which rows decode."""
+        if not (self._has_pieces and self.is_beside and prompt_tokens):
+            return True
+        self._steps_gathered += 1
+        if prompt_tokens < GATHERED_TOKENS and self._steps_gathered < GATHERED_STEPS:
+            return False
+        self._steps_gathered = 0
+        return True
 
     def prompt_tokens(self, budget: int) -> int:
         """Most prompt tokens of batch rows in this step, of a budget of so many."""

@@ -53,7 +53,8 @@ class ScheduledRow:
 class Scheduler:
     """Rows waiting, running, paused. Owned by the engine thread."""
 
-    def __init__(self, limits: Limits, slots: SlotSource) -> None:
+    def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
+        """`has_pieces`: whether steps with batch rows can be launched in pieces."""
         self.limits = limits
         self._slots = slots
         self.places = Admission(limits, slots, self)
@@ -61,7 +62,7 @@ class Scheduler:
         """rows in the steps, those among them that have answered and still read (an ordered set)"""
         self._reading: dict[Sequence, None] = {}
         """running rows that have more than one token to read"""
-        self._batch_share = BatchShare(limits, self.places.interactive, self._reading)
+        self._batch_share = BatchShare(limits, self.places.interactive, self._reading, has_pieces)
         self._groups: list[dict[Sequence, None]] = [{} for _ in range(limits.groups)]
         """running rows that decode"""
         self._turn = 0
@@ -78,6 +79,11 @@ class Scheduler:
     def running_rows(self) -> int:
         """Rows in the steps."""
         return len(self._running)
+
+    @property
+    def is_beside_interactive(self) -> bool:
+        """Whether batch rows of the step that was scheduled last run beside interactive requests that come."""
+        return self._batch_share.is_beside
 
     @property
     def queued_tokens(self) -> int:
@@ -136,7 +142,7 @@ class Scheduler:
             if stands_aside:
                 rows = [row for row in rows if not row.sequence.job.is_batch]
             budget = limits.prefill_tokens_beside if rows else limits.prefill_tokens_per_step
-            rows += self._prefill_rows(budget, stands_aside)
+            rows += self._prefill_rows(budget, stands_aside, beside=bool(rows))
         return rows
 
     def _is_due(self) -> bool:
@@ -207,11 +213,14 @@ class Scheduler:
             self._slots.add_spare(sequence)
         return sequence.may_run(oldest)
 
-    def _prefill_rows(self, budget: int, stands_aside: bool) -> list[ScheduledRow]:
-        """Prompt chunks within the budget: interactive rows first, but batch rows get their part."""
+    def _prefill_rows(self, budget: int, stands_aside: bool, beside: bool) -> list[ScheduledRow]:
+        """Prompt chunks within the budget: interactive rows first, but batch rows get their part. `beside` others that
+        decode."""
         reading = [sequence for sequence in self._reading if sequence.num_uncomputed_tokens > 0]
         interactive = [sequence for sequence in reading if not sequence.job.is_batch]
         batch = [sequence for sequence in reading if sequence.job.is_batch and not stands_aside]
+        if beside and not self._batch_share.reads_now(sum(map(self._chunk, batch))):
+            batch = []
         wanted = sum(map(self._chunk, batch)) if interactive else 0
         kept = min(wanted, self._batch_share.prompt_tokens(budget // BATCH_PART))
         first = share_out(interactive, budget - kept, self._chunk, self._steps)

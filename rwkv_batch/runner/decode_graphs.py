@@ -111,7 +111,7 @@ class DecodeGraphs:
         """`max_rows` of one step; `seats` the sampler knows (as many, unless told); `depth`: steps on their way;
         `logit_rows`: least rows of `logits`; `max_adapters` that its rows may have between them.
 
-        `piece_layers` in a piece of a step that may be left; 0: none may be.
+        `piece_layers` in a piece of a step that may be left (`graph_pieces.piece_layers`); 0: none may be.
 
         Steps in which a row has an adapter have graphs of their own: the others cost what they did."""
         self.places = list(places)
@@ -138,10 +138,7 @@ class DecodeGraphs:
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
         """[rows, V]: of every graph's step, and of any other step whose logits are done with before the next"""
-        has_pieces = piece_layers > 0 and GraphPieces.are_possible(self.places)
-        self.pieces = GraphPieces(self, piece_layers) if has_pieces else None
-        self._ended: Callable[[], None] = lambda: None
-        """waits until the last step in pieces is done"""
+        self.pieces = GraphPieces(self, piece_layers) if piece_layers else None
 
     @staticmethod
     def why_not(stages: Sequence[Stage], sampler: object) -> str | None:
@@ -220,7 +217,8 @@ class DecodeGraphs:
         arrays = {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}
         if between is not None and adapters is None and (pieces := self._pieces_for(len(seats), sampled)) is not None:
             self._fill(pieces.size, arrays, undrawn)
-            self._ended = pieces.run(between, self._ended)
+            assert self.pieces is not None
+            self.pieces.run(pieces, between)
             return
         size = next(size for size in self.sizes if size >= len(seats))
         graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.places))]
@@ -230,7 +228,7 @@ class DecodeGraphs:
             place.run(graph.replay, size, before)
             before = place
 
-    def _pieces_for(self, rows: int, sampled: bool) -> Pieces | None:
+    def _pieces_for(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
         """The pieces of a step of so many rows, if it has any."""
         if self.pieces is None:
             return None

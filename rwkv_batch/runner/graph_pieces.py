@@ -1,7 +1,8 @@
-"""Decode steps as graphs of a few layers each, so that the host may launch something else between two of them.
+"""Steps that are launched a few layers at a time, so that the host may launch something else between two pieces.
 
-One stage on one GPU. What a piece leaves for the next lies in memory of its own. All else is that of `DecodeGraphs`,
-rows, tokens and logits too: a step that is launched between two pieces must not be one of those.
+One stage on one GPU. Decode steps are graphs of some layers each; what a piece leaves for the next lies in memory of
+its own. All else is that of `DecodeGraphs`, rows, tokens and logits too: a step that is launched between two pieces
+must not be one of those. Steps that read prompts are launched kernel by kernel, as those that no graph holds are.
 """
 
 from __future__ import annotations
@@ -9,18 +10,39 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from rwkv_batch.config import WHOLE_STEPS
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.stage_graphs import GraphStage
 
 logger = logging.getLogger(__name__)
 
+Piece = TypeVar("Piece")
 FEWEST_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 32, 512, 128
 """Sizes that have pieces: multiples of SPACING, beyond LARGE of LARGE_SPACING. With fewer rows a step is short."""
+PROMPT_TOKENS = 512
+"""Prompt tokens over which as many layers take about as long as in a step of many rows that decode. Over more a piece
+has fewer layers; over less it does not have more, since the host takes as long to launch them."""
+
+MANY_PARAMETERS = 5 * 10**9
+"""Of a model whose steps have pieces unless told otherwise: with fewer, a step of many rows is short, and the last two
+pieces do not last as long as what the host does between two steps."""
+MOST_PIECES = 16
+"""Of a step, unless told otherwise."""
+
+
+def piece_layers(told: int, places: Sequence[GraphStage], parameters: int) -> int:
+    """Layers in a piece of a step over these stages, 0 for whole steps: one stage can, whose layers stay on the device.
+
+    `told`: see `EngineConfig.batch_step_layers`; `parameters` of the model.
+    """
+    if len(places) > 1 or places[0].stage.num_streamed or told == WHOLE_STEPS:
+        return 0
+    return told or (-(-len(places[0].stage.layers) // MOST_PIECES) if parameters >= MANY_PARAMETERS else 0)
 
 
 class DecodeSteps(Protocol):
@@ -39,18 +61,18 @@ class DecodeSteps(Protocol):
         """See DecodeGraphs."""
 
 
-class Pieces:
+class Pieces(Generic[Piece]):
     """Of one step."""
 
     def __init__(
         self,
         size: int,
-        graphs: Sequence[torch.cuda.CUDAGraph],
-        launch: Callable[[torch.cuda.CUDAGraph], Callable[[], None]],
+        pieces: Sequence[Piece],
+        launch: Callable[[Piece], Callable[[], None]],
     ) -> None:
-        """`size`: rows, padding included; `launch` returns what waits until the graph has run."""
+        """`size`: rows or tokens, padding included; `launch` returns what waits until the piece has run."""
         self.size = size
-        self._graphs = graphs
+        self._pieces = pieces
         self._launch = launch
 
     def run(self, between: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
@@ -60,41 +82,59 @@ class Pieces:
         `between` is called when a piece is on the device and none waits behind it; what it launches runs before the
         next. At the end there are two pieces left to do, so that the host is ahead of the device.
         """
-        for graph in self._graphs[:-1]:
-            before, ended = ended, self._launch(graph)
+        for piece in self._pieces[:-1]:
+            before, ended = ended, self._launch(piece)
             before()
             with torch.inference_mode(False):  # what it makes may be kept for longer than this step
                 between()
-        return self._launch(self._graphs[-1])
+        return self._launch(self._pieces[-1])
 
 
 class GraphPieces:
-    """Captures them. Engine thread only."""
+    """Captures those of decode steps, and runs all. Engine thread only."""
 
     def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
         """`piece_layers`: in each but the last, which may have fewer."""
         self._decode = decode
         self._place = place = decode.places[0]
         layers = len(place.stage.layers)
-        self.parts = [range(at, min(at + piece_layers, layers)) for at in range(0, layers, piece_layers)]
+        self._piece_layers = piece_layers
+        self.parts = _parts(layers, piece_layers)
         self.sizes = [size for size in decode.sizes if _has_pieces(size) or size == decode.sizes[-1]]
         shape = 2, decode.sizes[-1], place.stage.width
         self._kept = torch.empty(shape, dtype=place.stage.precision.activations, device=place.device)
         """[2, rows, C]: x behind the last piece, v_first"""
         self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         """by size, piece, and whether it draws (the last one's only)"""
+        self._ended: Callable[[], None] = lambda: None
+        """waits until the last step in pieces is done"""
 
-    @staticmethod
-    def are_possible(places: Sequence[GraphStage]) -> bool:
-        """Whether these stages can: there is one, and its layers stay on the device."""
-        return len(places) == 1 and not places[0].stage.num_streamed
-
-    def of(self, rows: int, sampled: bool) -> Pieces | None:
+    def of(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
         """The pieces of a step of so many rows; None: they are too few. Raises CaptureError."""
         if rows < FEWEST_ROWS // 2:
             return None
         size = next(size for size in self.sizes if size >= rows)
         return Pieces(size, self._graphs(size, sampled), self._launch)
+
+    def run(self, pieces: Pieces[Piece], between: Callable[[], None]) -> None:
+        """See `Pieces.run`."""
+        self._ended = pieces.run(between, self._ended)
+
+    @torch.inference_mode()
+    def hidden(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
+        """`Pipeline.hidden` in pieces, for rows without an adapter: the residual stream [T, C] and the inputs there."""
+        stage, tokens = self._place.stage, len(inputs.tokens)
+        here = inputs.to(self._place.device)
+        x, v_first = stage.embed(here.tokens), None
+
+        def launch(part: range) -> Callable[[], None]:
+            nonlocal x, v_first
+            x, v_first = stage.run_part(part, x, v_first, here)
+            return self._mark()
+
+        piece_layers = max(1, self._piece_layers * PROMPT_TOKENS // max(PROMPT_TOKENS, tokens))
+        self.run(Pieces(tokens, _parts(len(stage.layers), piece_layers), launch), between)
+        return x, here
 
     def warm_up(self) -> None:
         """Capture all of them now, those of the largest size first."""
@@ -108,6 +148,10 @@ class GraphPieces:
         """Launch a piece; returns what waits until it is done."""
         with self._place.current():
             graph.replay()
+        return self._mark()
+
+    def _mark(self) -> Callable[[], None]:
+        """What waits until all that was launched so far is done."""
         wait: Callable[[], None] = torch.cuda.current_stream(self._place.device).record_event().synchronize
         return wait
 
@@ -136,6 +180,10 @@ class GraphPieces:
         self._kept[0, :size].copy_(x)
         if not number:
             v_first.copy_(first)
+
+
+def _parts(layers: int, piece_layers: int) -> list[range]:
+    return [range(at, min(at + piece_layers, layers)) for at in range(0, layers, piece_layers)]
 
 
 def _has_pieces(size: int) -> bool:

@@ -23,6 +23,7 @@ from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
 from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
 from rwkv_batch.runner.graph_capture import CaptureError
+from rwkv_batch.runner.graph_pieces import piece_layers
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
@@ -97,7 +98,7 @@ class ModelRunner:
     def _require_pieces(self) -> None:
         """Raises StartupError for --batch-step-layers where steps cannot be launched in pieces."""
         layers = self._config.batch_step_layers
-        if layers and not self.has_pieces:
+        if layers > 0 and not self.has_pieces:
             reason = self.graph_refusal or f"here the layers are on {self.device_names()}, or come from host memory"
             needs = "needs decode graphs and one GPU that keeps all layers"
             raise StartupError(f"--batch-step-layers {layers} {needs}: {reason}; leave it out")
@@ -155,7 +156,7 @@ class ModelRunner:
         places = graph_stages(stages, most_tokens, self.steps_in_flight)
         drawn = max((size.drawn for size in mixed), default=0)
         seats, adapters = self.limits.num_seats, self._config.pool.max_adapters
-        pieces = self._config.batch_step_layers
+        pieces = piece_layers(self._config.batch_step_layers, places, self.weights.num_parameters)
         return DecodeGraphs(places, rows, sampler, seats, self.steps_in_flight, drawn, adapters, pieces)
 
     def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
@@ -230,9 +231,9 @@ class ModelRunner:
         """Whether steps in which rows decode can be launched in pieces."""
         return self._graphs is not None and self._graphs.pieces is not None
 
-    def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
+    def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
         """A step's rows as they are launched: all together, those with a constraint last, so that the logits of both
-        kinds lie together; with graphs, rows that decode after the others.
+        kinds lie together; with graphs, rows that decode after the others, or where it `mixes` in the same.
 
         Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
         that has them is the last one. Rows under an adapter that no graph can hold go before, decoding or not.
@@ -249,7 +250,7 @@ class ModelRunner:
             reading, decoding = _parted_by_kind(rows)
             scored = [row for row in reading if row.scored]  # graphs leave their logits and nothing else
             reading = [row for row in reading if not row.scored]
-            if reading and decoding and self._mixed_size(decoding, reading) is not None:
+            if mixes and reading and decoding and self._mixed_size(decoding, reading) is not None:
                 reading, decoding = [], decoding + reading
             parts = [reading, scored, *_parted_by_kind(mixtures), decoding]
         parts = [[row for row in routed if row.scored], [row for row in routed if not row.scored], *parts]
@@ -279,8 +280,8 @@ class ModelRunner:
         """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
 
         `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn. `between`: is
-        called between pieces of it, where it has any, and may launch other steps of rows that read; then most of the
-        step is done when this returns.
+        called between pieces of it, where it has any (a step over prompts is launched so, and by no graph), and may
+        launch other steps of rows that read; then most of the step is done when this returns.
         """
         step = Launched(rows, [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
@@ -295,9 +296,10 @@ class ModelRunner:
             except CaptureError as error:
                 self._give_up_graphs(error)
         if any(row.scored for row in rows):
-            self._launch_scored(step)
+            self._launch_scored(step, between)
         else:
-            logits = mixed(self._forward(self._inputs(rows), None if is_routed else self._logits), step.drawing)
+            inputs, into = self._inputs(rows), None if is_routed else self._logits
+            logits = mixed(self._forward(inputs, into, between), step.drawing)
             self._drawing.draw(step, logits, self._tokens)
         return step
 
@@ -306,22 +308,35 @@ class ModelRunner:
         """Whether rows that decode are in it, and no more than a graph holds."""
         return rows[0].feeds_back and num_states(row for row in rows if row.feeds_back) <= graphs.max_rows
 
-    def _launch_scored(self, step: Launched) -> None:
+    def _launch_scored(self, step: Launched, between: Callable[[], None] | None) -> None:
         """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
-        x, inputs = self.pipeline.hidden(self._inputs(step.rows))
+        x, inputs = self._hidden(self._inputs(step.rows), between)
         self._drawing.draw(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
-    def _forward(self, inputs: StepInputs, into: Tensor | None) -> Tensor:
-        """Logits [R, V] of a step of any rows: by a graph if there is one that holds it, else in `into` if they fit."""
-        size = None if self._prefill_graphs is None else self._prefill_graphs.size_for(inputs)
+    def _hidden(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
+        """`Pipeline.hidden`, in pieces if something is to be called between them and there are such."""
+        pieces = None if self._graphs is None else self._graphs.pieces
+        if between is None or pieces is None or inputs.adapters is not None:
+            return self.pipeline.hidden(inputs)
+        return pieces.hidden(inputs, between)
+
+    def _forward(self, inputs: StepInputs, into: Tensor | None, between: Callable[[], None] | None) -> Tensor:
+        """Logits [R, V] of a step of any rows: by a graph if there is one that holds it and it is launched whole, else
+        in `into` if they fit."""
+        is_whole = between is None or not self.has_pieces
+        size = self._prefill_graphs.size_for(inputs) if self._prefill_graphs is not None and is_whole else None
         if self._prefill_graphs is not None and size is not None:
             try:
                 return self._prefill_graphs.run(inputs, size)
             except CaptureError as error:
                 self._give_up_graphs(error)
         holds_all = into is not None and len(inputs.logit_tokens) <= len(into)
-        return self.pipeline.forward(inputs, into if holds_all else None)
+        out = into if holds_all else None
+        if is_whole:
+            return self.pipeline.forward(inputs, out)
+        x, here = self._hidden(inputs, between)
+        return self.pipeline.stages[-1].logits(x, here, out)
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""

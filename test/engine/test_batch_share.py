@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rwkv_batch.core.batch_share import LULL_S, TOKENS_PER_ROW
+from rwkv_batch.core.batch_share import GATHERED_STEPS, GATHERED_TOKENS, LULL_S, TOKENS_PER_ROW
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Sequence
@@ -16,9 +16,10 @@ MOST = 8
 class Steps:
     """A scheduler, its steps, and a clock that stands still unless it is set."""
 
-    def __init__(self, most: int = MOST, seats: int = 64, budget: int = 256) -> None:
+    def __init__(self, most: int = MOST, seats: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
         self.slots = Slots(500)
-        self.plan = Scheduler(Limits(seats, 10_000, budget, budget, budget, batch_rows_beside=most), self.slots)
+        limits = Limits(seats, 10_000, budget, budget, budget, batch_rows_beside=most)
+        self.plan = Scheduler(limits, self.slots, has_pieces)
         self.number = 0
         self.now = 1000.0
 
@@ -183,3 +184,34 @@ def test_a_first_token_beside_a_batch_waits_for_a_short_step_at_most() -> None:
         most[rows] = max(first_token_s(steps, part / 20) for part in range(21))
     assert most[0] > alone + 0.020
     assert most[MOST] < alone + 0.007
+
+
+def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
+    """Launched kernel by kernel, few tokens take the host as long as many."""
+    steps = Steps(most=0, seats=96, budget=1024, has_pieces=True)
+    steps.batch(12)
+    steps.step()
+    late = steps.batch(9, prompt_tokens=3)
+    assert late[0] in [row.sequence for row in steps.step()], "alone they are read at once"
+    chat = steps.chat()
+    steps.step()
+    late = steps.batch(9, prompt_tokens=3)
+    read_in = [late[0] in [row.sequence for row in steps.step()] for _ in range(GATHERED_STEPS)]
+    assert read_in == [False] * (GATHERED_STEPS - 1) + [True]
+    steps.batch(9, prompt_tokens=3)
+    steps.step()
+    late = steps.batch(16, prompt_tokens=GATHERED_TOKENS // 16)
+    assert late[0] in [row.sequence for row in steps.step()], "there are enough now"
+    steps.plan.remove(chat)
+    steps.now += LULL_S
+    late = steps.batch(9, prompt_tokens=3)
+    assert late[0] in [row.sequence for row in steps.step()], "nobody waits any more"
+
+
+def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
+    steps = Steps(most=0, seats=96, budget=1024, has_pieces=True)
+    chat = steps.chat(prompt_tokens=3)
+    steps.step()
+    steps.plan.remove(chat)
+    late = steps.batch(9, prompt_tokens=3)
+    assert late[0] in [row.sequence for row in steps.step()]

@@ -292,6 +292,26 @@ def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(
         assert not engine.is_alive
 
 
+def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_come(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that reads a thousand tokens of them takes longer than one in which all rows decode."""
+    with started_engine(model) as engine:
+        launch, told = engine.machine.launch, []
+
+        def launched(rows: Any, after: Any = (), between: Any = None) -> Launched:
+            if any(row.num_tokens > 1 for row in rows):
+                told.append((rows[0].sequence.job.is_batch, between is not None))
+            return launch(rows, after)
+
+        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
+        monkeypatch.setattr(engine.machine, "launch", launched)
+        for rows in (9, 1, 9):
+            run(engine, *[ask("a prompt of some tokens")] * rows)
+        assert set(told[:1]) == {(True, False)}, "nobody else is there"
+        assert set(told[1:]) == {(False, False), (True, True)}, "nothing goes before a prompt that is waited for"
+
+
 def test_steps_on_a_cpu_leave_their_logits_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory taken anew costs a page fault for each 4 KiB, and all compute threads wait for it."""
     seen: list[torch.Tensor] = []  # kept, so that no address is given twice

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
+from rwkv_batch.config import WHOLE_STEPS
 from rwkv_batch.core.let_in import MOST_LET_IN, LetIn
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob, Sequence
 from rwkv_batch.engine import Step
 from rwkv_batch.runner.drawing import Launched
-from rwkv_batch.runner.graph_pieces import Pieces
+from rwkv_batch.runner.graph_pieces import MANY_PARAMETERS, Pieces, piece_layers
 from test.engine.test_scheduler import Slots, job, read
 
 PIECES = 16
@@ -268,3 +272,22 @@ def test_a_step_holds_a_first_token_until_it_is_known() -> None:
     assert not Step(0, [Launched([other], [other])]).holds_first_token
     chat.output.push(5, None)
     assert not Step(0, [Launched([row], [row])]).holds_first_token
+
+
+@pytest.mark.parametrize(
+    ("told", "layers", "streamed", "stages", "parameters", "found"),
+    [
+        (0, 32, 0, 1, MANY_PARAMETERS, 2),
+        (0, 61, 0, 1, MANY_PARAMETERS, 4),
+        (0, 24, 0, 1, MANY_PARAMETERS - 1, 0),
+        (3, 24, 0, 1, 10**8, 3),
+        (WHOLE_STEPS, 32, 0, 1, MANY_PARAMETERS, 0),
+        (2, 32, 1, 1, MANY_PARAMETERS, 0),
+        (2, 16, 0, 2, MANY_PARAMETERS, 0),
+    ],
+)
+def test_steps_of_large_models_on_one_gpu_have_pieces_unless_told_otherwise(
+    told: int, layers: int, streamed: int, stages: int, parameters: int, found: int
+) -> None:
+    place: Any = SimpleNamespace(stage=SimpleNamespace(layers=range(layers), num_streamed=streamed))
+    assert piece_layers(told, [place] * stages, parameters) == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,3 +64,23 @@ def test_rates_are_of_the_last_seconds_and_what_is_older_is_forgotten(clock: Clo
     assert 2.4 <= figures["computed_tokens_per_s"] <= 3.6
     clock.now += WINDOW_S
     assert counted.figures()["generated_tokens_per_s"] == 0.0
+
+
+def test_the_log_says_how_interactive_rows_came_to_their_first_tokens(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not batch rows, of which many begin at once: telling of each would be what others wait for."""
+    caplog.set_level("DEBUG", throughput.logger.name)
+
+    def row(came: float, is_batch: bool) -> ScheduledRow:
+        job = SimpleNamespace(is_batch=is_batch, submitted_at=came)
+        sequence: Any = SimpleNamespace(job=job, prompt_tokens=30, queue_s=0.1, output=SimpleNamespace(tokens=[]))
+        sequence.num_computed_tokens, sequence.token_ids = 30, [0] * 31
+        return ScheduledRow(sequence, 30, draws=True)
+
+    Throughput().count([row(98.0, False), row(90.0, True)], 2, started=99.0, launched=99.2)
+    (steps, first) = (
+        json.loads(message.split(" ", words)[-1]) for message, words in zip(caplog.messages, (1, 2), strict=True)
+    )
+    assert (steps["tokens"], steps["batch_rows"], steps["ms"], steps["launch_ms"]) == (60, 1, 1000.0, 200.0)
+    assert (first["at_s"], first["seated_ms"], first["waited_ms"], first["first_token_ms"]) == (98, 100, 1000, 2000)

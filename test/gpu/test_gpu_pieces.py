@@ -78,6 +78,40 @@ def test_steps_of_few_rows_are_whole(stage: Stage) -> None:
     torch.cuda.synchronize()
 
 
+def test_prompts_in_pieces_are_read_as_whole_ones(stage: Stage) -> None:
+    """What goes between writes slots of its own; the pieces of a decode step follow."""
+    assert stage.state is not None
+    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
+    assert graphs.pieces is not None
+    prompts = PrefillGraphs(graphs.places, graphs.logits)
+    state = stage.state
+    state.wkv[0] = state.shift[0] = 0
+    inputs = step_inputs([[3] * 400, [5] * 300], [0, 0], [2, 3], [0, 1])
+    here = inputs.to(GPU)
+    with torch.inference_mode():
+        wanted, _ = stage.forward(stage.embed(here.tokens), None, here)
+    states = state.wkv[2:4].clone()
+    calls: list[int] = []
+
+    def between() -> None:
+        calls.append(1)
+        other = step_inputs([[7] * 20], [0], [70], [0])
+        size = prompts.size_for(other)
+        assert size is not None
+        prompts.run(other, size)
+
+    for _ in range(2):
+        calls.clear()
+        state.wkv[2:4] = 0
+        x, _ = graphs.pieces.hidden(inputs, between)
+        torch.cuda.synchronize()
+        assert len(calls) == LAYERS - 1, "700 tokens: pieces of one layer"
+        assert (x - wanted).norm() / wanted.norm() < 2e-3
+        assert (state.wkv[2:4].float() - states.float()).norm() / states.float().norm() < 2e-3
+        graphs.run(list(range(ROWS)), list(range(4, 4 + ROWS)), list(range(4, 4 + ROWS)), between=lambda: None)
+    torch.cuda.synchronize()
+
+
 def questions(rows: int) -> list[str]:
     return [f"English: He has {number} apples and a dog.\n\nChinese:" for number in range(rows)]
 
@@ -98,6 +132,21 @@ def test_interactive_rows_beside_a_batch_say_what_they_say_alone() -> None:
         assert engine.scheduler.running_rows == 200
         engine.cancel(batch.job.job_id)
         batch.wait()
+
+
+def test_a_batchs_prompts_that_are_read_beside_interactive_rows_say_what_they_say_alone() -> None:
+    rows = [ask(text, max_tokens=24, stop_ids=[261]) for text in questions(200)]
+    with started_engine(
+        ensure_model(), devices=("cuda:0",), max_running=96, batch_step_layers=2, samplers=("rapid",)
+    ) as engine:
+        alone = run(engine, *rows).all_texts
+        batch = submit(engine, *rows)
+        within = _count_let_in(engine)
+        while not batch.done.is_set():
+            run(engine, ask("English: A cat.\n\nChinese:", max_tokens=2))
+        assert within, "none of them came within a step"
+        same = sum(one == other for one, other in zip(alone, batch.all_texts, strict=True))
+        assert same >= 180, same
 
 
 def _count_let_in(engine: Engine) -> list[int]:

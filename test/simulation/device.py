@@ -193,7 +193,7 @@ class Runner:
         """See `ModelRunner.has_pieces`."""
         return self.within is not None
 
-    def parts(self, rows: list[ScheduledRow]) -> list[list[ScheduledRow]]:
+    def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
         """See `ModelRunner.parts`."""
         if not self.splits:
             return [rows] if rows else []
@@ -210,7 +210,7 @@ class Runner:
         scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
         self._check_slots(rows)
         targets = [write_slots(row.sequence) for row in rows]
-        if between is not None and self.within is not None and all(row.feeds_back for row in rows):
+        if between is not None and self.within is not None:
             for _ in range(PIECES - 1):
                 self.within()
                 between()

@@ -152,7 +152,7 @@ class WatchedEngine(Engine):
         """In place of loading a model."""
         self.machine = runner  # type: ignore[assignment]
         self.keeper = WatchedKeeper(world, runner.pool, runner.overlaps)
-        self.scheduler = Scheduler(runner.limits, self.keeper)
+        self.scheduler = Scheduler(runner.limits, self.keeper, runner.has_pieces)
         self.jobs = JobTable(self.scheduler, self.keeper, TOKENIZER, runner.vocab)
 
 
