@@ -22,7 +22,7 @@ from rwkv_batch.runner.stage_graphs import GraphStage
 logger = logging.getLogger(__name__)
 
 Piece = TypeVar("Piece")
-FEWEST_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 32, 512, 128
+FEWEST_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 16, 512, 128
 """Sizes that have pieces: multiples of SPACING, beyond LARGE of LARGE_SPACING. With fewer rows a step is short."""
 PROMPT_TOKENS = 512
 """Prompt tokens over which as many layers take about as long as in a step of many rows that decode. Over more a piece
