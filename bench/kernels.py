@@ -96,11 +96,11 @@ class Bench:
         x, delta = self.normal(tokens, width), self.normal(tokens, width)
         shift = torch.zeros(rows + 2, COPIES, 2, width, device=GPU, dtype=torch.float16)
         for name, mixes in (("shift_mix 6", 6), ("shift_mix 1", 1)):
-            mix = [layer.att_mix if mixes == 6 else layer.ffn_mix for layer in self.layers]
+            entrances = [layer.time_entrance if mixes == 6 else layer.channel_entrance for layer in self.layers]
             yield Case(
                 f"{name} {kind}",
                 tokens,
-                lambda i, mix=mix: self.ops.shift_mix(x, delta, self.layers[i].ln1, mix[i], shift[:, i, 0], inputs),  # type: ignore[misc]
+                lambda i, e=entrances: self.ops.shift_mix(x, delta, e[i], shift[:, i, 0], inputs),  # type: ignore[misc]
                 2 * tokens * width * (3 + mixes) + 4 * rows * width,
             )
         parts = Projections(*(self.normal(tokens, width) for _ in range(7)))

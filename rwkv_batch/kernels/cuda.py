@@ -17,10 +17,13 @@ from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer,
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
 from rwkv_batch.kernels.cuda_quant import (
     NUMBERS,
+    SCALE_STEP,
+    CodedMix,
     CodeMap,
     CudaQuantLinear,
     CudaQuantValue,
     QuantMap,
+    RowCodes,
     make_quantised,
     multiply_codes,
     multiply_into,
@@ -28,7 +31,7 @@ from rwkv_batch.kernels.cuda_quant import (
 )
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
+from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -101,12 +104,18 @@ class CudaOps:
         return prepare_layer(layer)
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
-        """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g."""
+        self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor | CodedMix]:
+        """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g.
+
+        Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves.
+        """
         tokens, width = x.shape
         x_out = torch.empty_like(x)
-        mixed = torch.empty(len(mix), tokens, width, dtype=x.dtype, device=x.device)
+        norm, mix = entrance.norm, entrance.mix
+        has_adapters = inputs.adapters is not None or inputs.adapter_tiles is not None
+        coded = None if has_adapters else _coded_mix(x, entrance)
+        mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
         ragged = inputs.max_seqlen > 1
         rows = len(inputs.read_slots)
         tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
@@ -115,6 +124,8 @@ class CudaOps:
             delta=cuda_pointer(delta),
             x_out=cuda_pointer(x_out),
             mixed=cuda_pointer(mixed),
+            codes=None if coded is None else coded.codes.data_ptr(),
+            scales=None if coded is None else coded.scales.data_ptr(),
             shift=slots_pointer(shift, (torch.float16,)),
             tail=cuda_pointer(tail),
             weight=cuda_pointer(norm.weight, torch.float32),
@@ -129,15 +140,17 @@ class CudaOps:
             width=width,
             mixes=len(mix),
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
+            scale_pitch=0 if coded is None else coded.scales.stride(0),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
-        return x_out, mixed
+        return x_out, mixed if coded is None else coded
 
-    def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
+    def project(self, layer: Layer, mixed: Tensor | CodedMix, adapters: LayerAdapters | None = None) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
-        p = project(layer, mixed, lambda: self._side_streams(mixed.device))
+        p = project(layer, mixed, lambda: self._side_streams(layer.low_in.device))
         if adapters is not None:
+            assert isinstance(mixed, Tensor), "what adapters read is not made codes"
             targets = (Target.RECEPTANCE, Target.KEY, Target.VALUE)
             adapters.add(*map(Beside, targets, mixed[:3].unbind(), (p.r, p.k, p.v)))
         return p
@@ -187,9 +200,12 @@ class CudaOps:
             library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
         return y, p.v if v_first is None else v_first
 
-    def channel_mix(self, layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
-        """As naive, x [T, C] fp16 -> [T, C] fp16; of a small batch only the rows of ffn.value that matter are read."""
+    def channel_mix(self, layer: Layer, x: Tensor | RowCodes, adapters: LayerAdapters | None = None) -> Tensor:
+        """As naive, x [T, C] fp16 or codes -> [T, C] fp16; a small batch reads few rows of ffn.value."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
+        if isinstance(x, RowCodes):
+            assert adapters is None, "what adapters read is not made codes"
+            return self._channel_mix_of_codes(layer, x)
         if isinstance(layer.ffn_value, CudaQuantValue):
             hidden, is_squared = self._hidden_quantised(layer, layer.ffn_value, x, adapters)
             of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
@@ -203,6 +219,16 @@ class CudaOps:
         if adapters is not None:
             adapters.add(Beside(Target.FFN_VALUE, hidden, y))
         return y if of_experts is None else y + of_experts
+
+    def _channel_mix_of_codes(self, layer: CudaLayer, x: RowCodes) -> Tensor:
+        key, value = layer.ffn_key, layer.ffn_value
+        assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
+        rows = len(x.codes)
+        is_squared = value.dense is None or rows <= MAX_WIDE_ROWS
+        activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
+        hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
+        multiply_codes([CodeMap(key, *x, hidden, activation)])
+        return self._value_quantised(value, hidden, is_squared)
 
     def _hidden(self, layer: CudaLayer, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
         rows, ffn = len(x), layer.ffn_key.weight.shape[0]
@@ -294,6 +320,20 @@ class CudaOps:
             x.shape[1],
         )
         return out
+
+
+def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:
+    """Where the mixed inputs of x [T, C] go if their map multiplies so many rows as codes."""
+    tokens, width = x.shape
+    if not isinstance(entrance.reader, CudaQuantLinear) or not entrance.reader.takes_codes(tokens):
+        return None
+    count, halves = (3, 4) if len(entrance.mix) == len(MIX_ORDER) else (1, 0)
+    pitch = -(-tokens // SCALE_STEP) * SCALE_STEP
+    return CodedMix(
+        torch.empty(count, tokens, width, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty(count, pitch, dtype=torch.float32, device=x.device)[:, :tokens],
+        x.new_empty(halves, tokens, width),
+    )
 
 
 def _activation(adapters: LayerAdapters | None) -> Activation:

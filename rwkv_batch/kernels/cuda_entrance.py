@@ -1,7 +1,8 @@
 """The entrance of a layer's time mix on a CUDA device: r, k, v and the low ranks of the six mixed inputs.
 
 Up to 256 rows: two launches of our own, the second for the low ranks' exits. More: r, k, v by a product of many rows,
-the low ranks behind it by two launches of our own, or beside it by cuBLAS on streams of their own.
+the low ranks behind it by two launches of our own, or beside it by cuBLAS on streams of their own. Where fp8 is
+multiplied by fp8, shift_mix has made codes of the inputs of r, k, v.
 """
 
 from __future__ import annotations
@@ -19,29 +20,45 @@ from rwkv_batch.kernels.cuda_library import cuda_pointer, library
 from rwkv_batch.kernels.cuda_linear import Map, is_grouped, multiply
 from rwkv_batch.kernels.cuda_quant import (
     MAX_MIXED_ROWS,
+    SCALE_STEP,
+    CodedMix,
     CodeMap,
     CudaQuantLinear,
     QuantMap,
+    RowCodes,
     multiply_codes,
     multiply_few,
     multiply_into,
     quantise_rows,
 )
-from rwkv_batch.kernels.cuda_wide import MAX_TALL_ROWS, fits_wide_fp8, has_wide, launch_wide
+from rwkv_batch.kernels.cuda_wide import (
+    MAX_TALL_ROWS,
+    HalfMap,
+    WideShape,
+    fits_halves_beside,
+    fits_wide_fp8,
+    has_wide,
+    launch_wide,
+    prepare_wide,
+)
 from rwkv_batch.model.layer import Projections
 
-SCALE_STEP = 4
-"""Scales of rows begin at 16 bytes in a product."""
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
-def project(layer: CudaLayer, mixed: Tensor, sides: Callable[[], Sides]) -> Projections:
+def project(layer: CudaLayer, mixed: Tensor | CodedMix, sides: Callable[[], Sides]) -> Projections:
     """Of mixed [6, T, C] in the order r, k, v, w, a, g. `sides`: makes or finds two streams beside the current one."""
-    if _is_grouped_entrance(layer, mixed.shape[1]):
+    tokens = len(_low_inputs(mixed)[0])
+    if _is_grouped_entrance(layer, tokens):
         return _project_grouped(layer, mixed)
-    if _is_tall_entrance(layer, mixed):
+    if _is_tall_entrance(layer, tokens):
         return _project_tall(layer, mixed)
     return _project_batched(layer, mixed, sides())
+
+
+def _low_inputs(mixed: Tensor | CodedMix) -> Tensor:
+    """[4, T, C] fp16: the low ranks' inputs v, w, a, g."""
+    return mixed.halves if isinstance(mixed, CodedMix) else mixed[2:]
 
 
 def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
@@ -50,27 +67,42 @@ def _is_grouped_entrance(layer: CudaLayer, tokens: int) -> bool:
         return is_grouped(tokens, layer.rkv[0])
     linear = layer.receptance
     assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
+    if linear.takes_halves(tokens):
+        return is_grouped(tokens, layer.low_in[0])
+    if _enters_at_once(layer, tokens):
+        return True
+    return _multiplies_codes(linear, tokens) and is_grouped(tokens, layer.low_in[0])
+
+
+def _multiplies_codes(linear: CudaQuantLinear, tokens: int) -> bool:
+    """Whether our own kernel multiplies so many rows of fp8 codes by it."""
     packed = linear.packed
-    as_codes = linear.takes_codes(packed.codes.device) and fits_wide_fp8(
-        tokens, packed.rows, packed.columns, packed.codes.device
-    )
-    return (linear.takes_halves(tokens) or as_codes) and is_grouped(tokens, layer.low_in[0])
+    return linear.takes_codes(tokens) and fits_wide_fp8(tokens, packed.rows, packed.columns, packed.codes.device)
 
 
-def _is_tall_entrance(layer: CudaLayer, mixed: Tensor) -> bool:
+def _enters_at_once(layer: CudaLayer, tokens: int) -> bool:
+    """Whether the low ranks go on the processors that r, k, v leave idle, multiplied as codes by our own kernel."""
+    linears = _quantised_rkv(layer)
+    if not linears or not _multiplies_codes(linears[0], tokens):
+        return False
+    coded = [WideShape(m.packed.rows, m.packed.columns) for m in linears]
+    low = [WideShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
+    return fits_halves_beside(tokens, coded, low, len(prepare_wide(layer.low_in.device).partial))
+
+
+def _is_tall_entrance(layer: CudaLayer, tokens: int) -> bool:
     """Whether the low ranks are launches of our own behind r, k, v instead of cuBLAS's beside them.
 
-    Not where our own kernel multiplies fp8 codes: its tiles leave processors idle, on which those run.
+    Not where our own kernel multiplies fp8 codes: its tiles leave processors idle, on which those run, if not in its
+    launch.
     """
-    tokens, device = mixed.shape[1], mixed.device
-    if tokens > MAX_TALL_ROWS or not has_wide(device):
+    if tokens > MAX_TALL_ROWS or not has_wide(layer.low_in.device):
         return False
     if layer.rkv is not None:
         return True
     linear = layer.receptance
     assert isinstance(linear, CudaQuantLinear), "maps without a stack are in small codes"
-    packed = linear.packed
-    return not (linear.takes_codes(device) and fits_wide_fp8(tokens, packed.rows, packed.columns, device))
+    return not _multiplies_codes(linear, tokens)
 
 
 def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
@@ -78,38 +110,55 @@ def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
     return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
 
 
-def _rkv_in_codes(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
-    """r, k, v of mixed [3, T, C] -> rkv [3, T, C], of matrices in small codes."""
-    _, tokens, width = rkv.shape
+def _rkv_in_codes(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: LowRanks | None = None) -> None:
+    """r, k, v of mixed [6, T, C] -> rkv [3, T, C], of matrices in small codes; `low`: where it `_enters_at_once`."""
     linears = _quantised_rkv(layer)
-    first = linears[0]
-    if first.takes_halves(tokens) or not first.takes_codes(rkv.device) or tokens % SCALE_STEP:
+    if isinstance(mixed, Tensor) and not linears[0].takes_codes(rkv.shape[1]):
         multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
         return
-    codes, scales = quantise_rows(mixed.view(-1, width))
-    rows = [slice(i * tokens, (i + 1) * tokens) for i in range(3)]
-    multiply_codes([CodeMap(linear, codes[rows[i]], scales[rows[i]], rkv[i]) for i, linear in enumerate(linears)])
+    rows = _row_codes(mixed) if isinstance(mixed, Tensor) else [mixed[i] for i in range(3)]
+    maps = [CodeMap(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
+    if low is None:
+        multiply_codes(maps)
+    else:
+        multiply_codes(maps, _half_maps(low.entrances), _half_maps(low.exits))
 
 
-def _project_grouped(layer: CudaLayer, mixed: Tensor) -> Projections:
-    """Every map of the entrance in one launch or two, the low ranks' exits in another."""
+def _row_codes(mixed: Tensor) -> list[RowCodes]:
+    """r's, k's and v's of mixed [6, T, C], which were wanted as halves too."""
     _, tokens, width = mixed.shape
-    rkv = mixed.new_empty(3, tokens, width)
-    low = LowRanks.of(layer, mixed)
-    _enter(layer, mixed, rkv, low.entrances)
-    multiply(low.exits)
+    if tokens % SCALE_STEP:
+        return [quantise_rows(mixed[i]) for i in range(3)]
+    codes, scales = quantise_rows(mixed[:3].view(-1, width))
+    return [RowCodes(*part) for part in zip(codes.split(tokens), scales.split(tokens), strict=True)]
+
+
+def _project_grouped(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:
+    """Every map of the entrance in one launch or two, the low ranks' exits in another or, beside codes, in the same."""
+    inputs = _low_inputs(mixed)
+    rkv = torch.empty_like(inputs[:3])
+    low = LowRanks.of(layer, inputs)
+    if _enters_at_once(layer, len(inputs[0])):
+        _rkv_in_codes(layer, mixed, rkv, low)
+    else:
+        _enter(layer, mixed, rkv, low.entrances)
+        multiply(low.exits)
     return low.projections(*rkv.unbind())
 
 
-def _project_tall(layer: CudaLayer, mixed: Tensor) -> Projections:
+def _project_tall(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:
     """r, k, v as `_project_batched` has them; the low ranks as `_project_grouped` has them, behind."""
-    _, tokens, width = mixed.shape
-    rkv = mixed.new_empty(3, tokens, width)
+    inputs = _low_inputs(mixed)
+    rkv = torch.empty_like(inputs[:3])
     _rkv_batched(layer, mixed, rkv)
-    low = LowRanks.of(layer, mixed)
+    low = LowRanks.of(layer, inputs)
     for maps in (low.entrances, low.exits):
-        launch_wide([(m.weight, m.x, m.y, m.activation) for m in maps], transposed=False)
+        launch_wide(_half_maps(maps), transposed=False)
     return low.projections(rkv[0], rkv[1], _kept(layer, rkv[2]))
+
+
+def _half_maps(maps: list[Map]) -> list[HalfMap]:
+    return [(m.weight, m.x, m.y, m.activation) for m in maps]
 
 
 @dataclass(slots=True)
@@ -122,19 +171,19 @@ class LowRanks:
     """[3 or 4, T, C]: (v,) w, a, gate"""
 
     @classmethod
-    def of(cls, layer: CudaLayer, mixed: Tensor) -> LowRanks:
-        """Over mixed [6, T, C]."""
-        _, tokens, width = mixed.shape
+    def of(cls, layer: CudaLayer, inputs: Tensor) -> LowRanks:
+        """Over inputs [4, T, C]: v, w, a, g."""
+        _, tokens, width = inputs.shape
         groups, rank, _ = layer.low_in.shape
-        low = mixed.new_empty(groups, tokens, rank)
-        gate = mixed.new_empty(tokens, len(layer.gate_in))
-        out = mixed.new_empty(groups + 1, tokens, width)
-        first = 5 - groups
+        low = inputs.new_empty(groups, tokens, rank)
+        gate = inputs.new_empty(tokens, len(layer.gate_in))
+        out = inputs.new_empty(groups + 1, tokens, width)
+        first = 3 - groups
         acts = [Activation.TANH if i == groups - 2 else Activation.NONE for i in range(groups)]
-        entrances = [Map(layer.low_in[i], mixed[first + i], low[i], acts[i]) for i in range(groups)]
+        entrances = [Map(layer.low_in[i], inputs[first + i], low[i], acts[i]) for i in range(groups)]
         exits = [Map(layer.low_out[i], low[i], out[i]) for i in range(groups)]
         return cls(
-            [*entrances, Map(layer.gate_in, mixed[5], gate, Activation.SIGMOID)],
+            [*entrances, Map(layer.gate_in, inputs[3], gate, Activation.SIGMOID)],
             [*exits, Map(layer.gate_out, gate, out[groups])],
             out,
         )
@@ -145,46 +194,49 @@ class LowRanks:
         return Projections(r=r, k=k, v=v, w=w, a=a, g=g, v_gate=v_gate[0] if v_gate else None)
 
 
-def _enter(layer: CudaLayer, mixed: Tensor, rkv: Tensor, low: list[Map]) -> None:
+def _enter(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: list[Map]) -> None:
     """r, k, v and the maps `low` of halves: in one launch where one kernel takes both."""
-    if layer.rkv is not None:
+    if layer.rkv is not None and isinstance(mixed, Tensor):
         multiply([*(Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return
-    linears = _quantised_rkv(layer)
-    if not linears[0].is_few(rkv.shape[1]) and linears[0].packed.fits_codes(rkv.shape[1]):
+    linears, rows = _quantised_rkv(layer), rkv.shape[1]
+    if isinstance(mixed, CodedMix) or not linears[0].takes_halves(rows):
+        _rkv_in_codes(layer, mixed, rkv)
+        multiply(low)
+    elif not linears[0].is_few(rows):
         maps = [m.packed.codes_map(mixed[i], rkv[i]) for i, m in enumerate(linears)]
         launch_codes([*(map_of_halves(m.weight, m.x, m.y, m.activation) for m in low), *maps])
-        return
-    if linears[0].is_few(rkv.shape[1]) and rkv.shape[1] <= MAX_MIXED_ROWS:
+    elif rows <= MAX_MIXED_ROWS:
         multiply_few([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)], low)
-        return
-    _rkv_in_codes(layer, mixed[:3], rkv)
-    multiply(low)
+    else:
+        _rkv_in_codes(layer, mixed, rkv)
+        multiply(low)
 
 
-def _project_batched(layer: CudaLayer, mixed: Tensor, sides: Sides) -> Projections:
+def _project_batched(layer: CudaLayer, mixed: Tensor | CodedMix, sides: Sides) -> Projections:
     """Batched products (cuBLAS) over the stacked maps; low ranks and gate on streams of their own beside.
 
     All memory is taken on the main stream, which waits for the others before any is given back: what is taken on a
     side stream serves no other stream any more.
     """
-    _, tokens, width = mixed.shape
+    inputs = _low_inputs(mixed)
+    _, tokens, width = inputs.shape
     groups, rank, _ = layer.low_in.shape
-    low = mixed.new_empty(groups, tokens, rank)
-    out = mixed.new_empty(groups, tokens, width)
-    gate = mixed.new_empty(tokens, len(layer.gate_in))
-    g = mixed.new_empty(tokens, width)
-    rkv = mixed.new_empty(3, tokens, width)
+    low = inputs.new_empty(groups, tokens, rank)
+    out = inputs.new_empty(groups, tokens, width)
+    gate = inputs.new_empty(tokens, len(layer.gate_in))
+    g = inputs.new_empty(tokens, width)
+    rkv = inputs.new_empty(3, tokens, width)
     main = torch.cuda.current_stream()
     for side in sides:
         side.wait_stream(main)
     with torch.cuda.stream(sides[0]):
-        torch.bmm(mixed[5 - groups : 5], layer.low_in.transpose(1, 2), out=low)
+        torch.bmm(inputs[3 - groups : 3], layer.low_in.transpose(1, 2), out=low)
         decay = low[groups - 2]
         library().call("rwkv_low_rank_act", cuda_pointer(decay), decay.numel(), None, 0)
         torch.bmm(low, layer.low_out.transpose(1, 2), out=out)
     with torch.cuda.stream(sides[1]):
-        torch.mm(mixed[5], layer.gate_in.T, out=gate)
+        torch.mm(inputs[3], layer.gate_in.T, out=gate)
         library().call("rwkv_low_rank_act", None, 0, cuda_pointer(gate), gate.numel())
         torch.mm(gate, layer.gate_out.T, out=g)
     _rkv_batched(layer, mixed, rkv)
@@ -194,12 +246,12 @@ def _project_batched(layer: CudaLayer, mixed: Tensor, sides: Sides) -> Projectio
     return Projections(r=rkv[0], k=rkv[1], v=v, w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)
 
 
-def _rkv_batched(layer: CudaLayer, mixed: Tensor, rkv: Tensor) -> None:
+def _rkv_batched(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor) -> None:
     """r, k, v of mixed [6, T, C] -> rkv [3, T, C], of many rows."""
-    if layer.rkv is not None:
+    if layer.rkv is not None and isinstance(mixed, Tensor):
         torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
     else:
-        _rkv_in_codes(layer, mixed[:3], rkv)
+        _rkv_in_codes(layer, mixed, rkv)
 
 
 def _kept(layer: CudaLayer, v: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ NAMES = (
 )
 HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4")
 MAX_MAPS = 8
+MAX_WIDE_MAPS = 12
 
 
 class CudaError(RuntimeError):
@@ -37,10 +38,11 @@ class ShiftMixArgs(Structure):
     """Mirrors the struct in shift_mix.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "x_out", "mixed", "shift", "tail", "weight", "bias", "mix")],
+        *[(name, c_void_p) for name in ("x", "delta", "x_out", "mixed", "codes", "scales", "shift", "tail")],
+        *[(name, c_void_p) for name in ("weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block")],
+        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block", "scale_pitch")],
     ]
 
 
@@ -100,7 +102,7 @@ class WideArgs(Structure):
     """Mirrors the struct in wide.cu."""
 
     _fields_ = [
-        ("maps", WideMap * MAX_MAPS),
+        ("maps", WideMap * MAX_WIDE_MAPS),
         *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
@@ -120,8 +122,8 @@ class WideFp8Args(Structure):
     """Mirrors the struct in wide_fp8.cu."""
 
     _fields_ = [
-        ("maps", WideFp8Map * MAX_MAPS),
-        *[(name, c_int) for name in ("count", "rows", "tile_rows", "splits")],
+        ("maps", WideFp8Map * MAX_WIDE_MAPS),
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]
@@ -140,7 +142,7 @@ class WideCodesArgs(Structure):
     """Mirrors the struct in wide_codes.cuh."""
 
     _fields_ = [
-        ("maps", WideCodesMap * MAX_MAPS),
+        ("maps", WideCodesMap * MAX_WIDE_MAPS),
         *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),

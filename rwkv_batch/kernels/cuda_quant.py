@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, cuda_pointer, library
 from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
-from rwkv_batch.kernels.cuda_wide import Fp8Map, fits_wide_fp8, launch_wide_fp8
+from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
@@ -38,6 +39,8 @@ OUTPUT_STEP = 32
 MAX_MIXED_ROWS = 8
 """Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
 MAX_INPUTS = 32768
+SCALE_STEP = 4
+"""Scales of rows begin at 16 bytes in a product."""
 ZERO_OFFSET = 1024
 """Added to a zero: what a half with a 4-bit code in its lowest bits amounts to."""
 
@@ -76,6 +79,31 @@ class Packed:
             self.transposed, self.rows, self.columns,
         )  # fmt: skip
         return out
+
+
+class RowCodes(NamedTuple):
+    """Rows as fp8 codes: x = codes * scale."""
+
+    codes: Tensor
+    """[T, K] e4m3"""
+    scales: Tensor
+    """[T] fp32: a row's largest becomes 448"""
+
+
+@dataclass(slots=True)
+class CodedMix:
+    """Mixed inputs of a half layer, the first of which are there as codes."""
+
+    codes: Tensor
+    """[3 or 1, T, C] e4m3"""
+    scales: Tensor
+    """[3 or 1, T] fp32"""
+    halves: Tensor
+    """[4 or 0, T, C] fp16: v, w, a, g"""
+
+    def __getitem__(self, i: int) -> RowCodes:
+        """Of those in codes."""
+        return RowCodes(self.codes[i], self.scales[i])
 
 
 @dataclass(slots=True)
@@ -128,9 +156,9 @@ class CudaQuantLinear(Linear):
         """Whether a kernel of our own multiplies so many rows as they are."""
         return self.is_few(rows) or self.packed.fits_codes(rows)
 
-    def takes_codes(self, device: torch.device) -> bool:
-        """Whether many rows are multiplied as fp8 codes."""
-        return self.format is Format.FP8 and bool(scaled_types(device))
+    def takes_codes(self, rows: int) -> bool:
+        """Whether so many rows are multiplied as fp8 codes."""
+        return not self.takes_halves(rows) and self.format is Format.FP8 and bool(scaled_types(self.weight.device))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16."""
@@ -224,7 +252,7 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
         multiply_few(maps)
     elif first.packed.fits_codes(rows):
         launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
-    elif first.takes_codes(maps[0].x.device):
+    elif first.takes_codes(rows):
         multiply_codes([CodeMap(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in maps])
     else:
         for m in maps:
@@ -242,13 +270,18 @@ def apply_activation(y: Tensor, activation: Activation) -> None:
         raise ValueError(f"no product of small codes is followed by {activation.name}")
 
 
-def multiply_codes(maps: Sequence[CodeMap]) -> None:
-    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_wide_fp8` says so, else cuBLAS."""
+def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
+    """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_wide_fp8` says so, else cuBLAS.
+
+    `halves`, `late`: maps of halves for our own kernel, see `launch_wide_fp8`.
+    """
     first = maps[0]
     rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
     if first.y.dtype == torch.float16 and fits_wide_fp8(rows, n, k, first.y.device):
         launch_wide_fp8(
-            [Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, m.activation) for m in maps]
+            [Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, m.activation) for m in maps],
+            halves,
+            late,
         )
         return
     for m in maps:
@@ -289,8 +322,8 @@ def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = ()) -> None:
     library().call("rwkv_skinny_quant", ctypes.byref(args))
 
 
-def quantise_rows(x: Tensor, relu_square: bool = False) -> tuple[Tensor, Tensor]:
-    """x [T, K] fp16, or max(x, 0)^2 -> e4m3 codes [T, K] and scales [T] fp32, a row's largest being 448."""
+def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:
+    """x [T, K] fp16, or max(x, 0)^2, as codes."""
     rows, k = x.shape
     codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -303,7 +336,7 @@ def quantise_rows(x: Tensor, relu_square: bool = False) -> tuple[Tensor, Tensor]
         k,
         relu_square,
     )
-    return codes, scales
+    return RowCodes(codes, scales)
 
 
 def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from native import build, machine
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, WideArgs, WideFp8Args, cuda_pointer, hopper_library
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, MAX_WIDE_MAPS, WideArgs, WideFp8Args, cuda_pointer, hopper_library
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,11 @@ FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
 SPLITS = (1, 2, 4)
+HALF_SPLITS = 4
+"""Blocks that share a tile's k of maps of halves beside codes: a tile then takes half as long as one of codes."""
 CODES = torch.float8_e4m3fn
+HalfMap = tuple[Tensor, Tensor, Tensor, Activation]
+"""weight [n, k], x [rows, k], y [rows, n], all fp16; what follows"""
 
 
 class WideShape(NamedTuple):
@@ -125,7 +129,7 @@ def plan_wide(
     return Plan(next(size for size in sizes if size >= rows), max(fitting, default=1))
 
 
-def launch_wide(maps: Sequence[tuple[Tensor, Tensor, Tensor, Activation]], transposed: bool) -> None:
+def launch_wide(maps: Sequence[HalfMap], transposed: bool) -> None:
     """Up to 8 maps (weight, x, y, activation) over the same rows; weights [n, k], or [k, n] if transposed.
 
     Raises ValueError for more maps or rows, or shapes that do not fit each other.
@@ -173,16 +177,30 @@ def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
     return worth_it and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
 
 
-def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
-    """Up to 8 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done.
+def fits_halves_beside(rows: int, coded: Sequence[WideShape], halves: Sequence[WideShape], processors: int) -> bool:
+    """Whether maps of halves fit beside maps of fp8 codes in one launch: on the processors that these leave idle.
 
-    Raises ValueError for more maps or rows, or shapes that do not fit each other.
+    Each tile of the halves is shared by several blocks, which wait for each other: all have to run at once.
+    """
+    if rows > FP8_TILE_ROWS[-1] or plan_wide(rows, tuple(coded), processors, True, FP8_DEPTH, FP8_TILE_ROWS).splits > 1:
+        return False
+    tiles = [sum(-(-shape.n // OUTPUTS) for shape in shapes) for shapes in (coded, halves)]
+    is_shared = all(fits_wide(shape, False) and shape.k % (DEPTH * HALF_SPLITS) == 0 for shape in halves)
+    return is_shared and tiles[0] + HALF_SPLITS * tiles[1] <= processors and not shares_processors()
+
+
+def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
+    """Up to 12 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done.
+
+    `halves`: maps of as many rows of fp16 that `fits_halves_beside` lets into the launch; `late`: maps of fp16 whose
+    inputs are the results of these. Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
     rows, device = maps[0].x.shape[0], maps[0].x.device
-    if len(maps) > MAX_MAPS or rows > MAX_FP8_ROWS:
-        raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {MAX_FP8_ROWS} rows, not {len(maps)} of {rows}")
+    count = len(maps) + len(halves) + len(late)
+    if count > MAX_WIDE_MAPS or rows > MAX_FP8_ROWS:
+        raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {MAX_FP8_ROWS} rows, not {count} of {rows}")
     work = prepare_wide(device)
-    args = WideFp8Args(count=len(maps), rows=rows)
+    args = WideFp8Args(count=count, late=len(late), rows=rows)
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
         n, k = m.weight.shape
@@ -194,6 +212,15 @@ def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
         slot.weight_scales, slot.input_scales = m.weight_scales.data_ptr(), m.x_scales.data_ptr()
         slot.n, slot.k, slot.activation = n, k, m.activation
         shapes.append(WideShape(n, k))
+    beside = [WideShape(*weight.shape) for weight, _, _, _ in halves]
+    if beside and not fits_halves_beside(rows, shapes, beside, len(work.partial)):
+        raise ValueError(f"halves {beside} do not fit beside codes {shapes} of {rows} rows")
+    for slot, (weight, x, y, activation) in zip(args.maps[len(maps) : count], (*halves, *late), strict=True):
+        shape = WideShape(*weight.shape)
+        if not fits_wide(shape, False) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
+            raise ValueError(f"shapes {shape}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
+        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
+        slot.n, slot.k, slot.activation = shape.n, shape.k, activation
     blocks = -(-rows // FP8_TILE_ROWS[-1])  # of rows
     plan = plan_wide(
         -(-rows // blocks),
@@ -203,6 +230,6 @@ def launch_wide_fp8(maps: Sequence[Fp8Map]) -> None:
         FP8_DEPTH,
         FP8_TILE_ROWS,
     )
-    args.tile_rows, args.splits = plan
+    args.tile_rows, args.splits = plan.tile_rows, HALF_SPLITS if halves else plan.splits
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
     hopper_library().call("rwkv_wide_fp8", ctypes.byref(args))

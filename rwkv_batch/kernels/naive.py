@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
-from rwkv_batch.model.layer import HEAD_SIZE, Layer, Norm, Projections
+from rwkv_batch.model.layer import HEAD_SIZE, Entrance, Layer, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.plain import layer_norm, longest_first, token_shift
 from rwkv_batch.model.step_inputs import StepInputs
@@ -30,17 +30,17 @@ class NaiveOps:
         return None
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
+        self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
         """Residual add, LayerNorm, token shift and the mixes of one half layer.
 
-        x [T, C] the residual stream, delta [T, C] what the last half layer adds to it, mix [M, C],
-        shift [num_slots, C] (updated). Returns (x + delta [T, C], mixed [M, T, C]).
+        x [T, C] the residual stream, delta [T, C] what the last half layer adds to it, the entrance's mix
+        [M, C], shift [num_slots, C] (updated). Returns (x + delta [T, C], mixed [M, T, C]).
         """
         if delta is not None:
             x = x + delta
-        h = layer_norm(x, norm)
-        mixed = h + (token_shift(h, shift, inputs) - h) * mix.unsqueeze(1)
+        h = layer_norm(x, entrance.norm)
+        mixed = h + (token_shift(h, shift, inputs) - h) * entrance.mix.unsqueeze(1)
         return x, mixed.to(x.dtype)
 
     def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:

@@ -24,6 +24,17 @@ class Norm:
 
 
 @dataclass(slots=True)
+class Entrance:
+    """What a half layer of RWKV-7 begins with."""
+
+    norm: Norm
+    mix: Tensor
+    """[M, C]: token-shift weights of the mixed inputs"""
+    reader: Linear
+    """the map of the first mixed input"""
+
+
+@dataclass(slots=True)
 class LayerBase:
     """What a layer of any version has."""
 
@@ -86,6 +97,16 @@ class Layer(LayerBase):
     def is_like_the_next(self) -> bool:
         """Layer 0 has no value residual."""
         return self.v_residual is not None
+
+    @property
+    def time_entrance(self) -> Entrance:
+        """Of the time mix."""
+        return Entrance(self.ln1, self.att_mix, self.receptance)
+
+    @property
+    def channel_entrance(self) -> Entrance:
+        """Of the channel mix."""
+        return Entrance(self.ln2, self.ffn_mix, self.ffn_key)
 
 
 def linears_of(layer: LayerBase) -> list[Linear]:

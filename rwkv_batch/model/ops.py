@@ -21,15 +21,18 @@ What holds for every operation:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable, LayerAdapters
-from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.layer import Entrance, Layer, Norm, Projections
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
+
+Mixed = Any
+"""Mixed inputs of a half layer: [M, T, C], or a backend's own form of them, which only its own maps read."""
 
 
 class Ops(Protocol):
@@ -44,21 +47,22 @@ class Ops(Protocol):
         ...
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | None, norm: Norm, mix: Tensor, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Mixed]:
         """Residual add, LayerNorm, token shift and the mixes at the entrance of a half layer.
 
         x [T, C]: the residual stream; not changed. delta [T, C] or None: what the half layer before adds to it.
-        norm: weight and bias [C] fp32, eps 1e-5. mix [M, C]: M = 6 for the time mix, 1 for the channel mix; fp32 in the
-        order MIX_ORDER, or what `prepare_layer` made of it. shift [N, C] of the activations' type, strided over slots:
-        the last normalised token of each sequence; updated.
+        entrance: a norm of weight and bias [C] fp32, eps 1e-5; mix [M, C], M = 6 for the time mix, 1 for the channel
+        mix, fp32 in the order MIX_ORDER, or what `prepare_layer` made of it; a reader, into whose form the mixed inputs
+        may be brought. shift [N, C] of the activations' type, strided over slots: the last normalised token of each
+        sequence; updated.
 
         With h = LayerNorm(x + delta) and h' the token before (the slot's for a row's first): returns x + delta [T, C]
-        and mixed [M, T, C] = h + (h' - h) * mix, both of the type of x.
+        and mixed [M, T, C] = h + (h' - h) * mix, both of the type of x, or mixed as this backend's own maps take it.
         """
         ...
 
-    def project(self, layer: Layer, mixed: Tensor, adapters: LayerAdapters | None = None) -> Projections:
+    def project(self, layer: Layer, mixed: Mixed, adapters: LayerAdapters | None = None) -> Projections:
         """All linear maps at the entrance of the time mix, with the activations between them.
 
         mixed [6, T, C] as `shift_mix` returns it. Returns r, w, k, v, a, g [T, C] and v_gate [T, C] (None in layer 0),
@@ -81,8 +85,8 @@ class Ops(Protocol):
         """
         ...
 
-    def channel_mix(self, layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
-        """F_v relu(F_k x)^2 for x [T, C] -> [T, C], of the type of x; `adapters` add to both maps."""
+    def channel_mix(self, layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Tensor:
+        """F_v relu(F_k x)^2 for x [T, C], or as `shift_mix` has made it, -> [T, C]; `adapters` add to both maps."""
         ...
 
 

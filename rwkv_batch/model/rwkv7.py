@@ -49,7 +49,7 @@ def forward_layers(
     for i, layer in enumerate(layers, first):
         added = None if adapters is None else adapters.of_layer(i)
         if i > first or not cuts.begins_within:
-            x, mixed = ops.shift_mix(x, delta, layer.ln1, layer.att_mix, state.att_shift(i), inputs)
+            x, mixed = ops.shift_mix(x, delta, layer.time_entrance, state.att_shift(i), inputs)
             # The projections have no name here: while the rest of the layer runs, nothing holds their memory.
             y, v_first = ops.time_mix(layer, ops.project(layer, mixed, added), v_first, state.layer_wkv(i), inputs)
             delta = layer.output(y)
@@ -57,6 +57,6 @@ def forward_layers(
                 added.add(Beside(Target.OUTPUT, y, delta))
         if i == last and cuts.ends_within:
             break
-        x, mixed = ops.shift_mix(x, delta, layer.ln2, layer.ffn_mix, state.ffn_shift(i), inputs)
+        x, mixed = ops.shift_mix(x, delta, layer.channel_entrance, state.ffn_shift(i), inputs)
         delta = ops.channel_mix(layer, mixed[0], added)
     return (x if delta is None else x + delta), v_first

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_int
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from native import cuda_check, machine
@@ -196,8 +197,8 @@ class Launcher:
                 yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 6, number, rows, width, 4 * width)
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
-        for mixes in (1, 6):
-            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes)
+        for mixes, codes in product((1, 6), (None, SOMEWHERE)):
+            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes, scales=codes)
             args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)

@@ -26,6 +26,9 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals
 // Initialised barriers become visible to the copy engine.
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// What this thread has written, or knows to be written, is what later bulk copies read.
+__device__ __forceinline__ void publish_to_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

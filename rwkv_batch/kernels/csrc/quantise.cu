@@ -6,11 +6,8 @@
 //                  for products by cuBLAS. Bytes 3nk (2.5nk).
 //
 // Scales of int8 and int4 lie [k / 128][n], of fp8 [n]. Transposed: codes [k, n] -> [k, n] fp16.
-#include <cuda_fp8.h>
-
 #include "quant.cuh"
-
-constexpr float LARGEST = 448.0f;
+#include "row_codes.cuh"
 
 template <int EACH, bool RELU_SQUARE>
 __global__ void __launch_bounds__(1024) quantise_rows_kernel(const __half* x, uint2* codes, float* scales, int k) {
@@ -25,34 +22,22 @@ __global__ void __launch_bounds__(1024) quantise_rows_kernel(const __half* x, ui
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[i][j] = 0.0f;
         if (at < k) unpack8(load16(x + row * k + at), v[i]);
+        if (RELU_SQUARE) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            if (RELU_SQUARE) v[i][j] = fmaxf(v[i][j], 0.0f) * fmaxf(v[i][j], 0.0f);
-            largest = fmaxf(largest, fabsf(v[i][j]));
+            for (int j = 0; j < 8; ++j) v[i][j] = fmaxf(v[i][j], 0.0f) * fmaxf(v[i][j], 0.0f);
         }
+        largest = fmaxf(largest, largest_of(v[i]));
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, offset));
+    largest = warp_max(largest);
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = largest;
     __syncthreads();
     const int lane = threadIdx.x & 31, warps = (blockDim.x + 31) >> 5;
-    largest = lane < warps ? scratch[lane] : 0.0f;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, offset));
-    const float scale = largest > 0.0f ? largest / LARGEST : 1.0f, inverse = 1.0f / scale;
-    if (threadIdx.x == 0) scales[row] = scale;
+    const RowScale of_row = scale_of_row(warp_max(lane < warps ? scratch[lane] : 0.0f));
+    if (threadIdx.x == 0) scales[row] = of_row.scale;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 8;
-        uint32_t packed[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float* f = v[i] + 4 * j;
-            const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(f[0] * inverse, f[1] * inverse), __NV_SATFINITE, __NV_E4M3);
-            const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(f[2] * inverse, f[3] * inverse), __NV_SATFINITE, __NV_E4M3);
-            packed[j] = low | high << 16;
-        }
-        if (at < k) codes[(row * k + at) / 8] = make_uint2(packed[0], packed[1]);
+        if (at < k) codes[(row * k + at) / 8] = codes_of(v[i], of_row.inverse);
     }
 }
 

@@ -9,12 +9,14 @@
 //   delta  [T, C]     fp16  read  (may be null)
 //   x_out  [T, C]     fp16  written: x + delta; never x itself, a neighbour still reads it
 //   mixed  [M, T, C]  fp16  written: h + (h of the token before - h) * mix[m], M = 1 or 6
+//   codes  [K, T, C]  e4m3  may be null; else the first K of these (3 of 6, or the one), rounded to fp16 and then to codes
+//                           with scales [K, pitch] fp32 (row_codes.cuh), and mixed has only the others and v: [4 or 0, T, C]
 //   shift  [slots, C] fp16  strided; the first token of a row reads read_slots[row], its last token's h goes to
 //                           write_slots[row] when rows are single tokens, else to tail[row] (another block
 //                           may still have to read that slot), from where store_rows takes it
 //
-// Bytes per token: 2C * (2 + 1 + M) plus 4C at the ends of a row. C <= 4096, a multiple of 8.
-#include "common.cuh"
+// Bytes per token: 2C * (2 + 1 + M) plus 4C at the ends of a row; with codes C less. C <= 4096, a multiple of 8.
+#include "row_codes.cuh"
 
 constexpr int MAX_WARPS = 16;
 
@@ -23,6 +25,8 @@ struct ShiftMixArgs {
     const __half* delta;
     __half* x_out;
     __half* mixed;
+    uint2* codes;
+    float* scales;
     __half* shift;
     __half* tail;
     const float* weight;
@@ -37,7 +41,14 @@ struct ShiftMixArgs {
     int width;
     int mixes;
     int tokens_per_block;  // of prompts
+    int scale_pitch;       // scales of one mix
 };
+
+// Mixes whose codes are wanted, and the first that is wanted as halves beside them: v's low rank reads these.
+template <int MIXES>
+constexpr int CODED_MIXES = MIXES == 6 ? 3 : 1;
+template <int MIXES, bool CODED>
+constexpr int FIRST_HALVES = !CODED ? 0 : MIXES == 6 ? 2 : 1;
 
 // Written in assembly because the compiler splits a 16-byte store into four where that saves it a copy of registers.
 __device__ __forceinline__ void store_whole(void* p, const uint4& v) {
@@ -109,15 +120,65 @@ __device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&c
     return pack8(mu);
 }
 
+// A token's first COUNT mixed inputs, zeros of threads that are not active, as codes; all threads.
+template <int COUNT>
+__device__ __forceinline__ void write_codes(
+    const ShiftMixArgs& a, const uint4* mixed, int token, int channel, bool active, float (*scratch)[MAX_WARPS]) {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    float v[8];
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        unpack8(mixed[m], v);
+        const float largest = warp_max(largest_of(v));
+        if (lane == 0) scratch[m][threadIdx.x >> 5] = largest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        const RowScale of_row = scale_of_row(warp_max(lane < warps ? scratch[m][lane] : 0.0f));
+        if (threadIdx.x == 0) a.scales[m * a.scale_pitch + token] = of_row.scale;
+        unpack8(mixed[m], v);
+        const int64_t at = (static_cast<int64_t>(m) * a.tokens + token) * a.width + channel;
+        if (active) a.codes[at / 8] = codes_of(v, of_row.inverse);
+    }
+}
+
+// A token's mixed inputs: GROUP at a time, the codes' last. `mix`: the weights of all of them, or room for a group's.
+template <int MIXES, int GROUP, bool CODED, typename Store>
+__device__ __forceinline__ void write_mixed(
+    const ShiftMixArgs& a, const float (&h)[8], const float (&change)[8], uint4 (&mix)[GROUP], int token, int channel,
+    bool active, float (*scratch)[MAX_WARPS], Store store) {
+    static_assert(!CODED || GROUP >= CODED_MIXES<MIXES>);
+    constexpr int FIRST = FIRST_HALVES<MIXES, CODED>;
+    const int64_t at = static_cast<int64_t>(token) * a.width + channel;
+#pragma unroll
+    for (int i = 0; i < MIXES; i += GROUP) {
+        const int first = CODED ? MIXES - GROUP - i : i;
+        if (GROUP < MIXES && active) {
+#pragma unroll
+            for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (first + m) * a.width + channel);
+        }
+#pragma unroll
+        for (int m = 0; m < GROUP; ++m) {
+            mix[m] = mixed_with(h, change, mix[m]);
+            if (active && first + m >= FIRST) store(a.mixed + static_cast<int64_t>(first + m - FIRST) * a.tokens * a.width + at, mix[m]);
+        }
+        if constexpr (CODED) {
+            if (first == 0) write_codes<CODED_MIXES<MIXES>>(a, mix, token, channel, active, scratch);
+        }
+    }
+}
+
 // Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for.
-template <int MIXES, bool HELD>
+template <int MIXES, bool HELD, bool CODED>
 __global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
+    __shared__ float largest[CODED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = HELD || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
     const int width = a.width, channel = threadIdx.x * 8, token = blockIdx.x;
     const bool active = channel < width;
     float weight[8] = {}, bias[8] = {};
-    uint4 mix[GROUP];
+    uint4 mix[GROUP] = {};
     if (HELD && active) {
         load_floats8(a.weight + channel, weight);
         load_floats8(a.bias + channel, bias);
@@ -136,35 +197,30 @@ __global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const
         previous = load16(a.shift + read_at);
     }
     const Moments of = moments(packed, active, width, share_of_warp(width), scratch);
-    if (!active) return;
-    if (!HELD) {
+    if (!CODED && !active) return;
+    if (!HELD && active) {
         load_floats8(a.weight + channel, weight);
         load_floats8(a.bias + channel, bias);
     }
     float h[8], change[8];
     normalise(packed, of, weight, bias, h);
-    store_early(a.x_out + at, packed);
-    store_early(a.shift + write_at, pack8(h));
     unpack8(previous, change);
 #pragma unroll
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
-#pragma unroll
-    for (int first = 0; first < MIXES; first += GROUP) {
-        if (!HELD) {
-#pragma unroll
-            for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (first + m) * width + channel);
-        }
-#pragma unroll
-        for (int m = 0; m < GROUP; ++m)
-            store_early(
-                a.mixed + static_cast<int64_t>(first + m) * a.tokens * width + at, mixed_with(h, change, mix[m]));
+    if (active) {
+        store_early(a.x_out + at, packed);
+        store_early(a.shift + write_at, pack8(h));
     }
+    if (!HELD && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
+    write_mixed<MIXES, GROUP, CODED>(
+        a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_early(p, v); });
 }
 
 // Prompts.
-template <int MIXES>
+template <int MIXES, bool CODED>
 __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
-    __shared__ float2 scratch[2][MAX_WARPS];  // used in turn: one barrier per token
+    __shared__ float2 scratch[2][MAX_WARPS];  // used in turn: one barrier per token, with codes two
+    __shared__ float largest[CODED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = MIXES == 1 ? 1 : 3;
     const int width = a.width;
     int channel = threadIdx.x * 8;
@@ -221,25 +277,21 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
             row = a.token_rows[token + 1];
             end = static_cast<int>(a.cu_seqlens[row + 1]);
         }
-        if (!active) continue;
-        float h[8], change[8];
-        normalised(packed, of, h);
-        unpack8(previous, change);
-        // What a later step would find in the slot: chunked and whole prefill agree.
-        previous = pack8(h);
-        if (ends) store_whole(tail, previous);
+        if (!CODED && !active) continue;
+        float h[8] = {}, change[8] = {};
+        uint4 mix[GROUP] = {};
+        if (active) {
+            normalised(packed, of, h);
+            unpack8(previous, change);
+            // What a later step would find in the slot: chunked and whole prefill agree.
+            previous = pack8(h);
+            if (ends) store_whole(tail, previous);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) change[i] -= h[i];
-#pragma unroll
-        for (int begin = 0; begin < MIXES; begin += GROUP) {
-            uint4 mix[GROUP];
-#pragma unroll
-            for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (begin + m) * width + channel);
-#pragma unroll
-            for (int m = 0; m < GROUP; ++m)
-                store_whole(
-                    a.mixed + static_cast<int64_t>(begin + m) * a.tokens * width + at, mixed_with(h, change, mix[m]));
+            for (int i = 0; i < 8; ++i) change[i] -= h[i];
+            if (MIXES == 1) mix[0] = load16(a.mix + channel);
         }
+        write_mixed<MIXES, GROUP, CODED>(
+            a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_whole(p, v); });
     }
 }
 
@@ -275,24 +327,24 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
 }
 
-template <int MIXES>
+template <int MIXES, bool CODED>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
     if (a.cu_seqlens != nullptr) {
         const dim3 blocks((a.tokens + a.tokens_per_block - 1) / a.tokens_per_block);
-        launch(shift_mix_kernel<MIXES>, blocks, threads, stream, a);
+        launch(shift_mix_kernel<MIXES, CODED>, blocks, threads, stream, a);
     } else if (a.tokens <= this_machine().processors) {
-        launch(shift_mix_rows_kernel<MIXES, true>, dim3(a.tokens), threads, stream, a);
+        launch(shift_mix_rows_kernel<MIXES, true, CODED>, dim3(a.tokens), threads, stream, a);
     } else {
-        launch(shift_mix_rows_kernel<MIXES, false>, dim3(a.tokens), threads, stream, a);
+        launch(shift_mix_rows_kernel<MIXES, false, CODED>, dim3(a.tokens), threads, stream, a);
     }
 }
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const int threads = (a->width / 8 + 31) / 32 * 32;
     if (a->mixes == 6) {
-        launch_shift_mix<6>(*a, threads, stream);
+        a->codes == nullptr ? launch_shift_mix<6, false>(*a, threads, stream) : launch_shift_mix<6, true>(*a, threads, stream);
     } else {
-        launch_shift_mix<1>(*a, threads, stream);
+        a->codes == nullptr ? launch_shift_mix<1, false>(*a, threads, stream) : launch_shift_mix<1, true>(*a, threads, stream);
     }
     if (a->cu_seqlens != nullptr) {
         launch(store_rows_kernel, dim3(rows), threads, stream, a->tail, a->shift, a->write_slots, a->slot_stride, a->width);

@@ -11,6 +11,9 @@
 // through memory (not as a cluster: an H200 has room for 30 clusters of four, not for 33). The first tiles of W are on
 // their way before the kernel that makes x has ended (programmatic dependent launch).
 //
+// Maps in codes leave processors idle where their tiles are fewer: maps of halves may be in the launch beside them, k of a tile
+// shared by SPLITS blocks, and behind these maps of halves that read their results, as blocks come to have done their tiles.
+//
 // Bytes: 2nk per map, once; x 2k * rows per tile of outputs, from the L2 cache; splits 4 * 128 * ROWS each way, likewise.
 // Shared memory: ring [STAGES] of W [2][64][64] fp16 and x [ROWS][64] fp16, 128-byte swizzle; 2 x 16 rows of 16 outputs
 // per warp on their way out; full and empty barriers.
@@ -18,20 +21,26 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "activation.h"
 #include "common.cuh"
 
-constexpr int MAX_WIDE_MAPS = 8;
+constexpr int MAX_WIDE_MAPS = 12;
 constexpr int OUTPUTS = 128;  // of a tile
 constexpr int TILE_BYTES = 128;  // of a tile along k
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
 
-// What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k].
-enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8 };
+// What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k]; or the first maps' codes, the others' halves [n, k].
+enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8, WIDE_MIXED };
 
-template <WideKind KIND>
-constexpr int DEPTH = KIND == WIDE_FP8 ? 128 : 64;  // k of a tile
-
+// A block's piece of work: of a tile of outputs for some rows a share of k.
+struct WideWork {
+    int map, output, row_block;
+    int split, exchange;  // which share; which place for exchanging sums
+    bool half, shared;    // multiplies halves; other blocks have the other shares
+    bool late;            // its inputs are results of this launch
+};
 
 // What a launch needs on the device; the tensor maps say where W and x are.
 struct WideLaunch {
@@ -45,15 +54,24 @@ struct WideLaunch {
     int activation[MAX_WIDE_MAPS];
     int first_tile[MAX_WIDE_MAPS + 1];  // of each map
     int count;
+    int coded, early;  // WIDE_MIXED: maps in codes; those and the maps of halves whose inputs are there before the launch
     int rows;
     int row_blocks;   // how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
     float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
     int* counters;    // likewise [tiles][2], zero between launches
 };
 
+// Pieces of work of a launch.
+template <WideKind KIND, int SPLITS>
+__host__ __device__ __forceinline__ int wide_works(const WideLaunch& p) {
+    const int tiles = p.first_tile[p.count] * p.row_blocks;
+    return KIND == WIDE_MIXED ? tiles + (p.first_tile[p.early] - p.first_tile[p.coded]) * (SPLITS - 1) : tiles;
+}
+
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define WIDE_ON_DEVICE 1
 #include "hopper.cuh"
+#include "wide_out.cuh"
 #endif
 
 // Shared memory of a block whose ring has places of PLACE_BYTES.
@@ -84,111 +102,21 @@ __device__ __forceinline__ WidePlace wide_place(const WideLaunch& p, int tile) {
     return {map, (tile - p.first_tile[map]) * OUTPUTS};
 }
 
-template <Activation ACTIVATION>
-__device__ __forceinline__ float wide_activate(float v) {
-    if constexpr (ACTIVATION == RELU_SQUARED) return fmaxf(v, 0.0f) * fmaxf(v, 0.0f);
-    if constexpr (ACTIVATION == SIGNED_SQUARE) return v * fabsf(v);
-    if constexpr (ACTIVATION == TANH) return tanh_exp(v);
-    if constexpr (ACTIVATION == SIGMOID) return sigmoidf(v);
-    return v;
-}
-
-// The first COUNT sums in place: one choice for all of them.
-template <int COUNT, int SUMS>
-__device__ __forceinline__ void activate_sums(float (&sums)[SUMS], int activation) {
-    const auto all = [&](auto of_one) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) sums[i] = of_one(sums[i]);
-    };
-    switch (activation) {
-        case TANH: all([](float v) { return wide_activate<TANH>(v); }); break;
-        case SIGMOID: all([](float v) { return wide_activate<SIGMOID>(v); }); break;
-        case RELU_SQUARED: all([](float v) { return wide_activate<RELU_SQUARED>(v); }); break;
-        case SIGNED_SQUARE: all([](float v) { return wide_activate<SIGNED_SQUARE>(v); }); break;
-        default: break;
+// The work of a number. Of mixed maps codes come first, each tile whole, then the halves' tiles in SPLITS shares, then those
+// of halves whose inputs are the results of these, whole.
+template <WideKind KIND, int SPLITS>
+__device__ __forceinline__ WideWork wide_work(const WideLaunch& p, int number, int my_split) {
+    if constexpr (KIND == WIDE_MIXED) {
+        const int coded = p.first_tile[p.coded], early = p.first_tile[p.early], share = number - coded;
+        const int tile = share < 0 ? number : share < (early - coded) * SPLITS ? coded + share / SPLITS : number - (early - coded) * (SPLITS - 1);
+        const WidePlace at = wide_place(p, tile);
+        const bool shared = tile >= coded && tile < early;
+        return {at.map, at.output, 0, shared ? share % SPLITS : 0, tile - coded, tile >= coded, shared, tile >= early};
     }
+    const WidePlace at = wide_place(p, number / p.row_blocks);
+    return {at.map, at.output, number % p.row_blocks, my_split, number, KIND != WIDE_FP8, true, false};
 }
 
-// Two 8x8 matrices (outputs x rows, as wgmma leaves them) turned into rows of 16 outputs.
-__device__ __forceinline__ void store_turned(uint32_t to, uint32_t low, uint32_t high) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
-}
-
-__device__ __forceinline__ uint32_t pack_half2(float lo, float hi) {
-    const __half2 pair = __floats2half2_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// Where a warp's 16 outputs of a tile's rows go.
-struct WideOut {
-    __half* y;  // of row 0
-    int pitch, first_row, rows;
-    const float* weight_scales;  // of its 16 outputs
-    const float* input_scales;   // of row 0
-};
-
-// fp8: the sums of 8 * CHUNKS rows times the scales of their outputs and rows. The rows' come from the kernel before.
-template <int CHUNKS, int SUMS>
-__device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const WideOut& out, int lane) {
-    constexpr bool AT_ONCE = CHUNKS <= 32;  // all are asked for at once; of more there are too few registers for that
-    constexpr int TOGETHER = AT_ONCE ? CHUNKS : 2;
-    const auto scale_of = [&](int row) {
-        float scale = 0.0f;
-        if (row < out.rows) asm volatile("ld.global.ca.f32 %0, [%1];" : "=f"(scale) : "l"(out.input_scales + row) : "memory");
-        return scale;
-    };
-    wait_for_inputs();
-    if constexpr (!AT_ONCE) {
-#pragma unroll
-        for (int i = 0; i < CHUNKS * 8; i += 32) scale_of(out.first_row + i + lane);  // into L1
-    }
-    const float of_output[2] = {__ldg(out.weight_scales + lane / 4), __ldg(out.weight_scales + lane / 4 + 8)};
-#pragma unroll
-    for (int first = 0; first < CHUNKS; first += TOGETHER) {
-        float of_row[TOGETHER][2];
-#pragma unroll
-        for (int c = 0; c < TOGETHER; ++c) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) of_row[c][i] = scale_of(out.first_row + 8 * (first + c) + lane % 4 * 2 + i);
-        }
-#pragma unroll
-        for (int c = 0; c < TOGETHER; ++c) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[4 * (first + c) + i] *= of_output[i / 2] * of_row[c][i % 2];
-        }
-    }
-}
-
-// 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
-template <int CHUNKS, int SUMS>
-__device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
-    constexpr int PITCH = STAGING_PITCH;
-    const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
-    int row = out.first_row + lane / 2;
-    __half* y = out.y + static_cast<int64_t>(row) * out.pitch + (lane & 1) * 8;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c += 2) {
-        const uint32_t buffer = (c / 2 & 1) * 16 * PITCH;
-#pragma unroll
-        for (int d = 0; d < 2; ++d) {
-            if (c + d < CHUNKS) {
-                const float* v = sums + 4 * (c + d);
-                store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
-            }
-        }
-        __syncwarp();
-        if (row < out.rows && (c + 2 <= CHUNKS || lane < 16)) {
-            uint4 v;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                         : "r"(from + buffer)
-                         : "memory");
-            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(y), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-        }
-        __syncwarp();
-        row += 16, y += static_cast<int64_t>(out.pitch) * 16;
-    }
-}
 #endif
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -230,10 +158,11 @@ struct WideBlock {
     }
 };
 
-// Steps of DEPTH in a split's share of k, which the number of splits divides.
-template <int SPLITS, WideKind KIND>
-__device__ __forceinline__ int wide_steps(const WideLaunch& p, int map) { return p.k[map] / (DEPTH<KIND> * SPLITS); }
-
+// Steps of TILE_BYTES in a split's share of k, which the number of splits divides; and k of a step.
+template <WideKind KIND, int SPLITS>
+__device__ __forceinline__ int wide_steps(const WideLaunch& p, const WideWork& work) {
+    return p.k[work.map] / ((work.half ? 64 : 128) * (work.shared ? SPLITS : 1));
+}
 // The sums of a tile's splits, exchanged through memory: each block ends with an equal share of the chunks of 8 rows, in
 // sums[0 ..], the splits added in their order. All blocks of the launch run at once (the caller sees to it), so waiting is safe.
 template <int ROWS, int SPLITS>
@@ -286,25 +215,55 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
     }
 }
 
+// Work whose inputs are results of this launch waits until all of them are written. All that make them have a processor
+// each from the start on (the caller sees to it). `counters`: shares that are done, work that has seen it; zero between launches.
+__device__ __forceinline__ void wait_for_count(const int* at, int wanted) {
+    while (*static_cast<const volatile int*>(at) < wanted) {}
+}
+template <int SPLITS>
+__device__ __forceinline__ int* late_counters(const WideLaunch& p) {
+    return p.counters + 2 * (p.first_tile[p.early] - p.first_tile[p.coded]);
+}
+template <int SPLITS>
+__device__ __forceinline__ void wait_for_early(const WideLaunch& p) {
+    int* const counters = late_counters<SPLITS>(p);
+    const int shares = (p.first_tile[p.early] - p.first_tile[p.coded]) * SPLITS, late = p.first_tile[p.count] - p.first_tile[p.early];
+    wait_for_count(counters, shares);
+    __threadfence();
+    if (atomicAdd(counters + 1, 1) == late - 1) counters[0] = counters[1] = 0;  // the last to see it
+    hopper::publish_to_copies();
+}
+// All threads of a share's warpgroups, behind its stores.
+template <int SPLITS>
+__device__ __forceinline__ void tell_early_is_done(const WideLaunch& p) {
+    hopper::publish_to_copies();
+    __threadfence();
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+    if (threadIdx.x == 128) atomicAdd(late_counters<SPLITS>(p), 1);
+}
+
+// Blocks that share a tile's k lie beside each other; of mixed maps, the halves' numbers say which share is whose.
+template <int SPLITS, WideKind KIND>
+constexpr int BLOCK_SPLITS = KIND == WIDE_MIXED ? 1 : SPLITS;
+
 // One lane: W's tiles of all of this block's work into the ring.
-template <int ROWS, int SPLITS, WideKind KIND>
-__device__ __forceinline__ void fetch_weights(const WideLaunch& p, const WideBlock<WideTile<ROWS>, SPLITS>& block) {
+template <int ROWS, int SPLITS, WideKind KIND, typename Block>
+__device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& block) {
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    const int row_blocks = p.row_blocks;
-    for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
-        const WidePlace at = wide_place(p, tile / row_blocks);
-        const CUtensorMap* map = &p.weights[at.map];
-        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = block.my_split * steps;
-        for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
+    for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
+        const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
+        const CUtensorMap* map = &p.weights[work.map];
+        const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
+        for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
             wait_barrier(block.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
             expect_bytes(barrier, Tile::BYTES);
             if (KIND == WIDE_TURNED) {
-                copy_box(to, map, 0, k, at.output / 64, barrier, EVICT_FIRST);
+                copy_box(to, map, 0, step * depth, work.output / 64, barrier, EVICT_FIRST);
             } else {
-                copy_box(to, map, k, at.output, 0, barrier, EVICT_FIRST);
+                copy_box(to, map, step * depth, work.output, 0, barrier, EVICT_FIRST);
             }
             slot.advance();
         }
@@ -312,24 +271,24 @@ __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const WideBlo
 }
 
 // One lane of another warp: x's tiles likewise, once the kernel that makes x has ended.
-template <int ROWS, int SPLITS, WideKind KIND>
-__device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const WideBlock<WideTile<ROWS>, SPLITS>& block) {
+template <int ROWS, int SPLITS, WideKind KIND, typename Block>
+__device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& block) {
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     const uint32_t to = block.ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
-    const int row_blocks = p.row_blocks;
     wait_for_inputs();
-    for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
-        const WidePlace at = wide_place(p, tile / row_blocks);
-        const CUtensorMap* map = &p.inputs[at.map];
-        const int steps = wide_steps<SPLITS, KIND>(p, at.map), begin = block.my_split * steps;
-        for (int k = begin * DEPTH<KIND>; k < (begin + steps) * DEPTH<KIND>; k += DEPTH<KIND>) {
+    for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
+        const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
+        if (KIND == WIDE_MIXED && work.late) wait_for_early<SPLITS>(p);
+        const CUtensorMap* map = &p.inputs[work.map];
+        const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
+        for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
             wait_barrier(block.empty + 8 * slot.stage, slot.parity);
 #pragma unroll
             for (int part = 0; part < Tile::PARTS; ++part)
-                copy_box(to + slot.stage * Tile::BYTES + part * Tile::PART * TILE_BYTES, map, k,
-                         tile % row_blocks * ROWS + part * Tile::PART, 0, block.full + 8 * slot.stage, EVICT_LAST);
+                copy_box(to + slot.stage * Tile::BYTES + part * Tile::PART * TILE_BYTES, map, step * depth,
+                         work.row_block * ROWS + part * Tile::PART, 0, block.full + 8 * slot.stage, EVICT_LAST);
             slot.advance();
         }
     }
@@ -344,7 +303,7 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
     constexpr int STAGES = Tile::STAGES;
     extern __shared__ unsigned char dynamic[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
-    const WideBlock<Tile, SPLITS> block(dynamic, 2);
+    const WideBlock<Tile, BLOCK_SPLITS<SPLITS, KIND>> block(dynamic, 2);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = __shfl_sync(FULL, tid / 32, 0);
@@ -365,27 +324,37 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
         const auto release = [&](uint32_t barrier) {
             if (tid == 0) arrive(barrier);
         };
-        const int row_blocks = p.row_blocks;
-        for (int tile = block.first; tile < p.first_tile[p.count] * row_blocks; tile += block.blocks) {
-            const WidePlace at = wide_place(p, tile / row_blocks);
+        // 64 outputs of ROWS rows more; a step of k in shared memory from these places on.
+        const auto multiply_tile = [&](uint64_t weight, uint64_t input, bool half_maps) {
+#pragma unroll
+            for (int j = 0; j < TILE_BYTES / 32; ++j) {
+                constexpr bool TURNED = KIND == WIDE_TURNED;
+#pragma unroll
+                for (int part = 0; part < Tile::PARTS; ++part) {
+                    auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
+                    const uint64_t w = weight + j * (TURNED ? 16 * 128 : 32) / 16;
+                    const uint64_t x = input + (part * Tile::PART * TILE_BYTES + j * 32) / 16;
+                    if (half_maps) {
+                        if constexpr (KIND != WIDE_FP8) multiply<Tile::PART, TURNED>(mine, w, x, add);
+                    } else {
+                        if constexpr (KIND == WIDE_FP8 || KIND == WIDE_MIXED) multiply_fp8<Tile::PART>(mine, w, x, add);
+                    }
+                }
+                add = 1;
+            }
+        };
+        for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
+            const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
             uint32_t before = 0;  // the slot whose products may still run
-            for (int i = wide_steps<SPLITS, KIND>(p, at.map); i > 0; --i) {
+            for (int i = wide_steps<KIND, SPLITS>(p, work); i > 0; --i) {
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                 begin_products();
-#pragma unroll
-                for (int j = 0; j < TILE_BYTES / 32; ++j) {
-                    if constexpr (KIND == WIDE_FP8) {
-#pragma unroll
-                        for (int part = 0; part < Tile::PARTS; ++part)
-                            multiply_fp8<Tile::PART>(reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]),
-                                                     weight + j * 32 / 16, input + (part * Tile::PART * TILE_BYTES + j * 32) / 16, add);
-                    } else {
-                        constexpr bool TURNED = KIND == WIDE_TURNED;
-                        multiply<ROWS, TURNED>(sums, weight + j * (TURNED ? 16 * 128 : 32) / 16, input + j * 32 / 16, add);
-                    }
-                    add = 1;
+                if (work.half) {
+                    multiply_tile(weight, input, true);
+                } else {
+                    multiply_tile(weight, input, false);
                 }
                 commit_products();
                 wait_products<1>();
@@ -399,18 +368,27 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 
-            constexpr int CHUNKS = ROWS / 8 / SPLITS;  // of 8 rows, that this block finishes
-            if constexpr (SPLITS > 1) add_splits<ROWS, SPLITS>(sums, p, tile, block.my_split);
-            const int first_output = at.output + half * 64 + warp * 16;
-            if (first_output >= p.n[at.map]) continue;  // the map's last tile may be narrower
-            const int first_row = tile % row_blocks * ROWS + block.my_split * CHUNKS * 8;
-            WideOut out = {p.y[at.map] + first_output, p.n[at.map], first_row, p.rows, nullptr, nullptr};
-            if constexpr (KIND == WIDE_FP8) {
-                out.weight_scales = p.weight_scales[at.map] + first_output, out.input_scales = p.input_scales[at.map];
-                scale_sums<CHUNKS>(sums, out, lane);
+            // A share's sums added to the others', scaled, activated and written.
+            const auto finish = [&](auto splits) {
+                constexpr int CHUNKS = ROWS / 8 / splits.value;  // of 8 rows, that this block finishes
+                if constexpr (splits.value > 1) add_splits<ROWS, splits.value>(sums, p, work.exchange, work.split);
+                const int first_output = work.output + half * 64 + warp * 16;
+                if (first_output >= p.n[work.map]) return;  // the map's last tile may be narrower
+                const int first_row = work.row_block * ROWS + work.split * CHUNKS * 8;
+                WideOut out = {p.y[work.map] + first_output, p.n[work.map], first_row, p.rows, nullptr, nullptr};
+                if (!work.half) {
+                    out.weight_scales = p.weight_scales[work.map] + first_output, out.input_scales = p.input_scales[work.map];
+                    scale_sums<CHUNKS>(sums, out, lane);
+                }
+                activate_sums<4 * CHUNKS>(sums, p.activation[work.map]);
+                write_out<CHUNKS>(sums, out, mine, lane);
+            };
+            if (work.shared) {
+                finish(std::integral_constant<int, SPLITS>());
+                if (KIND == WIDE_MIXED && p.early < p.count) tell_early_is_done<SPLITS>(p);
+            } else {
+                finish(std::integral_constant<int, 1>());
             }
-            activate_sums<4 * CHUNKS>(sums, p.activation[at.map]);
-            write_out<CHUNKS>(sums, out, mine, lane);
         }
     }
 #endif
@@ -435,6 +413,9 @@ int launch_tiles(
 template <int ROWS, int SPLITS, WideKind KIND>
 int launch_wide(const WideLaunch& p, void* stream) {
     static bool raised[MAX_DEVICES] = {};
-    const int tiles = p.first_tile[p.count] * p.row_blocks;
-    return launch_tiles(wide_kernel<ROWS, SPLITS, KIND>, raised, WideTile<ROWS>::SHARED_BYTES, tiles, SPLITS, p, stream);
+    const int works = wide_works<KIND, SPLITS>(p);
+    const int at_once = works - (p.first_tile[p.count] - p.first_tile[p.early]);
+    if (KIND == WIDE_MIXED && (p.row_blocks > 1 || (SPLITS > 1 && at_once > this_machine().processors))) return static_cast<int>(cudaErrorInvalidValue);
+    constexpr int TOGETHER = KIND == WIDE_MIXED ? 1 : SPLITS;
+    return launch_tiles(wide_kernel<ROWS, SPLITS, KIND>, raised, WideTile<ROWS>::SHARED_BYTES, works, TOGETHER, p, stream);
 }

@@ -25,17 +25,8 @@ __device__ __forceinline__ uint32_t shared_u32(uint32_t at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ uint4 shared_u128(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
 __device__ __forceinline__ void put_shared(uint32_t at, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
-// Whole: nvcc splits what it may.
-__device__ __forceinline__ void put_global(void* at, const uint4& v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ uint32_t times2(uint32_t a, uint32_t b) {
     const __half2 d = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));

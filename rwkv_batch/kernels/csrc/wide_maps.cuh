@@ -62,7 +62,7 @@ void describe_maps(WideLaunch& p, const Args& args) {
         tiles += (m.n + OUTPUTS - 1) / OUTPUTS;
     }
     p.first_tile[args.count] = tiles;
-    p.count = args.count, p.rows = args.rows, p.row_blocks = (args.rows + args.tile_rows - 1) / args.tile_rows;
+    p.count = p.coded = p.early = args.count, p.rows = args.rows, p.row_blocks = (args.rows + args.tile_rows - 1) / args.tile_rows;
     p.partial = static_cast<float4*>(args.partial), p.counters = static_cast<int*>(args.counters);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <ucontext.h>
 
@@ -125,6 +126,12 @@ inline uint32_t address(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - dynamic_shared.data());
 }
 
+template <typename To, typename From>
+To bits(From value) {
+  To out;
+  std::memcpy(&out, &value, sizeof out);
+  return out;
+}
 inline float half_of(uint32_t word, int which) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (16 * which))));
 }
@@ -221,18 +228,20 @@ void multiply_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int
   }
   meet_warp();
 }
-// The same with the first operand [64][16] in shared memory as well.
-template <int N>
+// The same with the first operand [64][32 bytes] in shared memory as well; of halves or of e4m3 codes.
+enum Operands { WORDS, CODES };
+inline float operand(Operands operands, uint64_t tile, int row, int k) {
+  const uint32_t at = swizzled(static_cast<uint32_t>(tile) + row * 128 + (operands == CODES ? k : 2 * k), false);
+  if (operands == WORDS) return half_of(shared<uint16_t>(at), 0);
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(shared<uint8_t>(at), __NV_E4M3)));
+}
+template <int N, Operands OPERANDS>
 void multiply_shared(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   const int row = running / 32 % 4 * 16 + running % 32 / 4, t = running % 4;
   for (int i = 0; i < N / 2; ++i) {
     const int n = i / 4 * 8 + 2 * t + i % 2, m = row + i % 4 / 2 * 8;
     float sum = add ? sums[i] : 0.0f;
-    for (int k = 0; k < 16; ++k) {
-      const uint32_t left = swizzled(static_cast<uint32_t>(a) + m * 128 + 2 * k, false);
-      const uint32_t right = swizzled(static_cast<uint32_t>(b) + n * 128 + 2 * k, false);
-      sum += half_of(shared<uint16_t>(left), 0) * half_of(shared<uint16_t>(right), 0);
-    }
+    for (int k = 0; k < (OPERANDS == CODES ? 32 : 16); ++k) sum += operand(OPERANDS, a, m, k) * operand(OPERANDS, b, n, k);
     sums[i] = sum;
   }
   meet_warp();
@@ -263,6 +272,14 @@ inline void store_turned(uint32_t to, uint32_t low, uint32_t high) {
 #define __threadfence() ((void)0)
 #define __expf(x) std::exp(x)
 #define __shfl_xor_sync(mask, value, offset) emulation::exchange(value, (emulation::running % 32) ^ (offset))
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline uint32_t reduce_max(uint32_t value) {
+  for (int offset = 16; offset > 0; offset /= 2) value = std::max(value, __shfl_xor_sync(0, value, offset));
+  return value;
+}
+#define __reduce_max_sync(mask, value) reduce_max(value)
+inline uint32_t __float_as_uint(float x) { return emulation::bits<uint32_t>(x); }
+inline float __uint_as_float(uint32_t x) { return emulation::bits<float>(x); }
 #define __shfl_up_sync(mask, value, offset) \
   emulation::exchange(value, emulation::running % 32 < static_cast<int>(offset) ? emulation::running % 32 : emulation::running % 32 - static_cast<int>(offset))
 #define __shfl_sync(mask, value, lane) emulation::exchange(value, lane)

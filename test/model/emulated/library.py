@@ -18,6 +18,8 @@ BODIES = {
     "reciprocal": "return 1.0f / x;",
     "init_barrier": ("emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"),
     "publish_barriers": "",
+    "wait_for_count": "while (*at < wanted) emulation::yield();",
+    "publish_to_copies": "",
     "expect_bytes": "emulation::arrive(barrier, bytes);",
     "arrive": "emulation::arrive(barrier);",
     "wait_barrier": "emulation::wait_barrier(barrier, parity);",
@@ -32,6 +34,9 @@ BODIES = {
     "shared_u32": "return emulation::shared<uint32_t>(at);",
     "shared_u128": "return emulation::shared<uint4>(at);",
     "put_shared": "std::memcpy(emulation::dynamic_shared.data() + at, &v, sizeof v);",
+    "store_whole": "store16(p, v);",
+    "store_early": "store16(p, v);",
+    "load_cached": "return *p;",
     "put_global": "*static_cast<uint4*>(at) = v;",
     "store_turned": "emulation::store_turned(to, low, high);",
     "encode_tiled": "return emulation::encode;",
@@ -51,7 +56,13 @@ REGISTER_PRODUCT = (
 template <int N, bool TURNED>
 void multiply(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   static_assert(!TURNED, "not emulated");
-  emulation::multiply_shared<N>(sums, a << 4, b << 4, add);
+  emulation::multiply_shared<N, emulation::WORDS>(sums, a << 4, b << 4, add);
+}
+"""
+    """
+template <int N>
+void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  emulation::multiply_shared<N, emulation::CODES>(sums, a << 4, b << 4, add);
 }
 """
     """

@@ -1,0 +1,102 @@
+"""Where fp8 is multiplied by fp8 a layer's inputs are mixed into codes; its low ranks are in the launch of r, k, v."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.kernels import cuda_entrance
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_layer import CudaLayer
+from rwkv_batch.kernels.cuda_quant import CodedMix, quantise_rows, scaled_types
+from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.model.layer import Entrance
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import weights_from
+from rwkv_batch.runner.stage import Stage
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+WIDTH = 4096
+RANKS = (128, 128, 96, 480)
+FULL = (65, 96, 128, 200, 257, 320)
+"""Rows whose entrance is one launch on a GPU of 132 processors"""
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    """Two layers of 7.2B's shape in fp8."""
+    if not scaled_types(GPU) or not has_wide(GPU):
+        pytest.skip("products of codes are not ours here")
+    weights = weights_from(random_weights(2, WIDTH, 256, ranks=RANKS, dtype=torch.float16, device=GPU))
+    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float16, Format.FP8), CudaOps())
+
+
+def step(lengths: list[int]) -> StepInputs:
+    ends = torch.tensor([0, *lengths], device=GPU).cumsum(0)
+    slots = torch.arange(2, 2 + len(lengths), device=GPU)
+    return StepInputs(torch.zeros_like(ends[1:]), ends, slots, slots, ends[1:] - 1, max(lengths))
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(*size, device=GPU).half()
+
+
+def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> tuple[Tensor | CodedMix, Tensor]:
+    """Mixed inputs of random rows, the same ones each time, and the shifts behind them."""
+    generator = torch.Generator(GPU).manual_seed(sum(lengths))
+    sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
+    x, shift = (torch.randn(*size, device=GPU, generator=generator).half() for size in sizes)
+    inputs = step(lengths)
+    inputs.tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=GPU)
+    inputs.adapters = torch.zeros(sum(lengths), dtype=torch.int64) if halves else None
+    _, mixed = stage.ops.shift_mix(x, x.flip(0), entrance, shift, inputs)
+    return mixed, shift
+
+
+@pytest.mark.parametrize("lengths", [[1] * 65, [1] * 132, [1] * 133, [1] * 960, [100], [3, 70, 1, 500, 33]], ids=str)
+def test_codes_are_those_of_the_halves(stage: Stage, lengths: list[int]) -> None:
+    layer = stage.layers[1]
+    assert isinstance(layer, CudaLayer)
+    for entrance, count in ((layer.time_entrance, 3), (layer.channel_entrance, 1)):
+        plain, shift = mix(stage, entrance, lengths, halves=True)
+        mixed, shift_too = mix(stage, entrance, lengths, halves=False)
+        assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+        assert torch.equal(shift, shift_too)
+        assert count == 1 or torch.equal(mixed.halves, plain[2:])
+        for i in range(count):
+            wanted = quantise_rows(plain[i])
+            assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+            assert torch.equal(mixed[i].scales, wanted.scales)
+
+
+@pytest.mark.parametrize("rows", FULL)
+@pytest.mark.parametrize("index", [0, 1])
+def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by launches of their own, whatever the other rows hold, and each time."""
+    layer = stage.layers[index]
+    assert isinstance(layer, CudaLayer)
+    mixed, _ = mix(stage, layer.time_entrance, [1] * rows, halves=False)
+    assert isinstance(mixed, CodedMix)
+    names = list("rkvwag") + ["v_gate"] * (index > 0)
+    held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
+    del held
+    got = stage.ops.project(layer, mixed)
+    with monkeypatch.context() as context:
+        context.setattr(cuda_entrance, "_enters_at_once", lambda layer, tokens: False)
+        apart = stage.ops.project(layer, mixed)
+    for name in names:
+        y, z = getattr(got, name).float(), getattr(apart, name).float()
+        assert ((y - z).norm() / z.norm()).item() < 1e-3, name
+    for _ in range(20):
+        again = stage.ops.project(layer, mixed)
+        assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
+    kept = torch.arange(rows, device=GPU) % 3 == 0
+    mixed.halves[:, ~kept] = normal(*mixed.halves[:, ~kept].shape)
+    mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
+    beside = stage.ops.project(layer, mixed)
+    assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)

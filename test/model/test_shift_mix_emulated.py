@@ -1,0 +1,112 @@
+"""What enters a half layer as fp8 codes: the kernel that mixes and quantises, run thread by thread on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import cuda_check
+from rwkv_batch.kernels import cuda, cuda_quant
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_quant import CodedMix, CudaQuantLinear, quantise_rows
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.model.layer import Entrance, Norm
+from rwkv_batch.model.quant.formats import Format, quantise
+from rwkv_batch.model.step_inputs import StepInputs
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+
+CPU = torch.device("cpu")
+WIDTH = 320
+"""Less than whole warps of threads have."""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
+    """The two sources, for the CPU."""
+    return [emulated(name, tmp_path_factory.mktemp(name)) for name in ("shift_mix", "quantise")]
+
+
+@pytest.fixture
+def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOps:
+    """Its kernels on the CPU, of a GPU that multiplies fp8 codes."""
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(libraries[name == "rwkv_quantise_rows"], name, *args)
+
+    for module in (cuda, cuda_quant):
+        monkeypatch.setattr(module, "library", Kernels)
+        monkeypatch.setattr(
+            module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
+        )
+    monkeypatch.setattr(cuda, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
+    monkeypatch.setattr(cuda_quant, "scaled_types", lambda device: (torch.float16,))
+    monkeypatch.setattr(cuda_quant, "fits_codes", lambda *args: False)
+    found = CudaOps()
+    found._processors[CPU] = 4
+    return found
+
+
+def entrance(mixes: int) -> Entrance:
+    norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
+    reader = CudaQuantLinear(quantise(torch.randn(32, 128), Format.FP8))
+    return Entrance(norm, torch.rand(mixes, WIDTH).half(), reader)
+
+
+def step(lengths: list[int]) -> StepInputs:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    slots = torch.arange(2, 2 + len(lengths))
+    return StepInputs(torch.zeros(int(ends[-1])), ends, slots, slots, ends[1:] - 1, max(lengths))
+
+
+def run(ops: CudaOps, of: Entrance, x: Tensor, shift: Tensor, inputs: StepInputs) -> tuple[Tensor, CodedMix, Tensor]:
+    after = shift.clone()
+    out, mixed = ops.shift_mix(x, x.flip(0), of, after, inputs)
+    assert isinstance(mixed, CodedMix)
+    return out, mixed, after
+
+
+@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_codes_are_those_of_the_halves(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    monkeypatch.setitem(cuda_quant.FEW_ROWS, Format.FP8, 2)
+    for library in libraries:
+        library.emulation_set(4, 227 << 10)
+    inputs, of = step(lengths), entrance(mixes)
+    tokens = len(inputs.tokens)
+    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
+    x[0], x[tokens // 2] = 1000 * x[0], 0.0
+    given = shift.clone()
+    out, mixed, after = run(ops, of, x, given, inputs)
+    inputs.adapters = torch.zeros(tokens, dtype=torch.int64)  # these want halves
+    plain = shift.clone()
+    out_plain, halves = ops.shift_mix(x, x.flip(0), of, plain, inputs)
+    assert isinstance(halves, Tensor)
+    assert torch.equal(out, out_plain)
+    assert torch.equal(after, plain)
+    if mixes == 6:
+        assert torch.equal(mixed.halves, halves[2:])
+    for i in range(3 if mixes == 6 else 1):
+        wanted = quantise_rows(halves[i])
+        assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8)), i
+        assert torch.equal(mixed[i].scales, wanted.scales), i
+    true = Entrance(of.norm, of.mix.float(), of.reader)
+    _, meant = NaiveOps().shift_mix(x.float(), x.flip(0).float(), true, shift.float(), inputs)
+    assert ((halves.float() - meant).norm() / meant.norm()).item() < 1e-3
+
+
+def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:
+    libraries[0].emulation_set(4, 227 << 10)
+    x = torch.randn(5, WIDTH).half()
+    _, mixed = ops.shift_mix(x, None, entrance(6), torch.zeros(7, WIDTH).half(), step([1] * 5))
+    assert isinstance(mixed, Tensor)

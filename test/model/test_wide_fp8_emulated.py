@@ -1,0 +1,89 @@
+"""Hopper's products of fp8 codes, and of halves beside them, their kernels run thread by thread on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import cuda_check
+from rwkv_batch.kernels import cuda_wide
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_wide import Fp8Map, Workspace, launch_wide_fp8
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels, for the CPU."""
+    return emulated("wide_fp8", tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches go to the emulation, which runs one block at a time: none may wait for another."""
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(library, name, *args)
+
+    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
+    monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    monkeypatch.setattr(cuda_wide, "shares_processors", lambda: True)
+    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    monkeypatch.setattr(cuda_wide, "prepare_wide", lambda device: work)
+    library.emulation_set(2, 227 << 10)
+
+
+def codes(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of random rows, and what they mean."""
+    found, scales = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows) + 0.5
+    return found, scales, found.float() * scales.unsqueeze(1)
+
+
+def error(y: Tensor, true: Tensor) -> float:
+    return ((y.float() - true).norm() / true.norm()).item()
+
+
+@pytest.mark.parametrize("rows", [70, 130])
+def test_halves_beside_codes(rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.emulation_set(1, 227 << 10)  # what waits for other blocks' results has none to wait for
+    monkeypatch.setattr(cuda_wide, "HALF_SPLITS", 1)
+    monkeypatch.setattr(cuda_wide, "fits_halves_beside", lambda *args: True)
+    maps, halves, wanted = [], [], []
+    for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
+        (weight, weight_scales, w), (x, x_scales, meant) = codes(n, k), codes(rows, k)
+        y = torch.full((rows, n), torch.nan, dtype=torch.float16)
+        maps.append(Fp8Map(weight, weight_scales / 64, x, x_scales, y, activation))
+        true = meant @ w.T / 64
+        wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
+    for n, k, activation in ((64, 192, Activation.TANH), (192, 128, Activation.NONE)):
+        weight, x = torch.randn(n, k).half() / 8, torch.randn(rows, k).half()
+        y = torch.full((rows, n), torch.nan, dtype=torch.float16)
+        halves.append((weight, x, y, activation))
+        true = x.float() @ weight.float().T
+        wanted.append(true.tanh() if activation is Activation.TANH else true)
+    late = []
+    for n, (_, _, x, _) in ((160, halves[0]), (48, halves[1])):  # reads what the launch itself has written
+        k = x.shape[1] // 64 * 64
+        weight, y = torch.randn(n, k).half() / 8, torch.full((rows, n), torch.nan, dtype=torch.float16)
+        late.append((weight, x, y, Activation.NONE))
+    launch_wide_fp8(maps, halves, late)
+    launch_wide_fp8(maps, halves, late)  # counters are as they were
+    wanted += [x.float() @ weight.float().T for weight, x, _, _ in late]
+    got = [m.y for m in maps] + [y for _, _, y, _ in (*halves, *late)]
+    assert [error(y, true) < 1e-3 for y, true in zip(got, wanted, strict=True)] == [True] * 6
+
+
+def test_codes_alone() -> None:
+    (weight, weight_scales, w), (x, x_scales, meant) = codes(144, 256), codes(290, 256)
+    y = torch.full((290, 144), torch.nan, dtype=torch.float16)
+    launch_wide_fp8([Fp8Map(weight, weight_scales / 64, x, x_scales, y, Activation.NONE)])
+    assert error(y, meant @ w.T / 64) < 1e-3
