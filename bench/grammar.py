@@ -7,6 +7,7 @@ never closes. The three shares take turns in each round. Measured after a warm-u
 of a row with and without a constraint. `ratio` is against the round's line without constraints, `others_ratio` that of
 the rows without one, `processor_ratio` that of this process's processor time for a token: what else runs on the machine
 does not change it, and on a CPU, whose cores a step keeps busy, it is that of the rate. All are medians of the rounds.
+`--parts` tells besides where the time of a step goes.
 Beside it, without a model: making the vocabulary and the first schema ready, a schema after that, and masks of random
 texts, of one row and of as many rows in a step, at the median and at worst. What bounds it: masks are computed while a
 GPU runs a step, so they cost nothing as long as they take less; then their way to it (8 KB a row) and writing -inf
@@ -35,6 +36,7 @@ import torch
 from app import with_model
 from bench.gpu_model import SIZES, write_random_file
 from bench.origin import origin
+from bench.step_parts import StepParts
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.tokenizer import Tokenizer
@@ -112,17 +114,20 @@ def _refused(refusal: Any) -> None:
         raise RuntimeError(f"refused: {refusal}")
 
 
-def measure(engine: Engine, rows: int, share: int, seconds: float) -> dict[str, Any]:
-    """Rates of one share of constrained rows, in percent; processor time in ms a token."""
+def measure(engine: Engine, rows: int, share: int, seconds: float, parts: StepParts | None) -> dict[str, Any]:
+    """Rates of one share of constrained rows, in percent; processor time in ms a token; `parts` in ms a step."""
     job = Rows(engine, f"share{share}", rows, share)
     warm = time.perf_counter()
     while min(job.tokens) < 4 and time.perf_counter() - warm < WAIT_S:
         time.sleep(0.05)
     time.sleep(min(1.0, seconds / 2))
+    if parts is not None:
+        parts.read(0)
     before, steps, busy, started = list(job.tokens), engine.speed.steps, time.process_time(), time.perf_counter()
     time.sleep(seconds)
     after, steps, busy = list(job.tokens), engine.speed.steps - steps, time.process_time() - busy
     spent = time.perf_counter() - started
+    spent_in = {} if parts is None else parts.read(steps)
     job.stop()
     gained = [(b - a) / spent for a, b in zip(before, after, strict=True)]
     held = [rate for rate, is_held in zip(gained, job.held, strict=True) if is_held]
@@ -134,15 +139,18 @@ def measure(engine: Engine, rows: int, share: int, seconds: float) -> dict[str, 
         "tokens_s_a_constrained_row": statistics.mean(held) if held else None,
         "tokens_s_a_free_row": statistics.mean(free) if free else None,
         "processor_ms_a_token": busy * 1e3 / max(1, sum(after) - sum(before)),
+        **spent_in,
     }
 
 
-def measure_in_turns(engine: Engine, rows: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
+def measure_in_turns(
+    engine: Engine, rows: int, seconds: float, rounds: int, parts: StepParts | None
+) -> list[dict[str, Any]]:
     """A line for each share: medians of the rounds, and of their ratios."""
     lines: dict[int, list[dict[str, Any]]] = {share: [] for share in SHARES}
     for _ in range(rounds):
         for share in SHARES:
-            line = measure(engine, rows, share, seconds)
+            line = measure(engine, rows, share, seconds, parts)
             free = lines[0][-1] if share else line
             line["ratio"] = line["tokens_s"] / free["tokens_s"]
             line["processor_ratio"] = free["processor_ms_a_token"] / line["processor_ms_a_token"]
@@ -152,7 +160,7 @@ def measure_in_turns(engine: Engine, rows: int, seconds: float, rounds: int) -> 
             print(json.dumps(line), flush=True)
     return [
         {
-            name: round(statistics.median(line[name] for line in found), 3)
+            name: round(statistics.median(line.get(name, 0.0) for line in found), 3)
             for name, value in found[0].items()
             if value is not None
         }
@@ -208,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each share in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=SIZES, help="random weights of this shape, instead of --model-path")
+    parser.add_argument("--parts", action="store_true", help="where the time of a step goes, too")
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     args, rest = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine = Engine(settings.engine)
         engine.start()
         try:
-            lines = measure_in_turns(engine, args.rows, args.seconds, args.rounds)
+            parts = StepParts(engine) if args.parts else None
+            lines = measure_in_turns(engine, args.rows, args.seconds, args.rounds, parts)
             device, status = engine.machine.device, engine.status()
         finally:
             engine.stop()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.constrained_turns import StepCosts
 from rwkv_batch.core.grammars import GrammarDesk, Grammars
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.let_in import Between, LetIn
@@ -379,6 +380,8 @@ class Engine:
                 has_pieces = part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
                 step = self.machine.launch(part, oldest, between if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
+                if self.scheduler.limits.masks_take_turns:
+                    self._count_costs(step)
             except Exception as error:  # a device raises anything; the part's jobs end, or the engine
                 if between is not None and self._let_in.has_failed:
                     raise
@@ -390,6 +393,12 @@ class Engine:
             may_have_ended |= step.awaits_masks
             self._draw_constrained_of(step)
         return Step(number, launched)
+
+    def _count_costs(self, step: Launched) -> None:
+        """What a part of a step took, as far as it is launched."""
+        tokens, free = sum(row.num_tokens for row in step.rows), len(step.drawing) - len(step.undrawn_rows)
+        costs = StepCosts(tokens, len(step.drawing), free, step.launched - step.started, step.layers_s, step.draw_s)
+        self.scheduler.turns.count(costs)
 
     def _first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
         return self.scheduler.first_tokens(under_way)
@@ -417,6 +426,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - likewise; rows without a constraint have drawn and go on
             self._fail_step(held, error)
             return
+        self.scheduler.turns.charge_draws([row.sequence for row in held], part.held_s)
         for sequence, failure in failures:
             self.jobs.fail_grammar(sequence, failure)
 

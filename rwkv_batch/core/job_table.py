@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -259,13 +260,17 @@ class JobTable:
 
         Raises GrammarError if the grammar cannot be followed any further.
         """
+        started = time.perf_counter()
         if matcher.advance(token):
             return FinishReason.STOP
-        if reason is not None or self._scheduler.running_rows > self.certain_rows:
+        if reason is not None:
             return reason
         before = len(sequence.output.tokens)
-        reason = take_certain(sequence, matcher, self._byte_table)
-        self.certain_tokens += len(sequence.output.tokens) - before
+        if self._scheduler.running_rows <= self.certain_rows:
+            reason = take_certain(sequence, matcher, self._byte_table)
+        certain = len(sequence.output.tokens) - before
+        self.certain_tokens += certain
+        self._scheduler.turns.charge(sequence, time.perf_counter() - started, certain)
         return reason
 
     def _prompt_done(self, sequence: Sequence) -> None:

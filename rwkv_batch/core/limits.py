@@ -32,6 +32,8 @@ class Limits:
 
     certain_rows: int = 32
     """rows in the steps beside which text that is certain is read at once"""
+    masks_take_turns: bool = False
+    """whether all rows of a step wait while masks are computed"""
 
     @property
     def rows_in_step(self) -> int:

@@ -21,6 +21,7 @@ from operator import attrgetter
 
 from rwkv_batch.core.admission import Admission
 from rwkv_batch.core.batch_share import BatchShare, is_waited_for
+from rwkv_batch.core.constrained_turns import ConstrainedTurns
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
 from rwkv_batch.core.sequence import NOTHING_SCORED, Phase, RunningJob, Sequence
@@ -63,6 +64,7 @@ class Scheduler:
         self._reading: dict[Sequence, None] = {}
         """running rows that have more than one token to read"""
         self._batch_share = BatchShare(limits, self.places.interactive, self._reading, has_pieces)
+        self.turns = ConstrainedTurns(limits)
         self._groups: list[dict[Sequence, None]] = [{} for _ in range(limits.groups)]
         """running rows that decode"""
         self._turn = 0
@@ -177,7 +179,7 @@ class Scheduler:
         for turn in range(self._turn, self._turn + len(self._groups)):
             group = self._groups[turn % len(self._groups)]
             self._even_out(group)
-            ready = self._ready_rows(group, oldest)
+            ready = self.turns.present(self._ready_rows(group, oldest))
             if ready:
                 decoding = self._batch_share.decoding(ready)
                 self._turn = (turn + 1) % len(self._groups)

@@ -186,6 +186,10 @@ class Sequence:
     """what holds its text to a grammar; it has taken the tokens that the host knows"""
     untold: list[int] = field(default_factory=list)
     """tokens that it has without a draw, and that its sampler has not counted yet"""
+    owed_s: float = 0.0
+    """seconds that steps took longer because of its grammar, and that it has not given back (`ConstrainedTurns`)"""
+    steps_aside: int = 0
+    """in a row that it has left to others for that"""
     settled_step: int = -1
     """number of the last step whose draw for it does not count, since what that draws was known meanwhile"""
     turn_start: int = 0

@@ -74,6 +74,12 @@ class Launched:
     """number under which what it draws comes to the first device (`LastTokens.bring`)"""
     scored: Scored | None = None
     """log-probabilities of prompts' tokens"""
+    layers_s: float = 0.0
+    """how long the layers took, see `Pipeline`"""
+    draw_s: float = 0.0
+    """how long the draw of rows without a constraint took"""
+    held_s: float = 0.0
+    """how long masks and draws of the others took"""
 
     @property
     def awaits_masks(self) -> bool:
@@ -157,10 +163,13 @@ class Drawing:
         free, held = parted(step.drawing)
         if held:
             step.undrawn = Undrawn(held, logits, held)
+        started = time.perf_counter()
         self._draw_members(step, free, logits, free, last_tokens)
+        step.draw_s = time.perf_counter() - started
 
     def draw_constrained(self, step: Launched, last_tokens: LastTokens) -> list[tuple[Sequence, GrammarError]]:
         """Draw for the rows under masks that have not ended; returns those that cannot go on, and why."""
+        started = time.perf_counter()
         undrawn, step.undrawn = step.undrawn, None
         assert undrawn is not None
         pairs = zip(undrawn.members, undrawn.places, strict=True)
@@ -172,6 +181,7 @@ class Drawing:
         self._tell_samplers(sequences)
         masks, errors = self._mask_memory().fill([s.matcher for s in sequences if s.matcher is not None])
         self._draw_members(step, members, undrawn.logits, places, last_tokens, masks)
+        step.held_s = time.perf_counter() - started
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
 
     def _tell_samplers(self, sequences: list[Sequence]) -> None:

@@ -60,6 +60,7 @@ class Memory:
             mixed_rows=most_decoding(self._pipeline.concurrency) if on_gpu else 0,
             held_prompt_tokens=held_prompt_tokens(self._pipeline.concurrency) if on_gpu else 0,
             certain_rows=GPU_CERTAIN_ROWS if on_gpu else rows,
+            masks_take_turns=not on_gpu,
         )
 
     def _batch_rows_beside(self, on_gpu: bool) -> int:

@@ -301,6 +301,7 @@ class ModelRunner:
             inputs, into = self._inputs(rows), None if is_routed else self._logits
             logits = mixed(self._forward(inputs, into, between), step.drawing)
             self._drawing.draw(step, logits, self._tokens)
+        step.layers_s = self.pipeline.layers_s
         return step
 
     @staticmethod

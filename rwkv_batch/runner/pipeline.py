@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,8 @@ class Pipeline:
         Raises ValueError for devices, types, layers or kernels that cannot serve.
         """
         self.weights = weights
+        self.layers_s = 0.0
+        """how long the layers of the latest step took on CPUs; to launch on GPUs"""
         self.devices = [resolve_device(name) for name in devices]
         if len(devices) > weights.shape.layers:
             raise ValueError(
@@ -114,6 +118,7 @@ class Pipeline:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs) -> tuple[Tensor, StepInputs]:
         """The same without the head: the residual stream [T, C] behind the last layer, and the inputs on its device."""
+        started = time.perf_counter()
         here = inputs.to(self.devices[0])
         x, v_first = self.stages[0].embed(here.tokens), None
         for stage, device in zip(self.stages, self.devices, strict=True):
@@ -122,6 +127,7 @@ class Pipeline:
                 x = hand_over(x, device)
                 v_first = None if v_first is None else hand_over(v_first, device)
             x, v_first = stage.forward(x, v_first, here)
+        self.layers_s = time.perf_counter() - started
         return x, here
 
 
