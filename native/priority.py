@@ -19,11 +19,12 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
     The thread ends with it: only a privileged process could give a thread its priority back.
     """
-    with ThreadPoolExecutor(1, "low-priority", _stand_back) as thread:
+    with ThreadPoolExecutor(1, "low-priority", stand_back) as thread:
         return thread.submit(work).result()
 
 
-def _stand_back() -> None:
+def stand_back() -> None:
+    """Have the calling thread, for good, stand behind all others."""
     with contextlib.suppress(OSError, AttributeError):  # where the system has none of this, work is done as ever
         of_this_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), of_this_thread + NICENESS)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from native import machine
-from native.priority import at_low_priority
 from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
@@ -22,6 +22,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
 from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
+from rwkv_batch.runner.giving_way import behind_others
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.graph_pieces import piece_layers
 from rwkv_batch.runner.host_copy import HostCopy
@@ -54,7 +55,7 @@ class ModelRunner:
         if threads := config.threads or cpu_part(config.replicas):
             torch.set_num_threads(threads)
         self.tokenizer = Tokenizer()
-        self.weights, self.pipeline = at_low_priority(self._load) if config.gives_way else self._load()
+        self.weights, self.pipeline = behind_others(self._load) if config.gives_way else self._load()
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
@@ -71,7 +72,8 @@ class ModelRunner:
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
         # One holds the state that a session's turn began with, one in the overlapped loop that of the token before.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
-        self._allocate_slots()
+        leaves_cores = config.gives_way and not self._gpus  # what is made for a GPU is made where its streams are known
+        behind_others(self._allocate_slots) if leaves_cores else self._allocate_slots()
         try:
             self.arena = PipelineArena(self.pipeline)
             self.pool = StatePool(self.arena, config.pool, wake)
@@ -80,6 +82,8 @@ class ModelRunner:
         self.steps_in_flight = self.limits.groups + self.overlaps
         """launched and not read by the host: a step of each group, and one more where that hides the host"""
         self._drawing = Drawing(config.samplers, self.device, self.limits.num_seats, self.vocab, self.tokenizer)
+        if leaves_cores:
+            behind_others(partial(self.sampler, ""))
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()

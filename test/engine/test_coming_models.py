@@ -1,0 +1,55 @@
+"""A model that comes while others serve: what it takes of the cores until it is there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from native.priority import NICENESS
+from rwkv_batch.runner.drawing import Drawing
+from rwkv_batch.runner.giving_way import CORES_OF_A_THREAD, behind_others
+from rwkv_batch.runner.model_runner import ModelRunner
+from rwkv_batch.runner.pipeline import Pipeline
+from test.harness import ask, run, started_engine, tiny_model
+
+
+@pytest.mark.parametrize(("threads", "few"), [(1, 1), (CORES_OF_A_THREAD * 2, 2)])
+def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: int, few: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert behind_others(torch.get_num_threads) == few and torch.get_num_threads() == threads
+        with pytest.raises(ZeroDivisionError):
+            behind_others(lambda: 1 // 0)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_all_that_takes_long_gives_way(gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what has been made so serves, by threads of the usual priority."""
+    seen: dict[str, int] = {}
+
+    def noting(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def noted(*arguments: object) -> object:
+            seen.setdefault(name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in ((ModelRunner, "_load"), (Pipeline, "allocate_slots"), (Drawing, "sampler")):
+        noting(owner, name)
+    noting(Pipeline, "forward")
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    threads = torch.get_num_threads()
+    with started_engine(tiny_model(tmp_path), gives_way=gives_way, max_running=2) as engine:
+        assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts and torch.get_num_threads() == threads
+    back = min(19, usual + NICENESS) if gives_way else usual
+    assert seen == {"_load": back, "allocate_slots": back, "sampler": back, "forward": usual}
