@@ -113,7 +113,7 @@ class ForkedContext(ForkServerContext):
 
 
 def _preparation(name: str) -> dict[str, Any]:
-    """What a process is told before its work, but for the main module, which each would run anew: 60 ms of a core."""
+    """What a process is told before its work, but for the main module, which each would run anew."""
     data = spawn.get_preparation_data(name)
     return {key: value for key, value in data.items() if not key.startswith("init_main_from")}
 
