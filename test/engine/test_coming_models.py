@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from multiprocessing import Pipe
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from native.priority import NICENESS
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc import server
+from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.runner.drawing import Drawing
 from rwkv_batch.runner.giving_way import CORES_OF_A_THREAD, behind_others
 from rwkv_batch.runner.model_runner import ModelRunner
@@ -53,3 +58,16 @@ def test_all_that_takes_long_gives_way(gives_way: bool, tmp_path: Path, monkeypa
         assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts and torch.get_num_threads() == threads
     back = min(19, usual + NICENESS) if gives_way else usual
     assert seen == {"_load": back, "allocate_slots": back, "sampler": back, "forward": usual}
+
+
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_its_end_gives_way_once_nothing_is_left_to_store(gives_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("become_child", "started_engine", "EngineServer"):
+        monkeypatch.setattr(server, name, Mock())
+    monkeypatch.setattr(server, "_follow_supervisor", lambda *arguments: told.append("drained"))
+    monkeypatch.setattr(server, "stand_back", lambda: told.append("stands back"))
+    config = EngineConfig(model_path="", gives_way=gives_way)
+    ours, theirs = Pipe()
+    server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)
+    assert ours.recv() == ("ready", None) and told == ["drained", "stands back"][: 1 + gives_way]
