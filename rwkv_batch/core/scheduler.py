@@ -7,7 +7,7 @@ are shared out as places are: between classes, clients and jobs.
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
 the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
-group's steps, with every second of them while they are few, and with every step while there are more of them than a
+group's steps, with every third of them while they are few, and with every step while there are more of them than a
 step takes; beside few rows that decode, where
 they share a graph, with every step, since a group that read all of them would be the one that the others wait for.
 """
@@ -26,6 +26,9 @@ from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
 from rwkv_batch.core.sequence import NOTHING_SCORED, Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
+
+HELD_TURNS = 3
+"""Few prompts wait at most until so many steps of the first group have come since prompts were read."""
 
 
 @dataclass(slots=True)
@@ -69,8 +72,8 @@ class Scheduler:
         """running rows that decode"""
         self._turn = 0
         """the group whose step is next"""
-        self._has_read = False
-        """whether the first group's last step had prompts before it"""
+        self._held = 0
+        """turns of the first group since prompts went before its step"""
         self._reads_on = False
         """whether prompts were left over by the last step that read some"""
         self._steps = 0
@@ -148,12 +151,14 @@ class Scheduler:
         return rows
 
     def _is_due(self) -> bool:
-        """Whether prompts go before this step of the first group: few tokens wait for a round after one that read some.
+        """Whether prompts go before this step of the first group: few tokens wait until more have come or `HELD_TURNS`.
 
         The weights are read for them alone, which takes as long as a step of fifty rows.
         """
-        is_due = not self._has_read or self._reading_tokens >= self.limits.held_prompt_tokens
-        self._has_read = is_due and bool(self._reading)
+        self._held += 1
+        is_due = self._held >= HELD_TURNS or self._reading_tokens >= self.limits.held_prompt_tokens
+        if is_due and self._reading:
+            self._held = 0
         return is_due
 
     def first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:

@@ -13,15 +13,13 @@ from rwkv_batch.model.rwkv7 import WHOLE, Cuts
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.7, 0.6
+HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.85, 0.6
 """What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
 states to read and write too, the more the larger a group of rows is: by traces of four stages the head of 7.2B is 1.2
-layers for groups of 80 rows and 0.9 for 240 and 960, by one of two stages 0.7 for 480, whose tokens/s do not show it
+layers for groups of 80 rows, 1.0 for 240 and 0.9 for 960, by one of two stages 0.7 for 480, which tokens/s do not show
 (docs/notebook.md)."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
-CUT_GAIN = 0.02
-"""Least part of the slowest stage's time that layers cut in half have to save: a cut layer is held by two devices."""
 
 
 class Run(NamedTuple):
@@ -39,12 +37,12 @@ def split_layers(
     item_bytes: Sequence[float],
     memory_share: float,
     given: Sequence[float],
-    may_cut: bool = True,
 ) -> list[Run]:
     """The layers of each stage: as `given`, or so that stages take equal time within the devices' memory.
 
-    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take; `may_cut`:
-    layers in half, where that is faster and all devices are GPUs. Raises ValueError when it cannot be done.
+    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take. Layers are
+    dealt whole: two halves of one take so much longer than the whole that nothing was won (docs/notebook.md). Raises
+    ValueError when it cannot be done.
     """
     layers = weights.shape.layers
     sizes = {name: tensor.numel() for name, tensor in weights.tensors.items()}
@@ -65,8 +63,7 @@ def split_layers(
             for device, item in zip(devices, item_bytes, strict=True)
         ]
         head = head_cost(sizes["head.weight"] / layer, len(devices))
-        may_cut &= weights.shape.version == X070 and all(device.type == "cuda" for device in devices)
-        counts = (deal_halves if may_cut else deal_layers)(layers, head, relative_speeds(devices), most)
+        counts = deal_layers(layers, head, relative_speeds(devices), most)
     return runs_of(counts)
 
 
@@ -90,11 +87,11 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
     return int(min(layers, free * share // layer_bytes))
 
 
-def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int], least: int = 1) -> list[int]:
+def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
     """Layers of each stage, in order: the slowest stage is as fast as can be, the earlier ones take what is over.
 
     `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
-    other; `most` layers that each has memory for. Every stage has `least`. Raises ValueError if they do not fit.
+    other; `most` layers that each has memory for. Raises ValueError if they do not fit.
     """
     stages = len(speeds)
     if sum(most) < layers or min(most) < 1:
@@ -103,29 +100,12 @@ def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequenc
             f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
         )
     beside = [0.0] * (stages - 1) + [head]
-    counts = [least] * stages
-    for _ in range(layers - least * stages):
+    counts = [1] * stages
+    for _ in range(layers - stages):
         # Each further layer goes where the stage is done first with it.
         free = [i for i in range(stages) if counts[i] < most[i]]
         counts[min(free, key=lambda i: ((counts[i] + 1 + beside[i]) / speeds[i], i))] += 1
     return counts
-
-
-def deal_halves(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> Sequence[float]:
-    """The same with layers cut in half, if that makes the slowest stage faster by `CUT_GAIN`."""
-    whole = deal_layers(layers, head, speeds, most)
-    room = [2 * count - 2 for count in most]  # a stage may hold half a layer at both ends that it does not run
-    if min(room) < 2 or sum(room) < 2 * layers:
-        return whole
-    halves = [count / 2 for count in deal_layers(2 * layers, 2 * head, speeds, room, least=2)]
-    if len(set(speeds)) == len(set(room)) == 1:
-        halves = [*sorted(halves[:-1]), halves[-1]]  # so that fewer borders are within a layer
-
-    def slowest(counts: Sequence[float]) -> float:
-        beside = [0.0] * (len(counts) - 1) + [head]
-        return max((count + more) / speed for count, more, speed in zip(counts, beside, speeds, strict=True))
-
-    return halves if slowest(halves) <= (1 - CUT_GAIN) * slowest(whole) else whole
 
 
 def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float]:

@@ -33,7 +33,7 @@ a prompt's own step holds up both: riding gives all rows more. With more stages 
 and what riding adds to each of them comes to more than one step of prompts alone, through which no group has to wait
 for its own."""
 HELD_PROMPT_TOKENS = 160
-"""Of more than two stages: fewer prompt tokens wait for a second round of groups, so that a step is worth its time."""
+"""Of more than two stages: fewer prompt tokens wait for a further round of groups, so that a step is worth its time."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from rwkv_batch.model.weights import open_weights
-from rwkv_batch.runner import layer_split
 from rwkv_batch.runner.layer_split import (
     check_layers,
-    deal_halves,
     deal_layers,
     head_cost,
     relative_speeds,
@@ -34,28 +32,7 @@ def test_the_head_counts() -> None:
 def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
     size = 65536 * 4096 / 215e6  # of 7.2B
     assert deal_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
-    assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [8, 8, 8, 8]
-
-
-def test_layers_are_cut_where_that_is_worth_it() -> None:
-    assert deal_halves(32, 1.24, [1.0] * 4, [32] * 4) == [8, 8.5, 8.5, 7]
-    assert deal_halves(32, head_cost(65536 * 4096 / 215e6, 4), [1.0] * 4, [32] * 4) == [8, 8, 8.5, 7.5]
-    assert deal_halves(32, 0.75, [1.0] * 2, [32] * 2) == [16, 16]
-    assert deal_halves(12, 0.0, [1.0] * 4, [12] * 4) == [3, 3, 3, 3]
-    assert deal_halves(32, 1.24, [1.0] * 4, [9, 9, 9, 9]) == [9, 8, 8, 7], "a stage of 8.5 may have to hold ten"
-
-
-def test_only_gpus_that_keep_all_layers_are_dealt_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU runs whole layers in one call, and a layer that is copied in for every step would be so on two devices."""
-    weights = open_weights(tiny_model(tmp_path, layers=6))
-    monkeypatch.setattr(layer_split, "_layers_that_fit", lambda *_: 99)
-    monkeypatch.setattr(layer_split, "relative_speeds", lambda devices: [1.0] * len(devices))
-    monkeypatch.setattr(layer_split, "head_cost", lambda *_: 1.0)
-    gpus = [torch.device("cuda", i) for i in range(3)]
-    for devices, may_cut, cut in ((gpus, True, True), (gpus, False, False), ([CPU] * 3, True, False)):
-        runs = split_layers(weights, devices, [2] * 3, 0.8, (), may_cut)
-        assert any(any(run.cuts) for run in runs) == cut
-        assert (runs[0].first, runs[-1].last) == (0, 6)
+    assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
 
 
 def test_a_cut_layer_is_held_by_both_stages() -> None:

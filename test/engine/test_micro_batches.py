@@ -198,8 +198,8 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
     assert len(reading) == groups
 
 
-@pytest.mark.parametrize(("held", "waits"), [(0, [1, 1]), (100, [1, 2]), (12, [1, 1])])
-def test_few_prompts_are_read_in_every_second_round(held: int, waits: list[int]) -> None:
+@pytest.mark.parametrize(("held", "waits"), [(0, [1, 1]), (100, [1, 3]), (12, [1, 1])])
+def test_few_prompts_are_read_in_every_third_round(held: int, waits: list[int]) -> None:
     """Turns of the first group until a prompt of twelve tokens is read that comes at once, and one right behind it."""
     pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, held_prompt_tokens=held))
     pipe.plan.add(*rows_of(40, max_tokens=1000))

@@ -87,7 +87,7 @@ def test_prompts_ride_with_as_many_rows_as_is_worth_it(gpus: int, max_running: i
     pipeline: Any = SimpleNamespace(devices=devices, concurrency=gpus, slot_bytes_on=lambda _device: SLOT)
     limits = Memory(EngineConfig(model_path="", max_running=max_running), pipeline).limits()
     assert limits.mixed_rows == {1: 256, 2: 512, 4: 64}[gpus], "with so many rows prompts are scheduled"
-    assert (limits.held_prompt_tokens > 0) == (gpus == 4), "one step of prompts in two rounds is enough"
+    assert (limits.held_prompt_tokens > 0) == (gpus == 4), "one step of prompts in three rounds is enough"
     sizes = usable_mixed_sizes(limits.rows_in_mixed_step)
     assert max(size.decoding for size in sizes) == most
 
