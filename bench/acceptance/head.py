@@ -119,18 +119,18 @@ async def _round(head: str, clients: Clients, options: argparse.Namespace) -> Ro
     answers = await all_streams(clients, options)
     after = await asyncio.to_thread(_cpu_s)
     used: dict[str, float] = defaultdict(float)
-    for (pid, name), seconds in after.items():
-        used[name] += seconds - before.get((pid, name), 0.0)
+    for pid, (name, seconds) in after.items():
+        used[name] += seconds - before.get(pid, ("", 0.0))[1]
     return Round(head, answers, {name: round(seconds, 2) for name, seconds in used.items()})
 
 
-def _cpu_s() -> dict[tuple[int, str], float]:
-    """Of this process and all below it."""
+def _cpu_s() -> dict[int, tuple[str, float]]:
+    """Of this process and all below it, with what it is called now."""
     found = {}
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):  # one that has just ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            found[pid, " ".join(words)[:NAMED]] = cpu_s(pid)
+            found[pid] = (" ".join(words)[:NAMED].strip(), cpu_s(pid))
     return found
 
 
