@@ -242,6 +242,7 @@ def test_beside_small_weights(dtype: Format) -> None:
     """Rows without an adapter keep their bits, whichever product of codes the number of rows chooses; others change, by
     as much as plain torch says of the same codes."""
     weights = make_weights("wide")
+    limit = 0.5 if dtype is Format.FP8 else 0.3  # of more than a few rows fp8 products round their inputs to e4m3, too
     fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float32, dtype), CudaOps())
     true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 3, dtype), NaiveOps())
     for stage in (fast, true):
@@ -253,4 +254,4 @@ def test_beside_small_weights(dtype: Format) -> None:
             plain, got = logits(fast, ragged(lengths, None)), logits(fast, ragged(lengths, numbers))
             assert torch.isfinite(got).all() and torch.equal(got[::2], plain[::2])
             added = (logits(true, ragged(lengths, numbers)) - logits(true, ragged(lengths, None)))[1::2]
-            assert ((got - plain)[1::2] - added).norm() < 0.3 * added.norm()
+            assert ((got - plain)[1::2] - added).norm() < limit * added.norm()
