@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,13 +17,14 @@ from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.model.layer import Entrance
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.model.weights import weights_from
+from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-WIDTH = 4096
+WIDTH, VOCAB = 4096, 256
 RANKS = (128, 128, 96, 480)
 FULL = (65, 96, 128, 200, 257, 320)
 """Rows whose entrance is one launch on a GPU of 132 processors"""
@@ -32,7 +35,8 @@ def stage() -> Stage:
     """Two layers of 7.2B's shape in fp8."""
     if not scaled_types(GPU) or not has_wide(GPU):
         pytest.skip("products of codes are not ours here")
-    weights = weights_from(random_weights(2, WIDTH, 256, ranks=RANKS, dtype=torch.float16, device=GPU))
+    tensors = random_weights(2, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
+    weights = Weights(Path("random"), tensors, ModelShape(2, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
     return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float16, Format.FP8), CudaOps())
 
 

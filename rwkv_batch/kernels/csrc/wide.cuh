@@ -325,7 +325,8 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
             if (tid == 0) arrive(barrier);
         };
         // 64 outputs of ROWS rows more; a step of k in shared memory from these places on.
-        const auto multiply_tile = [&](uint64_t weight, uint64_t input, bool half_maps) {
+        const auto multiply_tile = [&](uint64_t weight, uint64_t input, auto halves) {
+            begin_products();
 #pragma unroll
             for (int j = 0; j < TILE_BYTES / 32; ++j) {
                 constexpr bool TURNED = KIND == WIDE_TURNED;
@@ -334,14 +335,16 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                     auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
                     const uint64_t w = weight + j * (TURNED ? 16 * 128 : 32) / 16;
                     const uint64_t x = input + (part * Tile::PART * TILE_BYTES + j * 32) / 16;
-                    if (half_maps) {
-                        if constexpr (KIND != WIDE_FP8) multiply<Tile::PART, TURNED>(mine, w, x, add);
+                    if constexpr (halves.value) {
+                        multiply<Tile::PART, TURNED>(mine, w, x, add);
                     } else {
-                        if constexpr (KIND == WIDE_FP8 || KIND == WIDE_MIXED) multiply_fp8<Tile::PART>(mine, w, x, add);
+                        multiply_fp8<Tile::PART>(mine, w, x, add);
                     }
                 }
                 add = 1;
             }
+            commit_products();
+            wait_products<1>();
         };
         for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
             const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
@@ -350,14 +353,15 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
-                begin_products();
-                if (work.half) {
-                    multiply_tile(weight, input, true);
+                if constexpr (KIND == WIDE_MIXED) {
+                    if (work.half) {
+                        multiply_tile(weight, input, std::true_type());
+                    } else {
+                        multiply_tile(weight, input, std::false_type());
+                    }
                 } else {
-                    multiply_tile(weight, input, false);
+                    multiply_tile(weight, input, std::bool_constant<KIND != WIDE_FP8>());
                 }
-                commit_products();
-                wait_products<1>();
                 if (before != 0) release(before);
                 before = block.empty + 8 * slot.stage;
                 slot.advance();
