@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bench.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_entrance import finished
 from rwkv_batch.kernels.cuda_layer import GROUPED_ORDER
 from rwkv_batch.kernels.cuda_quant import CODES_ROWS, FEW_ROWS, CudaQuantLinear, CudaQuantValue, QuantMap, multiply_few
 from rwkv_batch.kernels.cuda_wide import has_wide
@@ -63,7 +64,7 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
         given = [mixed[GROUPED_ORDER.index(name)].float() for name in "rwkvag"]
         for i in range(2):
             mine, true = stage.layers[i], loader.layer(i)
-            got, wanted = stage.ops.project(mine, mixed), NaiveOps().project(true, torch.stack(given))
+            got, wanted = finished(stage.ops.project(mine, mixed)), NaiveOps().project(true, torch.stack(given))
             for name in ("r", "w", "k", "v", "a", "g", "v_gate"):
                 y, z = getattr(got, name), getattr(wanted, name)
                 if y is not None:
@@ -116,8 +117,6 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
     for n, k in ((4096, 16384), (768, 3072), (2560, 10240)):
         stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
         value, meaning, ops = CudaQuantValue(stored), dequantise(stored), CudaOps()
-        partial = torch.full((-(-k // 512) * 8 * n,), torch.nan, device=GPU)
-        ops.workspaces[GPU] = Workspace(partial, torch.zeros(-(-n // 256), dtype=torch.int32, device=GPU))
         for rows in range(1, 9):
             hidden = torch.randn(rows, k, device=GPU, dtype=torch.float16).abs()
             hidden *= torch.rand(rows, k, device=GPU) < 0.12

@@ -24,6 +24,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_entrance import finished
 from rwkv_batch.kernels.cuda_layer import CudaLayer
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, multiply, multiply_transposed, skinny
 from rwkv_batch.model.layer import Projections
@@ -127,7 +128,7 @@ class Bench:
         def case(name: str, run: Callable[[CudaLayer], object], weights: float) -> Case:
             return Case(name, rows, lambda i: run(self.layers[i]), weights, weights * rows)
 
-        yield case("project", lambda layer: self.ops.project(layer, mixed), 6 * c * c + low)
+        yield case("project", lambda layer: finished(self.ops.project(layer, mixed)), 6 * c * c + low)
         yield case("channel_mix", lambda layer: self.ops.channel_mix(layer, hidden[:, :c].contiguous()), 16 * c * c)
         yield case("rkv bmm", lambda layer: torch.bmm(mixed[:3], layer.rkv.transpose(1, 2)), 6 * c * c)
         yield case("low in bmm", lambda layer: torch.bmm(mixed[2:5], layer.low_in.transpose(1, 2)), low)

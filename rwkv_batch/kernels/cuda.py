@@ -11,7 +11,7 @@ from torch import Tensor
 from native import machine
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
-from rwkv_batch.kernels.cuda_entrance import project
+from rwkv_batch.kernels.cuda_entrance import CudaProjections, project
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
@@ -36,7 +36,7 @@ from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
-FFN_STEP = 64
+FFN_STEP, MAX_FFN = 64, 16384
 MAX_SPARSE_ROWS = 8
 SPARSE_ROWS_BESIDE_DENSE = 4
 """Where the matrix is there in the other order as well."""
@@ -189,6 +189,14 @@ class CudaOps:
         )
         rows = len(inputs.read_slots)
         single = inputs.single_rows if inputs.max_seqlen > 1 else rows
+        if isinstance(p, CudaProjections) and p.low is not None:
+            assert isinstance(layer, CudaLayer), "prepare_layer comes first"
+            exits = p.low.exits_in_wkv(layer) if single == len(p.r) else None
+            if exits is not None:
+                args.rows = rows
+                library().call("rwkv_wkv_few", ctypes.byref(args), ctypes.byref(exits), wkv.element_size())
+                return y, p.v if v_first is None else v_first
+            p.finish()
         if single:
             args.rows = single
             library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
@@ -277,12 +285,11 @@ class CudaOps:
 
     def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor:
         """As sparse_value, of small codes: hidden [B <= 8, 4C] fp16 -> [B, C] fp16."""
-        rows, packed, work = len(hidden), value.packed, self.workspaces[hidden.device]
+        rows, packed = len(hidden), value.packed
         y = hidden.new_empty(rows, packed.columns)
         places = packed.codes.data_ptr(), packed.scales.data_ptr(), cuda_pointer(y)
-        partial, counters = cuda_pointer(work.partial, torch.float32), cuda_pointer(work.counters, torch.int32)
         sizes = NUMBERS[packed.format], rows, packed.columns, packed.rows
-        library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, partial, counters, *sizes)
+        library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, *sizes)
         return y
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
@@ -370,10 +377,10 @@ def mix_experts(
 
 def check_sizes(width: int, ffn: int) -> None:
     """ValueError that names the sizes of a model that the kernels do not take: none is computed wrongly."""
-    if width % HEAD_SIZE or width > MAX_WIDTH or ffn % FFN_STEP:
+    if width % HEAD_SIZE or width > MAX_WIDTH or ffn % FFN_STEP or ffn > MAX_FFN:
         raise ValueError(
             f"the cuda kernels take widths of a multiple of {HEAD_SIZE} up to {MAX_WIDTH} and a channel mix of a "
-            f"multiple of {FFN_STEP}, not {width} and {ffn}; use --kernels naive"
+            f"multiple of {FFN_STEP} up to {MAX_FFN}, not {width} and {ffn}; use --kernels naive"
         )
 
 

@@ -1,8 +1,9 @@
 """The entrance of a layer's time mix on a CUDA device: r, k, v and the low ranks of the six mixed inputs.
 
-Up to 256 rows: two launches of our own, the second for the low ranks' exits. More: r, k, v by a product of many rows,
-the low ranks behind it by two launches of our own, or beside it by cuBLAS on streams of their own. Where fp8 is
-multiplied by fp8, shift_mix has made codes of the inputs of r, k, v.
+Up to 256 rows: two launches of our own, the second for the low ranks' exits; of up to 4 decoding rows of small weights
+these are in the launch of the WKV (csrc/wkv_few.cu). More: r, k, v by a product of many rows, the low ranks behind it
+by two launches of our own, or beside it by cuBLAS on streams of their own. Where fp8 is multiplied by fp8, shift_mix
+has made codes of the inputs of r, k, v.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_library import cuda_pointer, library
+from rwkv_batch.kernels.cuda_library import LowExits, cuda_pointer, library
 from rwkv_batch.kernels.cuda_linear import Map, is_grouped, multiply
 from rwkv_batch.kernels.cuda_quant import (
     MAX_MIXED_ROWS,
@@ -43,6 +44,11 @@ from rwkv_batch.kernels.cuda_wide import (
 )
 from rwkv_batch.model.layer import Projections
 
+MAX_FEW_ROWS = 4
+"""Of one token each, whose low ranks' exits are in the launch of the WKV. 8 rows of fp8 were 1.6 % slower with it."""
+EXIT_PIECES = 64
+"""Of 16 outputs and EXIT_PIECE_INPUTS inputs of a head: as many as that launch has room for."""
+EXIT_PIECE_INPUTS = 64
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
@@ -140,9 +146,11 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:
     low = LowRanks.of(layer, inputs)
     if _enters_at_once(layer, len(inputs[0])):
         _rkv_in_codes(layer, mixed, rkv, low)
-    else:
-        _enter(layer, mixed, rkv, low.entrances)
-        multiply(low.exits)
+        return low.projections(*rkv.unbind())
+    _enter(layer, mixed, rkv, low.entrances)
+    if layer.rkv is None and len(inputs[0]) <= MAX_FEW_ROWS:
+        return low.projections(*rkv.unbind(), pending=True)
+    multiply(low.exits)
     return low.projections(*rkv.unbind())
 
 
@@ -167,6 +175,10 @@ class LowRanks:
 
     entrances: list[Map]
     exits: list[Map]
+    low: Tensor
+    """[2 or 3, T, D]: what (v,) w, a are made of"""
+    gate: Tensor
+    """[T, Dg]: likewise"""
     out: Tensor
     """[3 or 4, T, C]: (v,) w, a, gate"""
 
@@ -185,13 +197,52 @@ class LowRanks:
         return cls(
             [*entrances, Map(layer.gate_in, inputs[3], gate, Activation.SIGMOID)],
             [*exits, Map(layer.gate_out, gate, out[groups])],
+            low,
+            gate,
             out,
         )
 
-    def projections(self, r: Tensor, k: Tensor, v: Tensor) -> Projections:
-        """With r, k, v [T, C] of the same layer."""
+    def projections(self, r: Tensor, k: Tensor, v: Tensor, *, pending: bool = False) -> CudaProjections:
+        """With r, k, v [T, C] of the same layer. pending: the exits are still to be multiplied."""
         *v_gate, w, a, g = self.out.unbind()
-        return Projections(r=r, k=k, v=v, w=w, a=a, g=g, v_gate=v_gate[0] if v_gate else None)
+        low = self if pending else None
+        return CudaProjections(r=r, k=k, v=v, w=w, a=a, g=g, v_gate=v_gate[0] if v_gate else None, low=low)
+
+    def exits_in_wkv(self, layer: CudaLayer) -> LowExits | None:
+        """The exits as the WKV of few rows takes them; None where it does not."""
+        (groups, tokens, rank), gate_rank = self.low.shape, self.gate.shape[1]
+        if tokens > MAX_FEW_ROWS or 4 * (groups * rank + gate_rank) > EXIT_PIECES * EXIT_PIECE_INPUTS:
+            return None
+        return LowExits(
+            low=cuda_pointer(self.low),
+            gate=cuda_pointer(self.gate),
+            low_out=cuda_pointer(layer.low_out),
+            gate_out=cuda_pointer(layer.gate_out),
+            groups=groups,
+            rank=rank,
+            gate_rank=gate_rank,
+        )
+
+
+@dataclass(slots=True)
+class CudaProjections(Projections):
+    """A layer's projections, the low ranks' exits perhaps still to be multiplied."""
+
+    low: LowRanks | None = None
+    """Until w, a, g and v_gate have been written"""
+
+    def finish(self) -> None:
+        """Multiply the exits if that has not been done."""
+        if self.low is not None:
+            multiply(self.low.exits)
+            self.low = None
+
+
+def finished(p: Projections) -> Projections:
+    """The same with all parts written: the exits of the low ranks multiplied, if they have not been."""
+    if isinstance(p, CudaProjections):
+        p.finish()
+    return p
 
 
 def _enter(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: list[Map]) -> None:

@@ -18,10 +18,12 @@ NAMES = (
     "shift_mix",
     "elementwise",
     "wkv_decode",
+    "wkv_few",
     "wkv_chunk",
     "skinny",
     "skinny_quant",
     "sparse_value",
+    "sparse_codes",
     "quantise",
     "adapters",
 )
@@ -59,12 +61,21 @@ class WkvArgs(Structure):
     ]
 
 
+class LowExits(Structure):
+    """Mirrors the struct in wkv_few.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("low", "gate", "low_out", "gate_out")],
+        *[(name, c_int) for name in ("groups", "rank", "gate_rank")],
+    ]
+
+
 class SkinnyMap(Structure):
     """Mirrors struct Map in skinny.cu."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block", "blocks")],
     ]
 
 
@@ -79,14 +90,17 @@ class QuantMapArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("codes", "scales", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block")],
+        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "float_out", "warps_k", "first_block", "blocks")],
     ]
 
 
 class QuantArgs(Structure):
     """Mirrors the struct in skinny_quant.cu."""
 
-    _fields_ = [("maps", QuantMapArgs * MAX_MAPS), ("count", c_int), ("rows", c_int), ("format", c_int)]
+    _fields_ = [
+        ("maps", QuantMapArgs * MAX_MAPS),
+        *[(name, c_int) for name in ("count", "rows", "format")],
+    ]
 
 
 class WideMap(Structure):
@@ -174,11 +188,12 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
+    "rwkv_wkv_few": [POINTER(WkvArgs), POINTER(LowExits), c_int, c_void_p],
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyArgs), c_void_p],
     "rwkv_skinny_quant": [POINTER(QuantArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
-    "rwkv_sparse_value_quant": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
+    "rwkv_sparse_value_quant": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],

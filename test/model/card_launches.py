@@ -18,7 +18,7 @@ from native.build import CUDA_FLAGS, INCLUDES
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda import SHIFT_BLOCKS
-from rwkv_batch.kernels.cuda_library import SIGNATURES, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
+from rwkv_batch.kernels.cuda_library import SIGNATURES, LowExits, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
 from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
 from sampling import rapid
 
@@ -192,9 +192,12 @@ class Launcher:
                     quant.count, quant.maps[1].scales = 2, None
                     yield from self.call("rwkv_skinny_quant", byref(quant))
         if rows <= 8:
+            exits = LowExits(groups=3, rank=128, gate_rank=512)
+            for item in (2, 4):
+                yield from self.call("rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(exits), item)
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             for number in NUMBERS.values():
-                yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 6, number, rows, width, 4 * width)
+                yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
         for mixes, codes in product((1, 6), (None, SOMEWHERE)):

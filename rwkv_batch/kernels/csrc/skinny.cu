@@ -16,7 +16,7 @@ struct Map {
     int activation;
     int float_out;
     int warps_k;      // 1, 2, 4 or 8
-    int first_block;  // of this map in the grid
+    int first_block, blocks;  // of this map in the grid
 };
 
 struct SkinnyArgs {
@@ -56,17 +56,20 @@ struct WeightChunk {
 };
 
 template <int TILES, int HEIGHT>
-__global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args, int blocks) {
-    stream_maps<WeightChunk<HEIGHT>, TILES, false>(args, blocks);
+__global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args) {
+    stream_maps<WeightChunk<HEIGHT>, TILES, false>(args);
 }
 
-// Fills in first_block; rows <= 16.
+// Fills in first_block and blocks; rows <= 16.
 RWKV_API int rwkv_skinny(SkinnyArgs* args, void* stream) {
     const bool few = args->rows <= 8;
+    const auto bytes_of = [](const Map& m) { return 2LL * m.k; };
     bool deep = true;
     for (int i = 0; i < args->count; ++i) deep = deep && args->maps[i].k % (args->maps[i].warps_k * 128) == 0;
-    if (deep && number_blocks(*args, 16) <= this_machine().processors) {
-        return launch_maps(few ? skinny_kernel<1, 1> : skinny_kernel<2, 1>, *args, number_blocks(*args, 16), stream);
+    const Deal narrow = deal_blocks(*args, 16, bytes_of);
+    if (deep && narrow.blocks <= this_machine().processors) {
+        return launch_maps(few ? skinny_kernel<1, 1> : skinny_kernel<2, 1>, *args, narrow.blocks, stream);
     }
-    return launch_maps(few ? skinny_kernel<1, 2> : skinny_kernel<2, 2>, *args, number_blocks(*args, 32), stream);
+    const Deal wide = deal_blocks(*args, 32, bytes_of);
+    return launch_maps(few ? skinny_kernel<1, 2> : skinny_kernel<2, 2>, *args, wide.blocks, stream);
 }

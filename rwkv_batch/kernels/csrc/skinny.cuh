@@ -6,7 +6,7 @@
 // against 8 rows of x. Both operands go from memory to registers 16 bytes at a time: the k index inside a piece is permuted
 // alike for W and x, which a sum over k does not notice.
 //
-// Blocks stay for several groups; the next chunk of W is always on its way while one is multiplied, also across groups
+// A block stays for several groups of one map; the next chunk of W is always on its way while one is multiplied, also across groups
 // and, before the first, while the kernel before still runs.
 #pragma once
 
@@ -78,80 +78,72 @@ __device__ __forceinline__ void multiply_halves(
     }
 }
 
-// Where a warp stands: a group of rows of a map and a chunk of k in it.
+// Where a warp stands: a group of rows of its block's map, and a chunk of k in it. A block makes neighbouring groups of one map.
 template <int GROUP, typename Chunk>
 struct Place {
-    int block, map, row0, k0;
+    int map, unit, last;  // of what all of a block's warps make at a time; one past the block's last
+    int row0, k0;
 
-    // The first place of block number `block`, or one past the end. `map` only grows.
     template <typename Args>
-    __device__ __forceinline__ void enter(const Args& args, int number, int blocks, int warp) {
-        block = number;
-        if (block >= blocks) return;
+    __device__ __forceinline__ Place(const Args& args, int warp) : map(0) {
+        const int block = blockIdx.x;
         while (map + 1 < args.count && block >= args.maps[map + 1].first_block) ++map;
         const auto& m = args.maps[map];
-        row0 = ((block - m.first_block) * (WARPS / m.warps_k) + warp / m.warps_k) * GROUP;
+        const int outputs = outputs_of(m), units = (m.n + outputs - 1) / outputs, mine = block - m.first_block;
+        unit = static_cast<int>(static_cast<int64_t>(mine) * units / m.blocks);
+        last = static_cast<int>(static_cast<int64_t>(mine + 1) * units / m.blocks);
+        begin(m, warp);
+    }
+    template <typename Map>
+    __device__ static __forceinline__ int outputs_of(const Map& m) { return WARPS / m.warps_k * GROUP; }
+    template <typename Map>
+    __device__ __forceinline__ void begin(const Map& m, int warp) {
+        row0 = unit * outputs_of(m) + warp / m.warps_k * GROUP;
         k0 = warp % m.warps_k * Chunk::depth(m);
+    }
+    template <typename Map>
+    __device__ __forceinline__ void advance(const Map& m, int warp) {
+        k0 += m.warps_k * Chunk::depth(m);
+        if (k0 < m.k) return;
+        ++unit;
+        begin(m, warp);
     }
 };
 
 // All of a kernel, for up to 8 * TILES rows of x. A Chunk is what a warp has of W at a time: HEIGHT tiles of 16 rows, DEPTH
 // inputs, of whose pieces a lane holds LANE neighbouring ones. It is loaded, multiplied, and knows what the sums of an
 // output are to be multiplied by at last.
-// HELD: there is one row of at most MOST_HELD inputs; the block brings it into shared memory at once.
+// HELD: there is one row, of at most MOST_HELD inputs, which the block brings into shared memory at once.
 template <typename Chunk, int TILES, bool HELD, typename Args>
-__device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
+__device__ __forceinline__ void stream_maps(const Args& args) {
     constexpr int HEIGHT = Chunk::HEIGHT, GROUP = HEIGHT * 16;
-    __shared__ uint4 held_rows[HELD ? 2 : 1][HELD ? MOST_HELD / 8 : 1];
     __shared__ float partial[WARPS][TILES * 8][GROUP + RED_PAD];
+    __shared__ uint4 held[HELD ? MOST_HELD / 8 : 1];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    Place<GROUP, Chunk> place(args, warp);
+    const auto& m = args.maps[place.map];
     Chunk ahead;
-    const auto fetch = [&](const Place<GROUP, Chunk>& p) {
-        const auto& m = args.maps[p.map];
-        if (p.block < blocks && p.row0 < m.n && p.k0 < m.k) ahead.load(m, p.row0, p.k0, g, t);
+    const auto fetch = [&] {
+        if (place.unit < place.last && place.row0 < m.n && place.k0 < m.k) ahead.load(m, place.row0, place.k0, g, t);
     };
-    Place<GROUP, Chunk> place = {0, 0, 0, 0};
-    place.enter(args, blockIdx.x, blocks, warp);
-    fetch(place);
+    fetch();
     let_next_start();
     wait_for_inputs();
-    // The inputs of the first two groups, which may be of two maps; later groups of a third are brought when they begin.
-    const __half* held[2] = {nullptr, nullptr};
-    const auto hold = [&](int which, int map) {
-        const __half* const x = args.maps[map].x;
-        held[which] = x;
-        for (int i = threadIdx.x; i < args.maps[map].k / 8; i += WARPS * 32)
-            held_rows[which][i] = __ldg(reinterpret_cast<const uint4*>(x) + i);
-    };
     if constexpr (HELD) {
-        if (place.block < blocks) {
-            Place<GROUP, Chunk> second = place;
-            second.enter(args, place.block + gridDim.x, blocks, warp);
-            hold(0, place.map);
-            if (second.block < blocks && args.maps[second.map].x != held[0]) hold(1, second.map);
-        }
+        for (int i = threadIdx.x; i < m.k / 8; i += WARPS * 32) held[i] = __ldg(reinterpret_cast<const uint4*>(m.x) + i);
         __syncthreads();
     }
-    while (place.block < blocks) {
-        const auto& m = args.maps[place.map];
-        const Place<GROUP, Chunk> group = place;
+    while (place.unit < place.last) {
+        const int unit = place.unit;
         float sums[HEIGHT][TILES][4] = {};
-        if constexpr (HELD) {
-            if (m.x != held[0] && m.x != held[1]) {  // nobody reads the others any more
-                hold(0, place.map);
-                __syncthreads();
-            }
-        }
-        while (place.block == group.block) {
+        while (place.unit == unit) {
             const Chunk chunk = ahead;
-            const int k0 = place.k0;
-            place.k0 += m.warps_k * Chunk::depth(m);
-            if (place.k0 >= m.k) place.enter(args, group.block + gridDim.x, blocks, warp);
-            fetch(place);
-            if (group.row0 < m.n && k0 < m.k) {
-                const int at = k0 + Chunk::lane(m) * t;
+            const int row0 = place.row0, k0 = place.k0, at = k0 + Chunk::lane(m) * t;
+            place.advance(m, warp);
+            fetch();
+            if (row0 < m.n && k0 < m.k) {
                 if constexpr (HELD) {
-                    chunk.multiply(sums, m, RowInShared{reinterpret_cast<const __half*>(held_rows[m.x != held[0]]) + at}, g);
+                    chunk.multiply(sums, m, RowInShared{reinterpret_cast<const __half*>(held) + at}, g);
                 } else {
                     chunk.multiply(sums, m, RowsInMemory{m.x + at, m.k, args.rows}, g);
                 }
@@ -168,7 +160,7 @@ __device__ __forceinline__ void stream_maps(const Args& args, int blocks) {
             }
         }
         __syncthreads();
-        const int outputs = WARPS / m.warps_k * GROUP, first_row = (group.block - m.first_block) * outputs;
+        const int outputs = place.outputs_of(m), first_row = unit * outputs;
         for (int i = threadIdx.x; i < outputs * args.rows; i += WARPS * 32) {
             const int row = i / outputs, out = i % outputs;
             if (first_row + out >= m.n) continue;
@@ -194,22 +186,40 @@ static bool holds_row(const Args& args) {
     return fits;
 }
 
-// Fills in every map's first_block; the number of blocks for groups of `group` rows of W.
-template <typename Args>
-static int number_blocks(Args& args, int group) {
-    int blocks = 0;
+// How a launch's blocks are dealt to its maps.
+struct Deal {
+    int blocks;
+    int64_t share;  // bytes of W of the block that has most
+};
+
+// Deals as many blocks as run at once to the maps, so that the one with most to read has as little as can be: fills in
+// every map's first_block and blocks. For groups of `group` rows of W; bytes_of(map): of an output.
+template <typename Args, typename BytesOf>
+static Deal deal_blocks(Args& args, int group, const BytesOf& bytes_of) {
+    int units[MAX_MAPS];
+    int64_t bytes[MAX_MAPS], most = 0, least = INT64_MAX;
     for (int i = 0; i < args.count; ++i) {
         const int outputs = group * WARPS / args.maps[i].warps_k;
-        args.maps[i].first_block = blocks;
-        blocks += (args.maps[i].n + outputs - 1) / outputs;
+        units[i] = (args.maps[i].n + outputs - 1) / outputs;
+        bytes[i] = bytes_of(args.maps[i]) * outputs;
+        most = most > bytes[i] ? most : bytes[i], least = least < bytes[i] ? least : bytes[i];
     }
-    return blocks;
+    for (int64_t share = most;; share += least) {
+        Deal deal = {0, 0};
+        for (int i = 0; i < args.count; ++i) {
+            const int64_t each = share / bytes[i];
+            args.maps[i].first_block = deal.blocks;
+            args.maps[i].blocks = static_cast<int>((units[i] + each - 1) / each);
+            deal.blocks += args.maps[i].blocks;
+            const int64_t heaviest = (units[i] + args.maps[i].blocks - 1) / args.maps[i].blocks * bytes[i];
+            deal.share = deal.share > heaviest ? deal.share : heaviest;
+        }
+        if (deal.blocks <= 2 * this_machine().processors) return deal;
+    }
 }
 
-// As many blocks as run at once and have work.
 template <typename Args>
-static int launch_maps(void (*kernel)(Args, int), const Args& args, int blocks, void* stream) {
-    const dim3 grid(min(blocks, 2 * this_machine().processors));
-    launch_streaming(kernel, grid, WARPS * 32, stream, args, blocks);
+static int launch_maps(void (*kernel)(Args), const Args& args, int blocks, void* stream) {
+    launch_streaming(kernel, dim3(blocks), WARPS * 32, stream, args);
     return launch_result();
 }

@@ -20,7 +20,7 @@ struct QuantMap {
     int activation;
     int float_out;
     int warps_k;      // 1, 2, 4 or 8
-    int first_block;  // of this map in the grid
+    int first_block, blocks;  // of this map in the grid
 };
 
 struct QuantArgs {
@@ -194,40 +194,47 @@ struct CodeChunk {
     }
 };
 
-template <Format FORMAT, int TILES, bool MIXED, int HEIGHT, bool HELD = false>
-__global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __grid_constant__ QuantArgs args, int blocks) {
-    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES, HELD>(args, blocks);
+template <Format FORMAT, int TILES, bool MIXED, int HEIGHT, bool HELD>
+__global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __grid_constant__ QuantArgs args) {
+    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES, HELD>(args);
+}
+
+// Of up to 8 rows.
+template <Format FORMAT, bool MIXED, bool HELD>
+static int launch_few(QuantArgs& args, void* stream) {
+    const auto bytes_of = [](const QuantMap& m) {
+        return static_cast<int64_t>(m.k) * (m.scales == nullptr ? 4 : FORMAT == INT4 ? 1 : 2);  // twice the bytes
+    };
+    bool deep = true;
+    for (int i = 0; i < args.count; ++i) {
+        const bool half = args.maps[i].scales == nullptr;
+        deep = deep && args.maps[i].k % (half ? 128 : CodeChunk<FORMAT, false, 1>::DEPTH) == 0;
+    }
+    const Deal narrow = deal_blocks(args, 16, bytes_of);
+    const int64_t wide = deal_blocks(args, 32, bytes_of).share;
+    if (deep && narrow.share < wide) {
+        deal_blocks(args, 16, bytes_of);
+        return launch_maps(skinny_quant_kernel<FORMAT, 1, MIXED, 1, HELD>, args, narrow.blocks, stream);
+    }
+    return launch_maps(skinny_quant_kernel<FORMAT, 1, MIXED, 2, HELD>, args, deal_blocks(args, 32, bytes_of).blocks, stream);
 }
 
 template <Format FORMAT>
 static int launch_format(QuantArgs& args, void* stream) {
-    const bool held = holds_row(args);
-    bool mixed = false, deep = true;
-    for (int i = 0; i < args.count; ++i) {
-        mixed = mixed || args.maps[i].scales == nullptr;
-        deep = deep && args.maps[i].k % CodeChunk<FORMAT, false, 1>::DEPTH == 0;
+    bool mixed = false;
+    for (int i = 0; i < args.count; ++i) mixed = mixed || args.maps[i].scales == nullptr;
+    if (holds_row(args)) return (mixed ? launch_few<FORMAT, true, true> : launch_few<FORMAT, false, true>)(args, stream);
+    if (args.rows <= 8) return (mixed ? launch_few<FORMAT, true, false> : launch_few<FORMAT, false, false>)(args, stream);
+    if (mixed || FORMAT == INT4) return static_cast<int>(cudaErrorInvalidValue);  // the registers hold 8 rows
+    if constexpr (FORMAT != INT4) {
+        const auto bytes_of = [](const QuantMap& m) { return static_cast<int64_t>(m.k); };
+        const int blocks = deal_blocks(args, 32, bytes_of).blocks;
+        return launch_maps(skinny_quant_kernel<FORMAT, 2, false, 2, false>, args, blocks, stream);
     }
-    if (mixed && args.rows > 8) return static_cast<int>(cudaErrorInvalidValue);
-    if (!mixed && deep && args.rows <= 8) {  // groups of 16 outputs, where all of them run at once
-        const int blocks = number_blocks(args, 16);
-        if (blocks <= 2 * this_machine().processors) {
-            if (held) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 1, true>, args, blocks, stream);
-            return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 1>, args, blocks, stream);
-        }
-    }
-    const int blocks = number_blocks(args, 32);
-    if (mixed && held) return launch_maps(skinny_quant_kernel<FORMAT, 1, true, 2, true>, args, blocks, stream);
-    if (held) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 2, true>, args, blocks, stream);
-    if (mixed) return launch_maps(skinny_quant_kernel<FORMAT, 1, true, 2>, args, blocks, stream);
-    if (args.rows <= 8) return launch_maps(skinny_quant_kernel<FORMAT, 1, false, 2>, args, blocks, stream);
-    if constexpr (FORMAT == INT4) {
-        return static_cast<int>(cudaErrorInvalidValue);  // the registers hold 8 rows
-    } else {
-        return launch_maps(skinny_quant_kernel<FORMAT, 2, false, 2>, args, blocks, stream);
-    }
+    return 0;
 }
 
-// Fills in first_block; rows <= 16, of 4 bits 8.
+// Fills in first_block and blocks; rows <= 16, of 4 bits 8.
 RWKV_API int rwkv_skinny_quant(QuantArgs* args, void* stream) {
     switch (args->format) {
         case FP8: return launch_format<FP8>(*args, stream);

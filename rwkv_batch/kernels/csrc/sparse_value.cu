@@ -6,14 +6,11 @@
 // partial sums of a column block go to `partial` [splits, B, C] fp32 and the block that finishes last adds them up in
 // order: deterministic.
 //
-// Wt holds halves, or codes of 8 or 4 bits [F, C] with scales (quant.cuh): fp8 [C] fp32, int8 [F / 128][C] fp16, int4
-// [F / 128][C] pairs of fp16; its nibbles are columns.
+// Wt holds halves; of codes: sparse_codes.cu.
 //
-// Bytes: 2C (C, C / 2) per active row of Wt, 2BF for h, 8 * splits * B * C for the partial sums (L2).
+// Bytes: 2C per active row of Wt, 2BF for h, 8 * splits * B * C for the partial sums (L2).
 // `counters` [C / 256] int32 are zero before the launch and left zero.
-#include <type_traits>
-
-#include "quant.cuh"
+#include "common.cuh"
 
 constexpr int WARPS = 8;
 constexpr int COLUMNS = 256;
@@ -30,78 +27,6 @@ struct HalfRows {
     }
     __device__ __forceinline__ void unpack(const Raw& raw, int64_t, int, int, float (&w)[8]) const { unpack8(raw, w); }
     __device__ __forceinline__ float last_scale(int) const { return 1.0f; }
-};
-
-__device__ __forceinline__ void spread(uint32_t pair, float& a, float& b) {
-    const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-    a = f.x, b = f.y;
-}
-
-struct Fp8Rows {
-    using Raw = uint2;
-    static constexpr int FLIGHT = 16;
-    const uint2* weight;
-    const float* scales;
-
-    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
-        return __ldcs(weight + (row * width + column) / 8);
-    }
-    __device__ __forceinline__ void unpack(const Raw& raw, int64_t, int, int, float (&w)[8]) const {
-        uint32_t pairs[4];
-        unpack_bytes<FP8>(raw.x, pairs[0], pairs[1]);
-        unpack_bytes<FP8>(raw.y, pairs[2], pairs[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) spread(pairs[i], w[2 * i], w[2 * i + 1]);
-    }
-    __device__ __forceinline__ float last_scale(int column) const { return code_scale<FP8>() * __ldg(scales + column); }
-};
-
-struct Int8Rows {
-    using Raw = uint2;
-    static constexpr int FLIGHT = 16;
-    const uint2* weight;
-    const __half* scales;
-
-    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
-        return __ldcs(weight + (row * width + column) / 8);
-    }
-    __device__ __forceinline__ void unpack(const Raw& raw, int64_t row, int width, int column, float (&w)[8]) const {
-        uint32_t pairs[4];
-        float scale[8];
-        unpack_bytes<INT8>(raw.x, pairs[0], pairs[1]);
-        unpack_bytes<INT8>(raw.y, pairs[2], pairs[3]);
-        unpack8(__ldg(reinterpret_cast<const uint4*>(scales + row / GROUP_INPUTS * width + column)), scale);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) spread(pairs[i], w[2 * i], w[2 * i + 1]);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) w[i] *= scale[i];
-    }
-    __device__ __forceinline__ float last_scale(int) const { return code_scale<INT8>(); }
-};
-
-struct Int4Rows {
-    using Raw = uint32_t;
-    static constexpr int FLIGHT = 16;
-    const uint32_t* weight;
-    const uint32_t* scales;  // pairs of scale and 1024 + zero
-
-    __device__ __forceinline__ Raw load(int64_t row, int width, int column) const {
-        return __ldcs(weight + (row * width + column) / 8);
-    }
-    __device__ __forceinline__ void unpack(const Raw& raw, int64_t row, int width, int column, float (&w)[8]) const {
-        const uint4* at = reinterpret_cast<const uint4*>(scales + row / GROUP_INPUTS * width + column);
-        const uint4 low = __ldg(at), high = __ldg(at + 1);
-        const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) spread(((raw >> (4 * i)) & 0x000f000fu) | 0x64006400u, w[2 * i], w[2 * i + 1]);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float scale, zero;
-            spread(pairs[i], scale, zero);
-            w[i] = (w[i] - zero) * scale;
-        }
-    }
-    __device__ __forceinline__ float last_scale(int) const { return code_scale<INT4>(); }
 };
 
 template <int BATCH>
@@ -289,16 +214,4 @@ static SparseArgs sparse_args(const void* h, void* y, void* partial, void* count
 RWKV_API int rwkv_sparse_value(
     const void* h, const void* weight, void* y, void* partial, void* counters, int rows, int width, int ffn, void* stream) {
     return launch_rows(sparse_args(h, y, partial, counters, rows, width, ffn), HalfRows{static_cast<const uint4*>(weight)}, stream);
-}
-
-RWKV_API int rwkv_sparse_value_quant(
-    const void* h, const void* codes, const void* scales, void* y, void* partial, void* counters, int format, int rows,
-    int width, int ffn, void* stream) {
-    const SparseArgs args = sparse_args(h, y, partial, counters, rows, width, ffn);
-    switch (format) {
-        case FP8: return launch_rows(args, Fp8Rows{static_cast<const uint2*>(codes), static_cast<const float*>(scales)}, stream);
-        case INT8: return launch_rows(args, Int8Rows{static_cast<const uint2*>(codes), static_cast<const __half*>(scales)}, stream);
-        case INT4: return launch_rows(args, Int4Rows{static_cast<const uint32_t*>(codes), static_cast<const uint32_t*>(scales)}, stream);
-    }
-    return static_cast<int>(cudaErrorInvalidValue);
 }

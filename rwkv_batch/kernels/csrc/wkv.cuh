@@ -138,18 +138,28 @@ struct KeyVectors {
     float r[KEYS], decay[KEYS], kk[KEYS], kka[KEYS], k[KEYS];
 };
 
-// One step of ROWS (a multiple of 4) value rows of a lane, in place: `state`, `v` and `y` begin at its first one.
+// A lane's keys of ROWS value rows, 4 apart, the first one at `state`.
 template <typename State, int ROWS>
-__device__ __forceinline__ void wkv_step(State* state, const KeyVectors& t, const float* v, int q, float* y) {
+struct RawRows {
+    RawKeys<State> rows[ROWS];
+
+    __device__ __forceinline__ void load(const State* state, int q) {
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+#pragma unroll
+            for (int i = 0; i < Keys<State>::PIECES; ++i)
+                rows[m].pieces[i] = load16(state + m * ROW_STEP * HEAD + Keys<State>::at(q, i));
+        }
+    }
+};
+
+// One step of ROWS (a multiple of 4) value rows of a lane, to `state`: that, `v` and `y` begin at its first one.
+template <typename State, int ROWS>
+__device__ __forceinline__ void wkv_step(
+    const RawRows<State, ROWS>& raw, State* state, const KeyVectors& t, const float* v, int q, float* y) {
     float s[ROWS][KEYS], sa[ROWS];
 #pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-        RawKeys<State> raw;
-#pragma unroll
-        for (int i = 0; i < Keys<State>::PIECES; ++i)
-            raw.pieces[i] = load16(state + m * ROW_STEP * HEAD + Keys<State>::at(q, i));
-        raw.unpack(s[m]);
-    }
+    for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) sa[m] = octet_sum(dot(s[m], t.kk));
 #pragma unroll

@@ -14,7 +14,7 @@
 
 #include <atomic>
 
-#include "wkv.cuh"
+#include "wkv_rows.cuh"
 
 constexpr int STAGES = 2;
 // Warps of a block at most, and value rows that a lane takes at once. Many items: as many warps as fit into sm_90's
@@ -22,7 +22,6 @@ constexpr int STAGES = 2;
 template <typename State>
 constexpr int MANY_WARPS = sizeof(State) == 2 ? 12 : 6;
 constexpr int MANY_ROWS = 4, FEW_WARPS = 4, FEW_ROWS = 16;
-enum Vec { VR, VDECAY, VKK, VKKA, VK, VV, VECS };
 
 template <typename State>
 struct Shared {
@@ -116,40 +115,6 @@ struct HeadCopy {
     }
 };
 
-// One row's activations of a head, 2 channels a lane.
-struct Inputs {
-    __half2 r, w, k, v, a, gate, first;
-
-    __device__ __forceinline__ void load(const WkvArgs& p, int64_t at) {
-        const auto get = [&](const __half* x) { return *reinterpret_cast<const __half2*>(x + at); };
-        r = get(p.r), w = get(p.w), k = get(p.k), v = get(p.v), a = get(p.a);
-        gate = first = __floats2half2_rn(0.0f, 0.0f);
-        if (p.v_first != nullptr) gate = get(p.v_gate), first = get(p.v_first);
-    }
-};
-
-struct Scalars {
-    float inv_square, bonus;
-};
-
-// Leaves the vectors in shared memory.
-template <typename State>
-__device__ __forceinline__ Scalars prologue(
-    const HeadParams& h, const Inputs& in, bool residual, Shared<State>& sh, int pair) {
-    const float2 r = __half22float2(in.r), w = __half22float2(in.w), k = __half22float2(in.k), v = __half22float2(in.v);
-    const float2 a = __half22float2(in.a), gate = __half22float2(in.gate), first = __half22float2(in.first);
-    const StepVectors x = step_vectors(r.x, w.x, k.x, v.x, a.x, gate.x, first.x, residual, h.w0.x, h.a0.x, h.v0.x,
-                                       h.k_k.x, h.k_a.x, h.r_k.x);
-    const StepVectors z = step_vectors(r.y, w.y, k.y, v.y, a.y, gate.y, first.y, residual, h.w0.y, h.a0.y, h.v0.y,
-                                       h.k_k.y, h.k_a.y, h.r_k.y);
-    const auto put = [&](int vec, float lo, float hi) {
-        *reinterpret_cast<float2*>(&sh.vectors[vec][pair]) = make_float2(lo, hi);
-    };
-    put(VR, x.r, z.r), put(VDECAY, x.decay, z.decay), put(VKK, x.kk, z.kk);
-    put(VKKA, x.kka, z.kka), put(VK, x.k, z.k), put(VV, x.v, z.v);
-    return {inverse_square(warp_sum(x.kk * x.kk + z.kk * z.kk)), warp_sum(x.bonus + z.bonus)};
-}
-
 // Of a launch: items claimed beyond those that are dealt out, and warps that have ended; the last one puts both back to
 // 0. The launches take turns with many of them, so that one that starts early finds its own at 0.
 struct Claims {
@@ -207,7 +172,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs
 
     for (int stage = 0, parity = 0; item < items; parity ^= stage, stage ^= 1) {
         const bool more = next < items;
-        const Scalars scalars = prologue(params, in, p.v_first != nullptr, sh, pair);
+        const Scalars scalars = prologue(params, in, p.v_first != nullptr, sh.vectors, pair);
         if (more) in.load(p, activations_of(next)), params = HeadParams(p, channel_of(next));
         const int ahead = STAGES * warps + __shfl_sync(FULL, claim, 0);
         const bool refill = more && ahead < items;
@@ -225,8 +190,11 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs
         State* const state = sh.ring[stage];
         Copy::wait_loaded(&sh.arrived[stage], parity);
 #pragma unroll 1
-        for (int row = octet; row < HEAD; row += ROWS * ROW_STEP)
-            wkv_step<State, ROWS>(state + row * HEAD, t, &sh.vectors[VV][row], q, &sh.y[row]);
+        for (int row = octet; row < HEAD; row += ROWS * ROW_STEP) {
+            RawRows<State, ROWS> raw;
+            raw.load(state + row * HEAD, q);
+            wkv_step<State, ROWS>(raw, state + row * HEAD, t, &sh.vectors[VV][row], q, &sh.y[row]);
+        }
         Copy::store(state_of(write_slot, item), state, lane);
         if (more) write_slot = p.write_slots[next / p.heads];
         const float2 out = wkv_epilogue(*reinterpret_cast<const float2*>(&sh.y[pair]), scalars.bonus,

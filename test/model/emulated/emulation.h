@@ -301,6 +301,7 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
   return out;
 }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
 using std::max;
 using std::min;

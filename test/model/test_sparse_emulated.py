@@ -1,0 +1,44 @@
+"""ffn.value by the rows whose input is not zero, its kernel run thread by thread on the CPU, against plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import cuda_check
+from rwkv_batch.kernels.cuda_quant import NUMBERS, pack
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+WIDTH, FFN = 64, 2304
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel on the CPU."""
+    return emulated("sparse_codes", tmp_path_factory.mktemp("emulated"))
+
+
+def hidden_of(rows: int, share: float) -> Tensor:
+    """[rows, FFN] fp16, so many of which are not zero; a group without any, one without a zero."""
+    hidden = torch.rand(rows, FFN).half() * (torch.rand(rows, FFN) < share)
+    hidden[:, 256:384] = 0
+    hidden[0, 1024:1152] = 1
+    return hidden
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.12), (3, 1.0)])
+@pytest.mark.parametrize("format_", Format)
+def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float) -> None:
+    hidden, weight = hidden_of(rows, share), torch.randn(WIDTH, FFN) / FFN**0.5
+    y = torch.full((rows, WIDTH), torch.nan).half()
+    stored = quantise(weight, format_)
+    packed, meaning = pack(stored, transposed=True), dequantise(stored)
+    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], rows, WIDTH, FFN)
+    true = hidden.float() @ meaning.T
+    assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
