@@ -3,10 +3,10 @@
 Load is counted in rows; 256 prompt tokens that wait to be read count as one. Who holds the request's session gets it
 unless it is clearly busier than two engines picked at random, else the less busy of these two gets it. To look at two
 rather than at all keeps many who choose at once, on reports that are some milliseconds old, from choosing the same.
-Where whoever asks cannot know which of the two that is, it takes the one that it has given less itself, which it knows
-exactly: if they are nearly as busy, and while an engine has not answered what it was given, since its load is older
-than that. So a thousand requests that come at once to many who ask are halved, where by loads alone all would go to
-the engine that is slow to tell of them.
+While an engine has not answered what it was given its report is older than that: the others who ask are then taken to
+have as much on its way as whoever asks now has. Of two that are nearly as busy, as far as that can be known, whoever
+asks takes the one that it has given less itself, which it knows exactly. So a thousand requests that come at once to
+many who ask are halved, where by reports alone all would go to the engine that is slow to tell of them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Wish(NamedTuple):
     """Rows under way that whoever asks has given each engine; empty where it does not count them."""
     unanswered: Sequence[int] = ()
     """Requests that it has given each engine and that have not arrived there, as far as it knows; or empty."""
+    askers: int = 1
+    """Processes that ask for engines, itself among them."""
 
 
 def load_of(rows: float, prompt_tokens: float) -> float:
@@ -50,9 +52,10 @@ def choose(request: Wish, loads: Sequence[float], holder: int | None, rng: rando
         return 0
     one = int(rng.random() * len(loads))
     probes = one, (one + 1 + int(rng.random() * (len(loads) - 1))) % len(loads)
-    lighter = min(probes, key=loads.__getitem__)
-    if request.given and (_is_old(request, probes) or _is_near(loads, probes)):
-        lighter = min(probes, key=lambda number: (request.given[number], loads[number]))
+    guessed, doubt = _guessed(request, loads)
+    lighter = min(probes, key=guessed.__getitem__)
+    if request.given and _is_near([guessed[number] for number in probes], doubt):
+        lighter = min(probes, key=lambda number: (request.given[number], guessed[number]))
     if holder is not None:
         mean = (loads[probes[0]] + loads[probes[1]]) / 2
         return holder if loads[holder] <= CLEARLY * mean + SLACK_ROWS else lighter
@@ -60,11 +63,15 @@ def choose(request: Wish, loads: Sequence[float], holder: int | None, rng: rando
     return prefers if prefers is not None and loads[prefers] < loads[lighter] + TIE_ROWS else lighter
 
 
-def _is_old(request: Wish, probes: Sequence[int]) -> bool:
-    """Whether more has been given to one of them than its load tells of."""
-    return bool(request.unanswered) and any(request.unanswered[number] for number in probes)
+def _guessed(request: Wish, loads: Sequence[float]) -> tuple[Sequence[float], float]:
+    """Loads with what others have on its way, if that is as much as the asker has; by how much that may be wrong."""
+    if not any(request.unanswered):
+        return loads, 0.0
+    others = request.askers - 1
+    guessed = [load + others * count for load, count in zip(loads, request.unanswered, strict=True)]
+    return guessed, request.askers * max(request.unanswered)
 
 
-def _is_near(loads: Sequence[float], probes: Sequence[int]) -> bool:
-    less, more = sorted(loads[number] for number in probes)
-    return more <= less + min(NEARLY * less, SLACK_ROWS)
+def _is_near(loads: Sequence[float], doubt: float) -> bool:
+    less, more = sorted(loads)
+    return more <= less + min(NEARLY * less, SLACK_ROWS) + doubt

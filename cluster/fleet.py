@@ -42,6 +42,8 @@ class FleetLimits(NamedTuple):
     """It waits so long for an engine each time."""
     shares_sessions: bool = False
     """Whether any engine can go on with any session; else each session has its engine for good."""
+    askers: int = 1
+    """Processes that choose engines as this one does, itself among them."""
 
 
 class Attempt(NamedTuple):
@@ -319,7 +321,8 @@ class Fleet:
         return chosen
 
     def _chosen(self, takers: list[Member], prefers: int | None, holder: int | None) -> Member:
-        wish = Wish(prefers, [one.given_rows for one in takers], [one.num_unanswered for one in takers])
+        given, unanswered = [one.given_rows for one in takers], [one.num_unanswered for one in takers]
+        wish = Wish(prefers, given, unanswered, self._limits.askers)
         return takers[choose(wish, [one.load for one in takers], holder, self._rng)]
 
     def _choice_of_session(self, session: str, takers: list[Member]) -> Member | None:

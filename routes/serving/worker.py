@@ -102,7 +102,8 @@ def _run(config: HttpConfig, style: LogStyle, listeners: list[socket.socket], su
         readiness.engine_changed(is_there)
         supervisor.tell("engine", is_there)
 
-    fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions), engine_changed)
+    limits = FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions, askers=len(listeners))
+    fleet = Fleet(limits, engine_changed)
     context = _context(fleet, config, readiness)
     models = ModelDirectory(
         lambda command: supervisor.tell("model", command),

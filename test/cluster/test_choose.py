@@ -66,7 +66,7 @@ def test_a_crowd_that_comes_at_once_to_many_askers_is_halved(slow: int) -> None:
                 loads[engine] += other == asker or has_arrived
                 given[engine] += other == asker
                 unanswered[engine] += other == asker and not has_arrived
-            order.append((asker, choose(Wish(given=given, unanswered=unanswered), loads, None, rng)))
+            order.append((asker, choose(Wish(None, given, unanswered, askers=8), loads, None, rng)))
         excesses.append(max(Counter(engine for _, engine in order).values()) - 320)
     assert mean(excesses) < 2 and max(excesses) <= 4
 
@@ -74,7 +74,15 @@ def test_a_crowd_that_comes_at_once_to_many_askers_is_halved(slow: int) -> None:
 def test_loads_that_are_known_count_more_than_what_was_given() -> None:
     given, loads = [9, 3], [10.0, 60.0]
     assert choose(Wish(given=given, unanswered=[0, 0]), loads, None, random.Random(1)) == 0
-    assert choose(Wish(given=given, unanswered=[0, 1]), loads, None, random.Random(1)) == 1
+    assert choose(Wish(given=given, unanswered=[0, 1], askers=8), loads, None, random.Random(1)) == 0
+    assert choose(Wish(given=given, unanswered=[8, 0], askers=8), loads, None, random.Random(1)) == 1, "who knows"
+
+
+def test_a_request_on_its_way_does_not_hide_an_engine_that_is_known_to_be_full() -> None:
+    """Nor do those of a burst: two askers have thirty of sixty requests each."""
+    for unanswered in ([0, 1], [1, 0], [0, 30]):
+        wish = Wish(given=[0, 30], unanswered=unanswered, askers=2)
+        assert {choose(wish, [1000.0, 32.0], None, random.Random(seed)) for seed in range(20)} == {1}
 
 
 def test_unread_prompts_weigh_as_rows() -> None:
