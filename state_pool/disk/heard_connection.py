@@ -21,6 +21,7 @@ class HeardConnection(psycopg.Connection[Any]):
     """Ends itself, with an OperationalError, where nothing comes for `silent_s` seconds while it waits."""
 
     silent_s = float("inf")
+    fell_silent = False
 
     def wait(self, gen: PQGen[_Found], interval: float = _LOOK_S, timeout: float | None = None) -> _Found:
         """See psycopg.Connection; all its statements wait here."""
@@ -37,6 +38,7 @@ class HeardConnection(psycopg.Connection[Any]):
                 if ready:
                     since = now
                 elif now - since >= self.silent_s:
+                    self.fell_silent = True
                     self.pgconn.finish()
                     raise psycopg.OperationalError(f"it is connected and has said nothing for {self.silent_s:g} s")
                 wanted = steps.send(ready)

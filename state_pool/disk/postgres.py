@@ -41,6 +41,8 @@ _SNAPSHOT = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _TYPES = (("INTEGER", "BIGINT"), ("REAL", "DOUBLE PRECISION"), ("BLOB", "BYTEA"), (" WITHOUT ROWID", ""))
 _LIMITS = ("SET idle_in_transaction_session_timeout = 5000", "SET lock_timeout = 2000")
 """Milliseconds: an engine that is stopped within a transaction must not hold the others up."""
+STATEMENT_PART = 0.75
+"""Of the time for which a silent server is waited for: a statement may take as long."""
 _TABLES = ("sessions", "turns", "states", "state_chunks")
 
 
@@ -119,6 +121,7 @@ class Connection:
         self._address = address
         self._reads_only = reads_only
         self._connection: Any = None
+        self._is_bounded = True
         self._connect()
 
     def _connect(self) -> None:
@@ -143,8 +146,8 @@ class Connection:
         except (psycopg.Error, OSError) as error:
             raise ServerAway(str(error).strip()) from None
         self._connection = connection
-        connection.silent_s = SILENT_S
         with self._translated():
+            self._bound()
             for limit in _LIMITS:
                 connection.execute(limit)
             if self._schema:
@@ -160,8 +163,10 @@ class Connection:
             if self._connection.closed:
                 self._connect()
             return self._execute(statement, parameters)
-        except ServerAway:  # the server may be back already, and only this connection have been lost
-            self._connect()
+        except ServerAway:
+            if self._connection.fell_silent:
+                raise  # it may be at work on the statement still
+            self._connect()  # the server may be back already, and only this connection have been lost
             return self._execute(statement, parameters)
 
     def _execute(self, statement: str, parameters: Sequence[Any]) -> Any:
@@ -191,10 +196,21 @@ class Connection:
 
     @contextlib.contextmanager
     def unbounded(self) -> Iterator[None]:
-        """However long the server says nothing meanwhile, it is waited for."""
-        self._connection.silent_s = float("inf")
-        yield
-        self._connection.silent_s = SILENT_S
+        """However long the server works meanwhile, it is waited for."""
+        self._is_bounded = False
+        self._bound()
+        try:
+            yield
+        finally:
+            self._is_bounded = True
+            with contextlib.suppress(psycopg.Error):  # whatever failed is told, and a connection made anew is bounded
+                self._bound()
+
+    def _bound(self) -> None:
+        """A statement ends at the server before the connection to it is given up, so that none runs on behind it."""
+        self._connection.silent_s = SILENT_S if self._is_bounded else float("inf")
+        most_ms = round(1000 * STATEMENT_PART * SILENT_S) if self._is_bounded else 0
+        self._connection.execute(f"SET statement_timeout = {most_ms}")
 
     @property
     def in_transaction(self) -> bool:

@@ -115,8 +115,25 @@ def test_a_slow_change_of_the_tables_is_waited_for(
     connection = adapter.Connection(parse_server_address(postgres.database()))
     with connection.unbounded():
         connection.execute("SELECT pg_sleep(0.6)")
-    with pytest.raises(adapter.ServerAway, match="said nothing"):
+    with pytest.raises(sqlite3.OperationalError, match="statement timeout"):
         connection.execute("SELECT pg_sleep(30)")
+
+
+def test_a_statement_that_takes_too_long_is_done_once_or_not_at_all(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server that says nothing meanwhile, and by one that does not keep to the time of a statement."""
+    monkeypatch.setattr(adapter, "SILENT_S", 0.4)
+    address = parse_server_address(postgres.database())
+    connection, other = adapter.Connection(address), adapter.Connection(address)
+    with other.unbounded():
+        other.execute("CREATE TABLE slowly (n INTEGER)")
+        for most_ms, told in ((300, "statement timeout"), (0, "said nothing")):
+            connection.execute(f"SET statement_timeout = {most_ms}")
+            with pytest.raises(sqlite3.OperationalError, match=told):
+                connection.execute("INSERT INTO slowly SELECT 1 FROM (SELECT pg_sleep(0.8)) s")
+        other.execute("SELECT pg_sleep(1.2)")  # whatever runs on behind a connection has ended
+        assert other.execute("SELECT count(*) FROM slowly").fetchone()[0] <= 1
 
 
 def try_state(driver: Driver) -> np.ndarray:
