@@ -396,7 +396,8 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         Flag(
             "layers",
             _layer_counts,
-            "layers of each device, like 9,8,8,7, or 8.5,8.5,8,7 with layers cut in half; without it they are dealt",
+            "layers of each device, like 9,8,8,7, or 8.5,8,8.5,7 with layers cut in half (on a CPU such a stage is "
+            "several times slower); without it they are dealt",
             name="pp_layers",
         ),
         Flag(

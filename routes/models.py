@@ -26,7 +26,7 @@ from rwkv_batch.models_folder import check_adapter_within, within
 
 ENDINGS = (".pth", ".safetensors")
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_DEVICE = r"^(auto|cpu|cuda(:[0-9]+)?|[0-9]+)$"
+_DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$"
 
 
 async def _listed(context: Context) -> list[dict[str, object]]:

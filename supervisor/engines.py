@@ -381,7 +381,8 @@ def replica_config(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
-    """The settings of a model's engine; its sessions are in a database of its own beside the service's."""
+    """The settings of a model's engine, which may have other layers and devices than the service's own; its sessions
+    are in a database of its own beside the service's."""
     database = base.pool.state_db
     if database != base.pool.files_stem:
         database = f"{database}#{wish.name}"  # on a server: a schema of its own
@@ -398,7 +399,9 @@ def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
         served_adapters=(),
         gives_way=True,
         strategy="",
-        layers=() if wish.devices else base.layers,
+        layers=(),  # those of --pp-layers are the service's own model's
+        resident=() if wish.devices else base.resident,
+        batch_step_layers=min(0, base.batch_step_layers),  # a number is for the service's own model and devices
         devices=wish.devices or base.devices,
         gpu_memory_utilization=wish.gpu_memory_utilization or base.gpu_memory_utilization,
         max_running=base.max_running if wish.max_running is None else wish.max_running,

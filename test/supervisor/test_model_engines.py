@@ -18,7 +18,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
 from state_pool.config import PoolConfig
-from supervisor.engines import SPARE_S, Engines, ModelLimits
+from supervisor.engines import SPARE_S, Engines, ModelLimits, _config_of
 from test.serving import Service, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -439,3 +439,12 @@ def _children(pid: int) -> dict[int, bytes]:
     """Children of a process, with their commands."""
     numbers = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     return {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers}
+
+
+@pytest.mark.parametrize(("pieces", "kept"), [(2, 0), (0, 0), (-1, -1)])
+def test_what_was_said_of_the_services_own_layers_is_not_said_of_another_models(pieces: int, kept: int) -> None:
+    """Its engine would end at its start: it has other layers, and devices where no step has pieces."""
+    base = EngineConfig(model_path="a", devices=("cuda:0",), layers=(32,), resident=(20,), batch_step_layers=pieces)
+    config = _config_of(base, ModelWish(name="b", file="/b", devices=("cpu",)))
+    assert (config.layers, config.resident, config.batch_step_layers) == ((), (), kept)
+    assert _config_of(base, ModelWish(name="b", file="/b")).resident == (20,)
