@@ -207,7 +207,11 @@ def test_it_can_be_left_while_the_model_is_loaded(
         await asyncio.sleep(20)
 
     monkeypatch.setattr(ServiceAnswers, "open", opened)
-    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        assert main(["chat", "--url", "http://127.0.0.1:1"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "Traceback" not in capsys.readouterr().err
 
 
