@@ -31,7 +31,7 @@ class Wish(NamedTuple):
     prefers: int | None = None
     """Number of an engine that has read the beginning of its prompt lately."""
     given: Sequence[int] = ()
-    """Rows under way that whoever asks has given each engine; empty where it does not count them."""
+    """Rows of jobs under way that whoever asks has given each engine; empty where it does not count them."""
     unanswered: Sequence[int] = ()
     """Requests that it has given each engine and that have not arrived there, as far as it knows; or empty."""
     askers: int = 1

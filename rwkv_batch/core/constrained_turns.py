@@ -3,7 +3,8 @@
 On a CPU that takes turns with the step, and every row waits for it. So a row owes the others the time that it took, and
 once that is more than a row's part of a step it leaves a step to them: rows without a constraint decode as fast as if
 no other had one. A token that is certain counts as one that is drawn, so by that no row comes ahead of others. Where
-all rows are constrained nothing is owed. Nor is it on a GPU, which runs while masks are computed.
+all rows are constrained nothing is owed. Nor is it on a GPU, which runs while masks are computed. Batch rows that take
+turns beside interactive ones pay in steps that they would have missed, so there others gain nothing by it.
 """
 
 from __future__ import annotations

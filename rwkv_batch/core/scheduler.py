@@ -7,9 +7,9 @@ are shared out as places are: between classes, clients and jobs.
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
 the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
-group's steps, with every third of them while they are few, and with every step while there are more of them than a
-step takes; beside few rows that decode, where
-they share a graph, with every step, since a group that read all of them would be the one that the others wait for.
+group's steps (of more than two stages with every third of them while they are few), and with every step while there are
+more of them than a step takes; beside few rows that decode, where they share a graph, with every step, since a group
+that read all of them would be the one that the others wait for.
 """
 
 from __future__ import annotations
