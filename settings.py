@@ -225,6 +225,8 @@ def _layer_counts(text: str) -> tuple[float, ...]:
     whole = _whole(1, 1000)
 
     def one(part: str) -> float:
+        if not part.removesuffix(".5").isdecimal():
+            raise SettingsError(f"must be whole numbers or halves of layers, like 9,8,8,7 or 8.5,8,8.5,7, got {part!r}")
         return whole(part.removesuffix(".5")) + 0.5 if part.endswith(".5") else whole(part)
 
     return tuple(one(part.strip()) for part in text.strip().removeprefix("[").removesuffix("]").split(","))

@@ -136,6 +136,7 @@ def test_shared_values_reach_both_sides() -> None:
         ([], {"RWKV_MAX_RUNNING": "-1"}, "RWKV_MAX_RUNNING"),
         (["serve"], {}, "serve"),
         (["--port"], {}, "--port"),
+        (["--pp-layers", "2.3,4"], {}, "--pp-layers must be whole numbers or halves"),
     ],
 )
 def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str], named: str) -> None:
