@@ -12,14 +12,21 @@ LARGE_BYTES = 256 << 10
 ARENAS = 2
 
 
-def keep_heap_small() -> None:
-    """Large blocks never come from heaps, and threads share two of those; without effect where there is no glibc.
+def share_heaps() -> None:
+    """Threads share two heaps; without effect where there is no glibc. To be called before threads are started.
 
-    Left alone, glibc raises the size from which blocks are mappings to that of the largest that was freed, and gives
-    each thread a heap of its own: a process then grows for hours, until each has held the largest body once. To be
-    called before threads are started.
+    Left alone, glibc gives each thread a heap of its own: a process then grows for hours, until each has held the
+    largest of what its thread ever holds.
     """
     with contextlib.suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
-        mallopt(_M_ARENA_MAX, ARENAS)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, ARENAS)
+
+
+def keep_large_blocks_apart() -> None:
+    """Large blocks never come from heaps; without effect where there is no glibc.
+
+    Left alone, glibc raises the size from which blocks are mappings to that of the largest that was freed. For
+    processes whose large blocks are seldom: each one costs a call of the system and its pages anew.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

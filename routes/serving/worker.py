@@ -21,7 +21,7 @@ from typing import Any
 from robyn import Headers, Robyn
 
 from cluster.fleet import Fleet, FleetLimits
-from native.heap import keep_heap_small
+from native.heap import keep_large_blocks_apart
 from routes import system, translate, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
@@ -83,7 +83,7 @@ def run_http_worker(
     "drain" and "finish", which ends the process.
     """
     become_child(name, style)
-    keep_heap_small()
+    keep_large_blocks_apart()
     supervisor = SupervisorLink(pipe)
     try:
         _run(config, style, listeners, supervisor)

@@ -13,6 +13,8 @@ import time
 
 import msgspec
 
+from native.heap import share_heaps
+
 logger = logging.getLogger(__name__)
 
 LONG_COLLECTION_S = 0.001
@@ -97,7 +99,8 @@ class _LongCollections:
 
 
 def become_child(process: str, style: LogStyle) -> None:
-    """Start of a supervised process: signals for the whole group are the supervisor's business."""
+    """Start of a supervised process, before it has threads: signals of a group are the supervisor's business."""
+    share_heaps()
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
         os.setsid()

@@ -10,13 +10,13 @@ import pytest
 
 HOLDS = """
 import ctypes
-from native.heap import LARGE_BYTES, keep_heap_small
+from native.heap import LARGE_BYTES, keep_large_blocks_apart
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", *"abcdef")]
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
 if {kept}:
-    keep_heap_small()
+    keep_large_blocks_apart()
 del (freed := [bytearray(16 * LARGE_BYTES)])[:]
 before = libc.mallinfo2().hblks
 body = bytearray(2 * LARGE_BYTES)
@@ -34,3 +34,37 @@ def mappings(kept: bool) -> int:
 def test_a_body_is_a_mapping_of_its_own_whatever_was_freed_before() -> None:
     assert mappings(kept=True) == 1
     assert mappings(kept=False) == 0  # what glibc does when it is left alone
+
+
+THREADS = """
+import ctypes, os, threading
+from rwkv_batch.ipc.process import LogStyle, become_child
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = libc.malloc.restype = ctypes.c_void_p
+if {bounded}:
+    become_child("engine", LogStyle())
+together = threading.Barrier(12)
+def take():
+    together.wait()
+    libc.malloc(5_000)
+    together.wait()
+threads = [threading.Thread(target=take) for _ in range(12)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+read, write = os.pipe()
+file = ctypes.c_void_p(libc.fdopen(write, b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+print(os.fdopen(read).read().count("<heap nr="))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="the heap of glibc")
+def test_threads_of_a_process_of_the_service_share_two_heaps() -> None:
+    def heaps(bounded: bool) -> int:
+        script = THREADS.replace("{bounded}", str(bounded))
+        told = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+        return int(told.stdout)
+
+    assert heaps(bounded=True) <= 2
+    assert heaps(bounded=False) > 2

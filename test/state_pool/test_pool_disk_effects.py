@@ -99,11 +99,9 @@ def test_a_delete_that_overtakes_the_last_piece_of_a_state_is_its_failure(
     copy.wait()
     job = SessionRow(row, SessionKey("s"), None, 1, 1, 0.0, 0.0)
     store_of(driver).submit_state(Checkpoint(job, copy.host), told)
-    driver.until(lambda: told.known)
-    driver.settle()
+    driver.until(lambda: told.known and rows_of(tmp_path, "states") == 0)
     assert len(told.calls) == 1
     assert isinstance(told.calls[0], SessionNotFound)
-    assert rows_of(tmp_path, "states") == 0
     driver.pool.close()
 
 

@@ -21,7 +21,7 @@ from state_pool.disk.statements import append_turn
 from state_pool.disk.store import Store
 from state_pool.errors import DatabaseUnusable, PoolFull, SessionNotFound, SessionUnusable, TurnNotStored
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, session_of, state_of
 
 WORDS = 4096
 MODES = pytest.mark.parametrize("durability", ["log", "turn"])
@@ -378,6 +378,7 @@ def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> No
     driver.settle()
     break_disk(driver, "read-only")
     driver.turn("a", [2])
+    driver.until(lambda: session_of(driver, "a").log_broken)
     for i in range(20):
         driver.turn(f"s{i}", [i])
     with pytest.raises(SessionUnusable, match="last turns were lost"):
