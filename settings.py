@@ -19,6 +19,7 @@ import msgspec
 
 from routes.api_keys import KeysError, load_keys
 from routes.config import HttpConfig
+from rwkv_batch import __version__
 from rwkv_batch.config import ALL_BATCH_ROWS, STATE_NAME, WHOLE_STEPS, EngineConfig
 from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.checkpoint_address import parse_checkpoint_address
@@ -530,6 +531,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="RWKV-7 batch inference server. Other commands: batch, chat, bench, each with its own --help.",
     )
+    parser.add_argument("--version", action="version", version=f"rwkv-batch {__version__}")
     for section, flags in FLAGS.items():
         for flag in flags:
             text = f"{flag.help} (default: {_shown_default(section, flag)}; {flag.variable})".replace("%", "%%")

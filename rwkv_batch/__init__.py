@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from library import LLM, AsyncLLM, CompletionOutput, LLMError, Piece, RequestOutput, SamplingParams, Score, State
     from library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
 
+__version__ = "0.1.0"
+
 __all__ = [
     "LLM",
     "PIPELINE",

@@ -10,6 +10,7 @@ import torch
 
 from app import main
 from routes.config import HttpConfig
+from rwkv_batch import __version__
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.kernels.registry import choose_ops
 from sampling.registry import SAMPLERS
@@ -143,6 +144,12 @@ def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str
     with pytest.raises(SettingsError, match=named) as refusal:
         parse_settings(arguments, environment)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"rwkv-batch {__version__}\n")
 
 
 def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
