@@ -1,7 +1,7 @@
 """Engines of models that are loaded while serving are forked from a process that has imported all they need.
 
 To import torch and to make the tokenizer's tables takes three seconds of a core, which streams would miss with every
-model that comes. The process is started with the first such model, and starts no thread.
+model that comes. The process is started with the first such model, and starts no thread. Engines outlive it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 PRELOADED = "rwkv_batch.ipc.preload"
 """What the engine needs."""
 _LOST = 255
-"""Exit code of processes whose server has gone, as multiprocessing has it."""
+"""Exit code of a process whose server had gone, as multiprocessing has it."""
 
 
 class _Nobody:
@@ -37,6 +37,7 @@ class _Forked(popen_forkserver.Popen):
 
     def __init__(self, process: ForkedProcess) -> None:
         self._server = process.server
+        self._outlived_server = False
         super().__init__(process)
 
     def _launch(self, process_obj: ForkedProcess) -> None:
@@ -57,16 +58,32 @@ class _Forked(popen_forkserver.Popen):
         while self.returncode is None:
             if not wait([self.sentinel], 0 if flag == os.WNOHANG else None):
                 return None
+            if self._outlived_server:
+                self.returncode = _LOST
+                break
             try:
                 number = read_signed(self.sentinel)
             except (OSError, EOFError):
-                number, self.pid = _LOST, self.pid or 0
+                self._follow_without_server()
+                continue
             if self.pid is None:
                 self.pid = number
                 self._tell(self._data)
             else:
                 self.returncode = number
         return self.returncode
+
+    def _follow_without_server(self) -> None:
+        """Nobody will say how the process ended; the system says when."""
+        try:
+            if self.pid is None:
+                raise ProcessLookupError("it was never forked")
+            self.sentinel = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            self.pid, self.returncode = self.pid or 0, _LOST
+        else:
+            util.Finalize(self, _close, (self.sentinel,))
+            self._outlived_server = True
 
     def _send_signal(self, number: int) -> None:
         if self.poll() is not None:
@@ -88,7 +105,13 @@ class ForkedProcess(BaseProcess):
     """See `ForkedContext`."""
 
     _start_method = "forkserver"
+    _popen: _Forked
     server: ForkServer
+
+    @property
+    def sentinel(self) -> int:
+        """What becomes readable when something is known of it: its server's word, or its own end without a server."""
+        return self._popen.sentinel
 
     @staticmethod
     def _Popen(process_obj: ForkedProcess) -> _Forked:  # noqa: N802 - as multiprocessing calls it

@@ -142,17 +142,31 @@ def test_nobody_waits_for_the_server(gate: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "killed").exists()
 
 
-def test_a_server_that_is_lost_takes_its_own_with_it_and_another_one_comes(gate: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_lost_takes_nobody_with_it_and_another_one_comes(gate: Path, tmp_path: Path) -> None:
     context = ForkedContext("slow")
-    first, waits = child(context, tmp_path, "first"), child(context, tmp_path, "waits")
+    first, killed = child(context, tmp_path, "first"), child(context, tmp_path, "killed")
     opened(gate)
     server = said(first)[1]
-    said(waits)
+    said(killed)
     os.kill(server, signal.SIGKILL)
-    assert "exit code 255" in first.reap()  # it ends with its pipe to the supervisor, as all do
-    assert "exit code 255" in waits.reap()
+    assert wait(first.waitables, WAIT_S) and first.is_alive and killed.is_alive
+    assert not wait(first.waitables, 0.2)
     again = child(context, tmp_path, "again")
     opened(gate)
     assert said(again)[1] != server
     again.tell(3)
     assert again.reap() == "exit code 3"
+    first.tell(7)
+    assert wait(first.waitables, WAIT_S)
+    assert "exit code 255" in first.reap()  # how it ended its server would have known
+    killed.kill()
+    assert not killed.is_alive and "exit code 255" in killed.reap()
+
+
+def test_what_a_lost_server_had_not_forked_has_ended(gate: Path, tmp_path: Path) -> None:
+    context = ForkedContext("slow")
+    waits = child(context, tmp_path, "waits")
+    assert waits.is_alive
+    os.kill(context._server._forkserver_pid, signal.SIGKILL)
+    assert wait(waits.waitables, WAIT_S)
+    assert "exit code 255" in waits.reap()
