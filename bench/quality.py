@@ -13,12 +13,13 @@ Then, for each small format, the same KL with one kind of matrix in it and all o
 themselves are off. That is what decides which matrices take small formats (rwkv_batch/model/quant/formats.py).
 
 What bounds it: nothing is timed. With fp32 weights kept on a GPU, memory: 7.2B needs 29 GB beside the dtype's own.
-The last line is JSON.
+The file of `--out` holds all that is known so far, from the first dtype on. The last line is JSON, the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -59,13 +60,20 @@ class Reader:
         takes_any = not device.startswith("cuda")  # else fp16 and codes
         kernels = "naive" if dtype in ("fp32", "bf16") and not takes_any else "auto"
         self.pipeline = Pipeline(weights, (device,), dtype, kernels, "fp32")
-        self.pipeline.allocate_slots(SLOT + 1)
+        self.pipeline.allocate_slots(SLOT + 2)
+        self.slot = SLOT
+
+    def twin(self) -> Reader:
+        """The same model, reading a text of its own."""
+        twin = copy.copy(self)
+        twin.slot = self.slot + 1
+        return twin
 
     def logits(self, ids: list[int]) -> Iterator[Tensor]:
         """fp32 [T, V] after each token of one chunk after the other."""
         for at in range(0, len(ids), CHUNK):
             chunk = torch.tensor(ids[at : at + CHUNK])
-            slots = torch.tensor([SLOT])
+            slots = torch.tensor([self.slot])
             ends = torch.tensor([0, len(chunk)])
             read = slots if at else torch.zeros_like(slots)
             yield self.pipeline.forward(StepInputs(chunk, ends, read, slots, torch.arange(len(chunk)), len(chunk)))
@@ -73,7 +81,7 @@ class Reader:
     def write(self, prompt: list[int], count: int) -> list[int]:
         """So many tokens, the most likely one each time."""
         *_, last = self.logits(prompt)
-        ids, slots = [int(last[-1].argmax())], torch.tensor([SLOT])
+        ids, slots = [int(last[-1].argmax())], torch.tensor([self.slot])
         for _ in range(count - 1):
             inputs = StepInputs(torch.tensor(ids[-1:]), torch.tensor([0, 1]), slots, slots, torch.tensor([0]), 1)
             ids.append(int(self.pipeline.forward(inputs)[0].argmax()))
@@ -130,11 +138,23 @@ def agreement(reader: Reader, prompt: list[int], written: list[int]) -> dict[str
     }
 
 
-def by_kind(weights: Weights, reference: Reader, device: str, text: Text) -> list[dict[str, Any]]:
+def by_dtype(weights: Weights, reference: Reader, args: argparse.Namespace, text: Text) -> Iterator[dict[str, Any]]:
+    """fp32 and each dtype asked for, one after the other."""
+    prompt = text.ids[:32]
+    written = reference.write(prompt, args.written)
+    names = "dtype", "bits_per_byte", "kl", "logits_error", "same_token", "agreement", "first_difference"
+    print("  ".join(f"{name:>14}" for name in names), flush=True)
+    for dtype in ("fp32", *args.dtypes):
+        reader = reference.twin() if dtype == "fp32" else Reader(weights, args.device, dtype)
+        row = {"dtype": dtype, **compare(reader, reference, text), **agreement(reader, prompt, written)}
+        print(_line(row, names), flush=True)
+        yield row
+
+
+def by_kind(weights: Weights, reference: Reader, device: str, text: Text) -> Iterator[dict[str, Any]]:
     """Each format and kind of matrix by itself."""
     names = [name for name in weights.tensors if is_quantised(name)]
     kinds = sorted({kind_of(name) for name in names})
-    rows = []
     for format_ in Format:
         for kind in kinds:
             changed, off, size = dict(weights.tensors), 0.0, 0.0
@@ -144,9 +164,9 @@ def by_kind(weights: Weights, reference: Reader, device: str, text: Text) -> lis
                 off, size = off + (changed[name] - whole).square().sum().item(), size + whole.square().sum().item()
             reader = Reader(dataclasses.replace(weights, tensors=changed), device, "fp32")
             figures = compare(reader, reference, text)
-            rows.append({"dtype": format_.value, "kind": kind, "matrix_error": math.sqrt(off / size), **figures})
-            print(_line(rows[-1], ("dtype", "kind", "matrix_error", "kl", "logits_error", "same_token")), flush=True)
-    return rows
+            row = {"dtype": format_.value, "kind": kind, "matrix_error": math.sqrt(off / size), **figures}
+            print(_line(row, ("dtype", "kind", "matrix_error", "kl", "logits_error", "same_token")), flush=True)
+            yield row
 
 
 def kind_of(name: str) -> str:
@@ -175,7 +195,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=2048, help="of the text")
     parser.add_argument("--written", type=int, default=1000, help="tokens for the agreement")
     parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
-    parser.add_argument("--out", type=Path, help="a file for the last line")
+    parser.add_argument("--out", type=Path, help="a file for what is known so far, and in the end for the last line")
     return parser.parse_args()
 
 
@@ -195,26 +215,27 @@ def main() -> None:
     weights = open_weights(args.model_path or ensure_model())
     text = read_text(args)
     reference = Reader(weights, args.device, "fp32")
-    prompt = text.ids[:32]
-    written = reference.write(prompt, args.written)
-    results = []
-    names = "dtype", "bits_per_byte", "kl", "logits_error", "same_token", "agreement", "first_difference"
-    print("  ".join(f"{name:>14}" for name in names))
-    for dtype in ("fp32", *args.dtypes):
-        reader = Reader(weights, args.device, dtype)
-        results.append({"dtype": dtype, **compare(reader, reference, text), **agreement(reader, prompt, written)})
-        print(_line(results[-1], names), flush=True)
-    head = {
+    known: dict[str, Any] = {
         "model": weights.path.name,
         "shape": weights.shape.describe(),
         "tokens": len(text.ids),
         "device": args.device,
+        "results": [],
+        "kinds": [],
     }
-    kinds = [] if args.no_kinds else by_kind(weights, reference, args.device, text)
-    last = json.dumps({**head, "device": args.device, "results": results, "kinds": kinds})
-    if args.out:
-        args.out.write_text(last + "\n")
-    print(last)
+    for row in by_dtype(weights, reference, args, text):
+        keep(known, known["results"], row, args.out)
+    if not args.no_kinds:
+        for row in by_kind(weights, reference, args.device, text):
+            keep(known, known["kinds"], row, args.out)
+    print(json.dumps(known))
+
+
+def keep(known: dict[str, Any], rows: list[dict[str, Any]], row: dict[str, Any], out: Path | None) -> None:
+    """One more of the rows of what is known, in the file as well: a run that is ended leaves what it has found."""
+    rows.append(row)
+    if out:
+        out.write_text(json.dumps(known) + "\n")
 
 
 if __name__ == "__main__":
