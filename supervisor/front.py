@@ -62,7 +62,7 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
         pass_fds=[listener.fileno()],
         # nginx's own way to hand listening sockets to a new binary: it takes those whose addresses it is told to use.
         env={"NGINX": f"{listener.fileno()};", "PATH": os.environ.get("PATH", "")},
-        start_new_session=True,
+        process_group=0,
         preexec_fn=end_with_parent,  # noqa: PLW1509  # no other thread runs yet
     )
     supervisor.send(("started", None))

@@ -1,4 +1,4 @@
-"""What every process of the service does first: its own session, and log lines that say who speaks."""
+"""What every process of the service does first: a process group of its own, and log lines that say who speaks."""
 
 from __future__ import annotations
 
@@ -99,12 +99,17 @@ class _LongCollections:
 
 
 def become_child(process: str, style: LogStyle) -> None:
-    """Start of a supervised process, before it has threads: signals of a group are the supervisor's business."""
+    """Start of a supervised process, before it has threads: signals of a group are the supervisor's business.
+
+    It stays in the supervisor's session: Linux gives sessions like shares of the cores (sched_autogroup), whatever
+    their threads' priorities. In one of its own, a single thread that stands back would go before each of many others.
+    """
     share_heaps()
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
-        os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.setpgid(0, 0)
+    # The last one: log lines go to a terminal that would stop those in the background (stty tostop).
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     set_up_logging(process, style)

@@ -92,6 +92,17 @@ def test_a_model_is_loaded_asked_listed_and_unloaded(fake: Service) -> None:
     assert "small" not in {one["id"] for one in fake.get("/v1/models").json()["data"]}
 
 
+def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: Service) -> None:
+    """Linux compares priorities within a session only (sched_autogroup): another model's would mean nothing to the own
+    one's threads. Signals of Ctrl-C go to a process group."""
+    load(fake, "good.pth", "near")
+    processes = {*_engines(fake), *fake.pids().values()}
+    assert len(_engines(fake)) == 2 and len(processes) >= 4
+    assert {os.getsid(pid) for pid in processes} == {os.getsid(fake.process.pid)}
+    assert {os.getpgid(pid) for pid in processes} == processes
+    unload(fake, "near")
+
+
 def test_who_does_not_wait_is_told_that_a_model_leaves(fake: Service) -> None:
     load(fake, "good.pth", "going")
     answer = fake.post("/v1/models/unload", {"name": "going"}, headers=ADMIN)

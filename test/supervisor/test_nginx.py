@@ -181,6 +181,7 @@ def test_a_worker_that_is_replaced_is_taken_back_at_once(proxied: Service) -> No
 
 def test_an_nginx_that_is_killed_is_started_again_without_a_refused_connection(proxied: Service) -> None:
     master = nginx_master(proxied)
+    assert os.getsid(master) == os.getsid(proxied.process.pid) and os.getpgid(master) == master  # as all its processes
     os.kill(master, signal.SIGKILL)
 
     def answer() -> bytes:
