@@ -42,11 +42,12 @@ from cluster.actors.plan import ClusterPlan
 from cluster.fleet import Fleet, FleetLimits
 from demo.ray_nodes import RayNodes
 from rwkv_batch.ipc.client import EngineClient, at_socket
+from rwkv_batch.ipc.engine_process import engine_process
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 from rwkv_batch.protocol import EngineProtocol
 from settings import parse_settings
-from supervisor.service import ENGINE_FACTORY, engine_process
+from supervisor.service import ENGINE_FACTORY
 
 LEAST_RATIO, LEAST_RATIO_OVER_RAY = 0.98, 0.95
 

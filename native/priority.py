@@ -25,6 +25,16 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
 def stand_back() -> None:
     """Have the calling thread, for good, stand behind all others."""
+    _stand_back(threading.get_native_id())
+
+
+def stand_back_to_the_end() -> None:
+    """Have all threads of this process, which is about to end, stand behind others: the last one frees its memory."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            _stand_back(int(thread))
+
+
+def _stand_back(thread: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # where the system has none of this, work is done as ever
-        of_this_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), of_this_thread + NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)

@@ -124,9 +124,9 @@ class ForkedProcess(BaseProcess):
 class ForkedContext(ForkServerContext):
     """Processes from a server of their own, which has imported `preload`. What they do is in no `__main__`."""
 
-    def __init__(self, preload: str) -> None:
+    def __init__(self, *preload: str) -> None:
         self._server = ForkServer()
-        self._server.set_forkserver_preload([preload])
+        self._server.set_forkserver_preload([__name__, *preload])
 
     def Process(self, **arguments: Any) -> ForkedProcess:  # type: ignore[override] # noqa: N802 - likewise
         """A process that is not started."""

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -28,7 +27,8 @@ from cluster.actors.plan import ClusterPlan
 from routes.api_keys import KeysFile
 from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.process import LogStyle, set_compute_environment
+from rwkv_batch.ipc.engine_process import engine_process
+from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings
 from supervisor.child import Child, let_forks_import
@@ -55,18 +55,6 @@ def batches_process(*arguments: Any) -> None:
     from bulk.batches.process import run_batches
 
     run_batches(*arguments)
-
-
-def engine_process(*arguments: Any) -> None:
-    """Main function of the engine process."""
-    set_compute_environment()
-    from tqdm import tqdm
-
-    from rwkv_batch.ipc.server import run_engine
-
-    # tqdm's own lock holds a semaphore of the system, which an engine that is killed leaves behind, with a warning.
-    tqdm.set_lock(threading.RLock())
-    run_engine(*arguments)
 
 
 def cluster_process(*arguments: Any) -> None:
@@ -126,7 +114,8 @@ class Supervisor:
         limits = ModelLimits(service.max_models, service.model_idle_s, _LAST_WORDS_S)
         replicas = service.replica_devices or (engine.devices,) * max(1, service.replicas)
         replicas = () if service.cluster else replicas
-        forks = ForkedContext(PRELOADED if factory == ENGINE_FACTORY else factory.partition(":")[0])
+        needed = PRELOADED if factory == ENGINE_FACTORY else factory.partition(":")[0]
+        forks = ForkedContext(engine_process.__module__, needed)
         engines = Engines(engine, self._folder, style, spawn, engine_process, factory, limits, replicas, forks)
         if not service.cluster:
             return engines

@@ -9,12 +9,15 @@ gives what follows once, in pieces that cut it anywhere, and stops.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import tqdm  # noqa: F401 - torch, which this engine has not, brings it along
 
 from rwkv_batch.calls import (
     CheckModel,
@@ -28,6 +31,7 @@ from rwkv_batch.calls import (
 )
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
+from rwkv_batch.ipc import server  # noqa: F401 - which the real one has from the start
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, Load
 from rwkv_batch.tokenizer import Tokenizer
@@ -89,10 +93,15 @@ class FakeEngine:
         return Load(sum(len(one.texts) for one in list(self._jobs.values())), 0)
 
     def start(self) -> None:
-        """Of a model file's name: "broken" cannot be loaded, "dying" ends the process, "slow" takes its time."""
+        """Of a model file's name: "broken" cannot be loaded, "dying" ends the process, "slow" takes its time.
+
+        "imports" fails with what was imported behind this module.
+        """
         name = Path(self._config.model_path).stem
         if name == "broken":
             raise StartupError(f"{self._config.model_path} is not a model")
+        if name == "imports":
+            raise StartupError(f"imported: {sorted(set(sys.modules) - IMPORTED)}")
         if name == "dying":
             os._exit(3)
         if name == "slow":
@@ -199,3 +208,7 @@ class FakeEngine:
             with self._lock:
                 self._jobs.pop(running.job.job_id, None)
         running.sink(JobEvents(job_id=running.job.job_id, deltas=deltas, done=done, error=error))
+
+
+IMPORTED = frozenset(sys.modules)
+"""What there was when this module came, in the process that engines are forked from."""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from native.priority import at_low_priority, stand_back
+from native.priority import at_low_priority, stand_back_to_the_end
 from rwkv_batch.calls import EngineCall, EnterClient, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
@@ -337,7 +337,7 @@ def run_engine(
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
     if config.gives_way:
-        stand_back()  # to give a model's memory back takes a while, too
+        stand_back_to_the_end()  # to give a model's memory back takes a while, too
 
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:

@@ -66,7 +66,7 @@ def test_its_end_gives_way_once_nothing_is_left_to_store(gives_way: bool, monkey
     for name in ("become_child", "started_engine", "EngineServer"):
         monkeypatch.setattr(server, name, Mock())
     monkeypatch.setattr(server, "_follow_supervisor", lambda *arguments: told.append("drained"))
-    monkeypatch.setattr(server, "stand_back", lambda: told.append("stands back"))
+    monkeypatch.setattr(server, "stand_back_to_the_end", lambda: told.append("stands back"))
     config = EngineConfig(model_path="", gives_way=gives_way)
     ours, theirs = Pipe()
     server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
+from multiprocessing.connection import Connection
 
 import pytest
 
-from native.priority import NICENESS, at_low_priority
+from native.priority import NICENESS, at_low_priority, stand_back_to_the_end
 
 
 def niceness() -> int:
@@ -23,3 +25,24 @@ def test_a_thread_stands_back_and_no_other_does() -> None:
 def test_its_failures_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         at_low_priority(lambda: 1 // 0)
+
+
+def _end(pipe: Connection) -> None:
+    other = threading.Thread(target=pipe.recv)
+    other.start()
+    usual = niceness()
+    stand_back_to_the_end()
+    pipe.send((usual, [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")]))
+    other.join()
+
+
+def test_every_thread_of_a_process_that_ends_stands_back() -> None:
+    """Whichever ends last gives the memory back."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_end, args=(theirs,))
+    process.start()
+    usual, threads = ours.recv()
+    assert threads == [min(19, usual + NICENESS)] * 2
+    ours.send(None)
+    process.join()

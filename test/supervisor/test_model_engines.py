@@ -30,7 +30,7 @@ WHO: dict[str, Any] = {"contents": ["who"], "max_tokens": 1}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that the fake engine takes for models."""
     path = tmp_path_factory.mktemp("models")
-    for name in ("good", "other", "slow", "broken", "dying"):
+    for name in ("good", "other", "slow", "broken", "dying", "imports"):
         (path / f"{name}.pth").write_bytes(b"x")
     (path / "notes.txt").write_text("no model")
     return path
@@ -126,6 +126,11 @@ def test_a_model_that_cannot_be_loaded_says_why_and_harms_nothing(fake: Service,
     assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and who(fake, "rwkv7") == "rwkv7"
     assert load(fake, "good.pth", name)["status"] == "ready"  # another file may take the name
     assert unload(fake, name)["status"] == "unloaded"
+
+
+def test_an_engine_that_is_forked_imports_nothing_more(fake: Service) -> None:
+    """At its usual priority it would, beside all that runs, for each model that comes."""
+    assert load(fake, "imports.pth", "imports")["error"] == "imported: []"
 
 
 def test_a_name_is_taken_once_also_by_two_at_a_time(fake: Service) -> None:
