@@ -57,7 +57,7 @@ def _of_streams(gaps: list[Gap], spans: list[Span], second_s: float) -> dict[int
 
 
 def _grew(first: dict[int, Stream], then: dict[int, Stream]) -> dict[str, Any]:
-    """For each measure of a stream's gaps: its ratio, at the median of the streams and at most."""
+    """For each measure of a stream's gaps: its ratio, at the median of the streams and at most; of none: nothing."""
     measures: dict[str, Callable[[Stream], float]] = {
         "longest": lambda stream: max(stream.gaps),
         "longest_of_a_second": lambda stream: statistics.median(stream.longest),
@@ -67,6 +67,8 @@ def _grew(first: dict[int, Stream], then: dict[int, Stream]) -> dict[str, Any]:
     told = {}
     for name, measure in measures.items():
         ratios = [measure(then[s]) / measure(first[s]) for s in first.keys() & then.keys()]
+        if not ratios:
+            return {}
         told[name] = {
             "median": round(statistics.median(ratios), 2),
             "most": round(max(ratios), 2),

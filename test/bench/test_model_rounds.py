@@ -30,6 +30,13 @@ def test_one_long_gap_that_was_met_alone_does_not_hide_those_of_every_round() ->
     assert told["in_rounds_gap_ms"]["longest_of_a_second"] == {"p50": 30.0, "p90": 30.0}
 
 
+def test_while_the_rounds_go_on_there_are_figures_of_what_was() -> None:
+    found = gaps(0.01, BEFORE, {}) + gaps(0.01, ROUNDS, dict.fromkeys(range(20), 0.03))
+    told = figures(found, BEFORE, ROUNDS, (ROUNDS[1], ROUNDS[1]), 1.0)
+    assert told["grew"]["longest_of_a_second"]["median"] == 3.0
+    assert told["after_by_before"] == {} and told["after_gap_ms"]["p50"] is None
+
+
 def test_what_streams_draw_is_not_lost_by_rounds() -> None:
     """A tenth of a megabyte a thousand tokens alone; in the rounds that and three megabytes."""
     drawn = (0, 10_000, 40_000, 50_000)
