@@ -90,6 +90,17 @@ def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
     return running
 
 
+@contextmanager
+def standing_still(engine: Engine) -> Iterator[None]:
+    """What is submitted within comes to the engine at once, in order, when it goes on."""
+    goes_on = threading.Event()
+    engine._put(lambda: goes_on.wait(WAIT_S) and None)
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
 def run(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
     """Run a job to its end; a refusal is raised."""
     running = submit(engine, *rows, **fields).wait()

@@ -153,7 +153,7 @@ class Driver:
         self._woken = threading.Event()
         self.pool = StatePool(arena, config, self._woken.set)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Poll until it holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -146,20 +146,25 @@ def test_cancel_frees_every_slot(engine: Engine) -> None:
 
 
 def test_timeout_ends_the_rows(engine: Engine) -> None:
-    ended = run(engine, ask("endless", max_tokens=10**6, ignore_eos=True), timeout_s=0.3)
-    assert ended.finishes[0].reason is FinishReason.TIMEOUT
+    for seconds in (0.3, 3.0, 30.0):  # on a busy machine nothing may be drawn for a while
+        ended = run(engine, ask("endless", max_tokens=10**6, ignore_eos=True), timeout_s=seconds)
+        assert ended.finishes[0].reason is FinishReason.TIMEOUT
+        if ended.finishes[0].completion_tokens:
+            break
     assert ended.finishes[0].completion_tokens > 0 and ended.texts[0]
 
 
 def test_label_is_cancelled_together(engine: Engine) -> None:
-    kept = submit(engine, ask("keep", max_tokens=60, ignore_eos=True), label="v1")
+    kept = submit(engine, ask("keep", max_tokens=10**6, ignore_eos=True), label="v1")
     cleaned = [submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), label="big_batch") for _ in range(3)]
     assert all(job.answered.wait(30) for job in cleaned)
     assert call(engine, "count_label", label="big_batch") == 3
     assert call(engine, "status")["jobs"] == {"v1": 1, "big_batch": 3}
     assert call(engine, "cancel_label", label="big_batch") == 3
     assert all(job.wait().finishes[0].reason is FinishReason.CANCELLED for job in cleaned)
-    assert kept.wait().finishes[0].reason is FinishReason.LENGTH
+    assert call(engine, "status")["jobs"] == {"v1": 1}
+    engine.cancel(kept.job.job_id)
+    kept.wait()
 
 
 def test_wrong_ids_are_refused_by_field(engine: Engine) -> None:

@@ -128,6 +128,13 @@ def crowd(engine: Engine, max_tokens: int) -> list[Running]:
     return jobs
 
 
+def cancel(engine: Engine, jobs: list[Running]) -> None:
+    """And wait for their ends."""
+    for job in jobs:
+        engine.cancel(job.job.job_id)
+        job.wait()
+
+
 def test_two_parts_draw_what_one_draws(model: Path, engine: Engine) -> None:
     with started_engine(model) as whole:
         wanted = run(whole, *mixture()).all_texts
@@ -149,14 +156,13 @@ def test_constrained_rows_draw_apart_from_the_graph(model: Path, engine: Engine)
 
 
 def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
-    bulk = crowd(engine, max_tokens=200)
-    while not graphs(engine).steps:
+    bulk = crowd(engine, max_tokens=10**6)
+    while graphs(engine).steps[-1:] != [20]:
         time.sleep(0.001)
     graphs(engine).steps.clear()
     run(engine, ask("a long prompt " * 60, max_tokens=3))
     assert graphs(engine).steps[:4] == [20] * 4, "the prompt's chunks leave the decoding rows alone"
-    for job in bulk:
-        job.wait()
+    cancel(engine, bulk)
 
 
 def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +174,9 @@ def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pyt
         return launch(rows, *after)
 
     monkeypatch.setattr(engine.machine, "launch", launching)
-    bulk = crowd(engine, max_tokens=100)
+    bulk = crowd(engine, max_tokens=10**6)
     run(engine, ask("a long prompt " * 60, max_tokens=3))
-    for job in bulk:
-        job.wait()
+    cancel(engine, bulk)
     first = parts.index("decode")
     assert "read" in parts[first:]
     assert all(parts[i + 1] == "decode" for i in range(first, len(parts) - 1) if parts[i] == "read")

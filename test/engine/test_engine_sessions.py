@@ -21,7 +21,7 @@ from rwkv_batch.request import FinishReason
 from rwkv_batch.runner.drawing import Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, Running, ask, call, run, standing_still, started_engine, submit, tiny_model, turn
 from test.serving import wait_for
 
 
@@ -133,11 +133,12 @@ def test_random_stops_never_leak_into_the_state(engine: Engine) -> None:
 
 
 def test_turns_of_one_session_keep_their_order(engine: Engine) -> None:
-    first = submit(engine, turn("order", "one", max_tokens=12))
-    second = submit(engine, turn("order", " two", max_tokens=12))
-    with pytest.raises(ServiceError) as busy:
-        run(engine, turn("order", " three", wait=False))
-    assert busy.value.info.kind is ErrorKind.SESSION_BUSY
+    with standing_still(engine):
+        first = submit(engine, turn("order", "one", max_tokens=12))
+        second = submit(engine, turn("order", " two", max_tokens=12))
+        third = submit(engine, turn("order", " three", wait=False))
+    refusal = third.wait().refusal
+    assert refusal is not None and refusal.info.kind is ErrorKind.SESSION_BUSY
     first.wait(), second.wait()
     assert second.texts[0] == conversation(engine, "order-2", ["one", " two"], max_tokens=12)[1]
 

@@ -40,12 +40,12 @@ def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(fake: S
     try:
         for number, connection in enumerate(connections):
             connection.sendall(raw_request(CHAT, body, extra=f"X-Forwarded-For: 10.0.1.{number}\r\n"))
-        wait_for(lambda: running_rows(fake) == 5, 10, "the rows run")
+        wait_for(lambda: running_rows(fake) > 0, 10, "rows run")  # the first may be cut off before the last begins
         wait_for(lambda: running_rows(fake) == 0, 30, "the rows are cancelled")
         asked = {"contents": ["a"], "max_tokens": 1}
         wait_for(lambda: fake.post(CHAT, asked).status_code == 200, 30, "a place is free")
         # The clients have not closed: it was their silence that ended it.
-        assert connections[0].recv(12) == b"HTTP/1.1 200"
+        assert [connection.recv(12) for connection in connections] == [b"HTTP/1.1 200"] * 5
     finally:
         for connection in connections:
             connection.close()
@@ -150,7 +150,7 @@ def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_in_the_first_seconds_has_a_true_status(fake: Service, stream: bool) -> None:
     session = {"session_id": "fails"} if stream else {}
-    answer = fake.post(CHAT, {"contents": ["fail@80 then"], "max_tokens": 5, "stream": stream, **session})
+    answer = fake.post(CHAT, {"contents": ["fail@30 then"], "max_tokens": 5, "stream": stream, **session})
     assert (answer.status_code, answer.json()["error"]) == (500, "broken on demand")
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
     wait_for(lambda: running_rows(fake) == 0, 10, "nothing is left")

@@ -202,12 +202,12 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
         received: list[str] = []
 
         def long_request() -> None:
-            received.append(service.post(CHAT, {**ENDLESS, "timeout_s": 3.0}).text)
+            received.append(service.post(CHAT, {**ENDLESS, "timeout_s": 6.0}).text)
 
         whole: list[Any] = []
 
         def whole_request() -> None:
-            whole.append(service.post(CHAT, {**ENDLESS, "stream": False, "timeout_s": 3.0}).json())
+            whole.append(service.post(CHAT, {**ENDLESS, "stream": False, "timeout_s": 6.0}).json())
 
         threads = [threading.Thread(target=long_request), threading.Thread(target=whole_request)]
         for thread in threads:

@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 
 from routes.table import ROUTES
-from test.serving import Service, sse_data, wait_for
+from test.serving import Service, sse_data
 from test.state_files import random_state, write_state
 
 V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
@@ -196,12 +196,19 @@ def test_a_failure_after_the_answer_has_begun(
     session = f"answers: doomed {path} {stream}"
     body = {**SHORT, **prompt, "max_tokens": 1_000_000, "session_id": session, "stream": stream}
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(service.post(path, body)))
+    has_begun = threading.Event()
+
+    def ask() -> None:
+        with service.stream(path, body) as answer:
+            has_begun.set()
+            answer.read()
+            answers.append(answer)
+
+    asking = threading.Thread(target=ask)
     asking.start()
-    wait_for(lambda: service.status()["running_rows"], 30, "the turn runs")
-    asking.join(2.5)  # by then the answer has begun
+    assert has_begun.wait(60)
     service.post("/state/delete", {"session_id": session})
-    asking.join(30)
+    asking.join(60)
     assert answers[0].status_code == 200
     assert "was deleted while its turn ran" in answers[0].text
     published.check("POST", path, answers[0])

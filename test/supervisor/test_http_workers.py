@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,24 +60,33 @@ def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fa
 
 def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service) -> None:
     wait_ready_once(fake)
-    body = json.dumps({"contents": ["abc"], "max_tokens": 100, "chunk_size": 1, "stream": True}).encode()
-    received: list[bytes] = []
+    body = json.dumps({"contents": ["abc"], "max_tokens": 1_000_000, "chunk_size": 1, "stream": True}).encode()
+    streams = [fake.connect() for _ in range(8)]
+    words, ended = [0] * 8, [False] * 8
 
-    def read() -> None:
-        with fake.connect() as connection:
-            connection.sendall(raw_request(CHAT, body))
-            received.append(read_all(connection))
+    def read(number: int) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            while piece := streams[number].recv(65536):
+                words[number] += piece.count(b"abc")
+        ended[number] = True
 
-    readers = [threading.Thread(target=read) for _ in range(8)]
-    for reader in readers:
-        reader.start()
+    for number, stream in enumerate(streams):
+        stream.sendall(raw_request(CHAT, body))
+        threading.Thread(target=read, args=(number,), daemon=True).start()
     wait_for(lambda: fake.status()["running_rows"] == 8, 10, "8 streams run")
     lost = next(one for one in fake.status()["processes"]["http_workers"] if one["jobs"] < 8)
     os.kill(lost["pid"], signal.SIGABRT)
-    for reader in readers:
-        reader.join(30)
-    whole = sum(text.count(b"abc") == 100 and b"[DONE]" in text for text in received)
-    assert whole == 8 - lost["jobs"]
+    wait_for(lambda: sum(ended) == lost["jobs"], 30, "its streams end")
+    before = list(words)
+
+    def going_on() -> int:
+        return sum(now > then + 50 for now, then in zip(words, before, strict=True))
+
+    wait_for(lambda: going_on() == 8 - lost["jobs"], 30, "the others go on")
+    assert sum(ended) == lost["jobs"]
+    for stream in streams:
+        stream.shutdown(socket.SHUT_RDWR)
+    fake.wait_idle()
 
 
 @pytest.mark.parametrize("victim", ["spare", "origin"])

@@ -240,7 +240,7 @@ def test_rounds_beside_streams_harm_none_and_leave_nothing(fake: Service) -> Non
 
 
 def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
-    arguments = ("--models-dir", str(folder), "--model-idle-s", "1.5", "--http-workers", "1")
+    arguments = ("--models-dir", str(folder), "--model-idle-s", "3", "--http-workers", "1")
     service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
     try:
         service.wait_ready()
@@ -249,7 +249,7 @@ def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path)
         body = {"contents": ["abc"], "model": "busy", "max_tokens": 600, "chunk_size": 1, "stream": True}
         with service.stream(CHAT, body) as stream:
             text = "".join(stream.iter_text())
-        assert text.count("abc") == 600 and '"error"' not in text  # six seconds, four times the limit
+        assert text.count("abc") == 600 and '"error"' not in text  # six seconds, twice the limit
         wait_for(lambda: service.post(CHAT, {**WHO, "model": "idle"}).status_code == 404, 20, "the idle one left")
         assert service.terminate() == 0
         assert "Traceback" not in service.log.read_text()
