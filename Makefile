@@ -53,7 +53,7 @@ $(VENV)/.installed: requirements.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt requirements-nvcc.txt requirements-cluster.txt requirements.txt | $(BIN)/python
-	$(BIN)/pip install --disable-pip-version-check -q -r requirements-dev.txt
+	$(BIN)/pip install --disable-pip-version-check -q --no-compile -r requirements-dev.txt  # most is never imported
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-cluster: requirements-cluster.txt requirements.txt | $(BIN)/python
