@@ -1,4 +1,4 @@
-"""Compiles every .cu of a source tree for given architectures, without a GPU: shows that all of them still build."""
+"""Compiles every .cu of a source tree for the architectures that it is built for, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ GENERATIONS = (80, 100)
 """Virtual architectures that every source is read for: between them the compiler's first half makes the same of all
 that no source asks to be told apart."""
 OWN_INSTRUCTIONS = "__CUDA_ARCH_FEAT_"
+"""What a source asks about that uses one architecture's own instructions: built for sm_90a, all others for sm_90."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,15 @@ def why_not() -> str | None:
     return None if machine.nvcc() else "no nvcc on this machine"
 
 
-def compile_all(root: Path, archs: Iterable[str] = CHECKED_ARCHS) -> list[Compiled]:
-    """Compile each CUDA source for each architecture, as many at once as there are cores. RuntimeError without nvcc."""
-    reason = why_not()
-    if reason:
-        raise RuntimeError(reason)
-    return _compile(cuda_sources(root), list(archs))
+def archs_of(source: Path) -> tuple[str, ...]:
+    """Those of CHECKED_ARCHS that a source is ever built for."""
+    has_own = OWN_INSTRUCTIONS in _with_headers(source)
+    return tuple(arch for arch in CHECKED_ARCHS if arch.endswith("a") == has_own)
 
 
-def compile_source(source: Path, archs: Iterable[str] = CHECKED_ARCHS) -> dict[str, Compiled]:
-    """One source for each architecture, as many at once as there are cores."""
-    return {result.arch: result for result in _compile([source], list(archs))}
+def compile_source(source: Path) -> dict[str, Compiled]:
+    """By architecture, for each that it is built for; as many at once as there are cores."""
+    return {result.arch: result for result in _compile(source, archs_of(source))}
 
 
 def front_end_of(arch: str, source: Path) -> str:
@@ -69,13 +68,12 @@ def front_end_of(arch: str, source: Path) -> str:
     return str(max(n for n in {*GENERATIONS, *asked} if n <= int(number.removesuffix("a"))))
 
 
-def _compile(sources: list[Path], archs: list[str]) -> list[Compiled]:
-    jobs: dict[tuple[Path, str], list[str]] = {}
-    for source in sources:
-        for arch in archs:
-            jobs.setdefault((source, front_end_of(arch, source)), []).append(arch)
+def _compile(source: Path, archs: Iterable[str]) -> list[Compiled]:
+    jobs: dict[str, list[str]] = {}
+    for arch in archs:
+        jobs.setdefault(front_end_of(arch, source), []).append(arch)
     with ThreadPoolExecutor(machine.cores()) as pool:
-        done = pool.map(lambda job: _run(job[0][0], job[0][1], job[1]), jobs.items())
+        done = pool.map(lambda job: _run(source, *job), jobs.items())
         return [result for results in done for result in results]
 
 

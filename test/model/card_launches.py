@@ -106,12 +106,16 @@ def build_library(folder: Path) -> ctypes.CDLL:
     nvcc = machine.nvcc()
     assert nvcc is not None
     here = Path(__file__).parent
-    flags = [flag.replace("-fvisibility=hidden", "-fvisibility=default") for flag in CUDA_FLAGS if flag != "-lineinfo"]
+    flags = [
+        flag.replace("-fvisibility=hidden", "-fvisibility=default")
+        for flag in CUDA_FLAGS
+        if flag not in ("-lineinfo", "-O3")
+    ]
     flags.append("-w")  # the fake's macros use fewer arguments than they are given
     # So that a kernel's stub has the kernel's name in the library.
     flags += ["-static-global-template-stub=false", "-device-entity-has-hidden-visibility=false"]
-    # Of the kernels it holds an intermediate form, made in no time: only the launchers run.
-    flags += ["-Xcicc", "-O0", "-gencode=arch=compute_80,code=compute_80"]
+    # Of the kernels it holds an intermediate form, made in no time: only the launchers run, and not for long.
+    flags += ["-O0", "-Xcicc", "-O0", "-gencode=arch=compute_80,code=compute_80"]
     flags += [*INCLUDES, "-include", str(here / "fake_runtime.h")]
 
     def compile_one(source: Path) -> str:
