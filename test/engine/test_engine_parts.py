@@ -97,6 +97,18 @@ def poet(model: Path) -> tuple[str, ...]:
     return (f"poet={model.parent / 'poet.pth'}",)
 
 
+@pytest.fixture(scope="module")
+def whole(model: Path) -> Iterator[Engine]:
+    """An engine whose steps have one part: what it answers is wanted of the others."""
+    with started_engine(model, states=poet(model)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def wanted_of_mixture(whole: Engine) -> list[bytes]:
+    return run(whole, *mixture()).all_texts
+
+
 @pytest.fixture(params=["plain", "overlapped"])
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
@@ -124,7 +136,7 @@ def mixture() -> list[GenerateRequest]:
 def crowd(engine: Engine, max_tokens: int) -> list[Running]:
     """20 rows that decode, none of them a batch's, which would stand aside while a prompt is read."""
     jobs = [submit(engine, *[ask("bulk", max_tokens=max_tokens, ignore_eos=True)] * 5) for _ in range(4)]
-    assert all(job.answered.wait(30) for job in jobs)
+    assert all(job.answered.wait(60) for job in jobs)
     return jobs
 
 
@@ -135,24 +147,23 @@ def cancel(engine: Engine, jobs: list[Running]) -> None:
         job.wait()
 
 
-def test_two_parts_draw_what_one_draws(model: Path, engine: Engine) -> None:
-    with started_engine(model) as whole:
-        wanted = run(whole, *mixture()).all_texts
-    assert run(engine, *mixture()).all_texts == wanted
+def test_two_parts_draw_what_one_draws(wanted_of_mixture: list[bytes], engine: Engine) -> None:
+    assert run(engine, *mixture()).all_texts == wanted_of_mixture
     assert graphs(engine).steps
 
 
-def test_constrained_rows_draw_apart_from_the_graph(model: Path, engine: Engine) -> None:
+def test_constrained_rows_draw_apart_from_the_graph(
+    whole: Engine, wanted_of_mixture: list[bytes], engine: Engine
+) -> None:
     """Beside rows that the graph draws for, and alone."""
     words = Constraint(form=Form.CHOICE, source='["yes, certainly", "no, never at all", "perhaps tomorrow"]')
     digits = Constraint(form=Form.REGEX, source="[0-9]{8}")
     held = [
         ask(f"x{i}", constraint=words if i % 2 else digits, sampling=SamplingParams(seed=i, top_k=20)) for i in range(9)
     ]
-    with started_engine(model) as whole:
-        wanted, alone = run(whole, *mixture(), *held).all_texts, run(whole, *held).all_texts
-    assert run(engine, *mixture(), *held).all_texts == wanted
-    assert run(engine, *held).all_texts == alone == wanted[-9:]
+    alone = run(whole, *held).all_texts
+    assert run(engine, *mixture(), *held).all_texts == [*wanted_of_mixture, *alone]
+    assert run(engine, *held).all_texts == alone
 
 
 def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
@@ -182,29 +193,27 @@ def test_prompts_go_before_the_rows_that_decode(engine: Engine, monkeypatch: pyt
     assert all(parts[i + 1] == "decode" for i in range(first, len(parts) - 1) if parts[i] == "read")
 
 
-def test_mixtures_that_a_graph_has_no_room_for_decode_while_another_is_read(model: Path, engine: Engine) -> None:
+def test_mixtures_that_a_graph_has_no_room_for_decode_while_another_is_read(whole: Engine, engine: Engine) -> None:
     graphs(engine).max_rows = 8
     plain = [ask(f"plain {i}", max_tokens=60, ignore_eos=True) for i in range(4)]
     mixed = [ask(f"mixed {i}", mixture=BOTH, max_tokens=60, ignore_eos=True) for i in range(3)]
     late = ask("it comes later", mixture=BOTH, max_tokens=4, ignore_eos=True)
-    with started_engine(model, states=poet(model)) as whole:
-        wanted = [run(whole, *rows).all_texts for rows in (plain, mixed, [late])]
+    wanted = [run(whole, *rows).all_texts for rows in (plain, mixed, [late])]
     jobs = [submit(engine, *plain), submit(engine, *mixed)]
-    assert all(job.answered.wait(30) for job in jobs)
+    assert all(job.answered.wait(60) for job in jobs)
     jobs.append(submit(engine, late))
     assert [job.wait().all_texts for job in jobs] == wanted
 
 
-def test_logits_that_wait_for_a_mask_are_those_of_their_rows(model: Path, engine: Engine) -> None:
+def test_logits_that_wait_for_a_mask_are_those_of_their_rows(whole: Engine, engine: Engine) -> None:
     """Prompts of mixtures, long ones and scored ones are read beside rows whose constraint waits for the last token."""
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{80}")
     held = [ask(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50)) for i in range(3)]
     late = [ask(f"one more {i}", mixture=BOTH, max_tokens=3, ignore_eos=True) for i in range(6)]
     late += [ask("how likely is this text " * 4, max_tokens=2, prompt_logprobs=PromptLogprobs()) for _ in range(2)]
-    with started_engine(model, states=poet(model)) as whole:
-        wanted = run(whole, *held).all_texts
+    wanted = run(whole, *held).all_texts
     job = submit(engine, *held)
-    assert job.answered.wait(30)
+    assert job.answered.wait(60)
     for row in late:
         assert run(engine, row).finishes[0].error is None
     assert job.wait().all_texts == wanted
@@ -230,12 +239,11 @@ def test_rows_that_no_graph_can_hold_go_apart(model: Path, monkeypatch: pytest.M
         assert max(graphs(engine).steps) == 5, "the rows without an adapter"
 
 
-def test_text_that_is_certain_is_read_whatever_its_length(model: Path) -> None:
+def test_text_that_is_certain_is_read_whatever_its_length(model: Path, whole: Engine) -> None:
     """In chunks of four, so that of some runs one token is left, which no draw has put into the row's seat."""
     forms = [Constraint(form=Form.REGEX, source="[a-z]" + "-certain" * n + "[0-9]{6}") for n in range(1, 9)]
     rows = [ask("x", constraint=form, max_tokens=60, sampling=SamplingParams(seed=3, top_k=50)) for form in forms]
-    with started_engine(model) as whole:
-        wanted = [run(whole, row).all_texts for row in rows]
+    wanted = [run(whole, row).all_texts for row in rows]
     for overlaps in (False, True):
         with started_engine(model, prefill_chunk=4, overlap_on_cpu=overlaps) as engine:
             engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
@@ -252,11 +260,9 @@ def test_sessions_go_on(model: Path, engine: Engine) -> None:
     crowd.wait()
 
 
-def test_a_graph_that_cannot_be_captured_is_done_without(model: Path, engine: Engine) -> None:
-    with started_engine(model) as whole:
-        wanted = run(whole, *mixture()).all_texts
+def test_a_graph_that_cannot_be_captured_is_done_without(wanted_of_mixture: list[bytes], engine: Engine) -> None:
     graphs(engine).fails = True
-    assert run(engine, *mixture()).all_texts == wanted
+    assert run(engine, *mixture()).all_texts == wanted_of_mixture
     assert "could not be captured" in call(engine, "status")["decode_graphs"]
 
 
@@ -292,7 +298,7 @@ def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.Monk
     monkeypatch.setattr(engine.machine, "launch", sometimes)
     both = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), ask("y " * 5000, max_tokens=2))
     jobs: list[Running] = [submit(engine, turn(f"c{i}", "hello " * 40, max_tokens=4)) for i in range(4)]
-    assert both.answered.wait(30)
+    assert both.answered.wait(60)
     failing.set()
     assert both.wait().events[-1].error is not None
     for job in jobs:

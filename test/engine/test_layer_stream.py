@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,18 +31,24 @@ def two_steps(pipeline: Pipeline) -> list[torch.Tensor]:
     return [pipeline.forward(prompt).clone(), pipeline.forward(token).clone()]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int8", "int4"])
+@pytest.fixture(scope="module", params=["fp32", "int8", "int4"])
+def plain(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, str, list[Any]]:
+    """A model of six layers, how it is stored, and what it says with all layers there."""
+    model = tiny_model(tmp_path_factory.mktemp("model"), layers=6)
+    return model, request.param, two_steps(pipeline_of(model, request.param))
+
+
 @pytest.mark.parametrize("resident", [0, 2, 3, 9])
-def test_layers_in_turn_compute_the_same(tmp_path: Path, dtype: str, resident: int) -> None:
-    model = tiny_model(tmp_path, layers=6)
-    plain, streamed = pipeline_of(model, dtype), pipeline_of(model, dtype)
+def test_layers_in_turn_compute_the_same(plain: tuple[Path, str, list[Any]], resident: int) -> None:
+    model, dtype, wanted = plain
+    streamed = pipeline_of(model, dtype)
     stage = streamed.stages[0]
     stage.layers = StreamedLayers(iter(stage.layers), resident, torch.device("cpu"))
     stays = min(6, max(1, resident))  # layer 0 has no twin
     assert (len(stage.layers), stage.num_streamed) == (6, 6 - stays)
     assert len(stage.layers.on_device) == stays + min(PLACES, 6 - stays)
-    for wanted, got in zip(two_steps(plain), two_steps(streamed), strict=True):
-        assert torch.equal(wanted, got)
+    for logits, got in zip(wanted, two_steps(streamed), strict=True):
+        assert torch.equal(logits, got)
 
 
 def test_a_place_holds_nothing_of_the_layers_it_was_made_from(tmp_path: Path) -> None:
