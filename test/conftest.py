@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from test import longest_files
 from test.serving import Service
@@ -30,6 +31,20 @@ LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
     # Memory of engines that have ended goes back: glibc would else keep it, in an arena for each of their threads.
     LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
+# The same examples in each run, however long a busy machine takes for one; RWKV_LONG_TESTS=1 looks for others.
+IS_LONG = "RWKV_LONG_TESTS" in os.environ
+settings.register_profile(
+    "steady", deadline=None, derandomize=not IS_LONG, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
+
+
+def pytest_runtest_setup() -> None:
+    """What torch draws without a generator does not depend on the tests before, which another worker may have."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

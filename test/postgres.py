@@ -74,7 +74,7 @@ class Server:
         """As when its machine loses power, but for the disk: all its processes end at once."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(30)
+            self._process.wait(60)
             self._process = None
 
     def database(self) -> str:

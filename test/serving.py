@@ -164,7 +164,7 @@ class Service:
         """End it in any case."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 def raw_request(path: str, body: bytes, *, length: int | None = None, extra: str = "") -> bytes:

@@ -92,12 +92,12 @@ def test_a_named_pipe_is_read_once(fake: Service, tmp_path: Path, capsys: Any) -
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     assert batch(fake, pipe, target) == 0
-    writer.join(30)
+    writer.join(60)
     assert [line["text"] for line in read_jsonl(target)] == [line["text"] for line in lines]
     again = threading.Thread(target=lambda: pipe.open("w").close(), daemon=True)
     again.start()
     assert batch(fake, pipe, target) == 1 and "cannot be read again" in refusal(capsys)
-    again.join(30)
+    again.join(60)
 
 
 def test_the_input_is_never_overwritten(fake: Service, tmp_path: Path, capsys: Any) -> None:

@@ -270,5 +270,5 @@ def test_a_link_that_fails_in_an_unknown_way_is_made_again() -> None:
 
     client = EngineClient(connect)
     client.start("http-0")
-    assert again.wait(10)
+    assert again.wait(60)
     client.stop()

@@ -78,7 +78,7 @@ def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield start
     for thread in threading.enumerate():  # before os._exit is the process's own again
         if thread.name in ("engine-life", "engine-end"):
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -92,14 +92,14 @@ def test_an_engine_that_fails_as_it_ends_ends(
     actor = started(fails)
     monkeypatch.setattr(actor, "_end_late", lambda: None)
     actor.drain(comes_back)
-    assert ended.process.wait(10) and ended.has_left.is_set() is not comes_back
+    assert ended.process.wait(60) and ended.has_left.is_set() is not comes_back
 
 
 def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended: Ended) -> None:
     hangs = threading.Event()
     try:
         started(hangs.wait).drain(False)
-        assert ended.process.wait(10) and ended.has_left.is_set()
+        assert ended.process.wait(60) and ended.has_left.is_set()
     finally:
         hangs.set()
 
@@ -107,4 +107,4 @@ def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended
 def test_an_engine_that_cannot_tell_the_head_that_it_leaves_ends(started: Callable[..., Any], ended: Ended) -> None:
     ended.fault = GetTimeoutError("the head is away")
     started(lambda: None).drain(False)
-    assert ended.process.wait(10) and ended.has_left.is_set()
+    assert ended.process.wait(60) and ended.has_left.is_set()

@@ -49,7 +49,7 @@ def proxy(machines: list[Service], tmp_path: Path) -> Iterator[str]:
         yield address
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _answers(address: str) -> bool:

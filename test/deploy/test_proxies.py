@@ -101,7 +101,7 @@ def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> It
         yield made
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_answers_go_out_as_they_are_made(front: Front) -> None:

@@ -22,7 +22,7 @@ from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Usage
 from state_pool.session_page import SessionEntry, SessionPage, Tier
 from test.fake_engine import FakeEngine
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 PAGE = SessionPage(total=4, in_slots=1, in_host_memory=1, on_disk=2, sessions=[SessionEntry("s:2", Tier.HOST, 1234.5)])
 ANSWERS: dict[Any, Any] = {
     calls.GetStatus(): {"running_rows": 0, "jobs": {"/v1": 2}},

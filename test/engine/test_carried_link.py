@@ -97,5 +97,5 @@ def test_close_ends_who_waits(ends: Ends) -> None:
         thread.start()
     link.close()
     for thread in waiting:
-        thread.join(30)
+        thread.join(60)
     assert sorted(ended, key=str) == [None, []]

@@ -249,13 +249,13 @@ def test_a_job_may_be_cancelled_while_its_grammar_is_compiled(model: Path, monke
 
     def held(self: GrammarCompiler, constraint: Constraint) -> Any:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(60)
         return compile_grammar(self, constraint)
 
     monkeypatch.setattr(GrammarCompiler, "compile", held)
     with started_engine(model) as engine:
         cancelled = submit(engine, ask("x", constraint=choice("a")))
-        assert entered.wait(30)
+        assert entered.wait(60)
         free = run(engine, ask("free rows do not wait for a compiler"))
         assert free.finishes[0].reason is not FinishReason.ERROR
         engine.cancel(cancelled.job.job_id)

@@ -162,7 +162,7 @@ def test_cancelled_and_timed_out_turns_leave_the_session_as_it_was(engine: Engin
     conversation(engine, "kept", ["begin"], max_tokens=6)
     conversation(engine, "twin", ["begin"], max_tokens=6)
     cancelled = submit(engine, turn("kept", " endless", max_tokens=10**6, ignore_eos=True))
-    assert cancelled.started.wait(30)
+    assert cancelled.started.wait(60)
     engine.cancel(cancelled.job.job_id)
     cancelled.wait()
     timed_out = run(engine, turn("kept", " endless", max_tokens=10**6, ignore_eos=True), timeout_s=0.3)
@@ -278,7 +278,7 @@ def test_a_lost_device_leaves_the_fate_of_a_recorded_turn_open_and_says_so(
 def test_deleting_a_running_session_wins(engine: Engine) -> None:
     conversation(engine, "doomed", ["begin"], max_tokens=4)
     running = submit(engine, turn("doomed", " endless", max_tokens=10**6, ignore_eos=True))
-    assert running.started.wait(30)
+    assert running.started.wait(60)
     assert call(engine, "session_delete", session_id="doomed") == 1
     ended = running.wait().finishes[0]
     assert ended.reason is FinishReason.ERROR and ended.error is not None

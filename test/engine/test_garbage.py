@@ -34,7 +34,7 @@ def rows(engine: Engine, number: int) -> None:
 
 def cancelled(engine: Engine, number: int) -> None:
     running = submit(engine, ask("Once", max_tokens=500, chunk_size=1))
-    assert running.started.wait(30)
+    assert running.started.wait(60)
     engine.cancel(running.job.job_id)
     running.wait()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +15,12 @@ from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, Priority
+from rwkv_batch.runner.drawing import Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
+
+STEPS_BETWEEN = 8
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +67,19 @@ def bulk() -> list[GenerateRequest]:
 
 
 def chat_until(engine: Engine, job: Running) -> None:
-    """Interactive requests of several clients, four at a time, while the job runs."""
-    while not job.done.is_set():
-        for chat in [submit(engine, ask("hi", max_tokens=3, ignore_eos=True), client=f"chat{i}") for i in range(4)]:
-            chat.wait()
+    """Interactive requests of four clients come every few steps, however busy this thread is, until the job ends."""
+    launch, steps, chats = engine.machine.launch, itertools.count(), list[Running]()
+
+    def launching(*arguments: Any) -> Launched:
+        if next(steps) % STEPS_BETWEEN == 0:
+            chats.extend(submit(engine, ask("hi", max_tokens=3, ignore_eos=True), client=f"chat{i}") for i in range(4))
+        return launch(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.machine, "launch", launching)
+        job.wait()
+    for chat in chats:
+        chat.wait()
 
 
 def test_rows_that_gave_way_draw_what_they_would_have(engine: Engine, paused: list[Sequence]) -> None:
@@ -107,14 +122,16 @@ def test_sessions_that_gave_way_go_on_as_if_nothing_had_been(engine: Engine, pau
 def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence], way: str) -> None:
     free = call(engine, "status")["free_slots"]
     endless = [ask("endless", max_tokens=10**6, ignore_eos=True)] * 10
-    job = submit(engine, *endless, client="bulk", timeout_s=1.0 if way == "timeout" else None)
-    assert job.started.wait(30)
+    job = submit(engine, *endless, client="bulk", timeout_s=1000.0 if way == "timeout" else None)
+    assert job.started.wait(60)
     chats = [submit(engine, ask("hi", max_tokens=10**6, ignore_eos=True), client=f"c{i}") for i in range(4)]
     for chat in chats:
-        assert chat.started.wait(30)
+        assert chat.started.wait(60)
     assert paused
     if way == "cancel":
         engine.cancel(job.job.job_id)
+    else:
+        engine._put(lambda: engine.jobs.expire(time.monotonic() + 2000.0))
     reason = FinishReason.CANCELLED if way == "cancel" else FinishReason.TIMEOUT
     assert {finish.reason for finish in job.wait().finishes.values()} == {reason}
     for chat in chats:
@@ -140,7 +157,7 @@ def test_a_client_has_a_queue_place_of_its_own(model: Path) -> None:
 def test_what_others_have_queued_does_not_fill_a_clients_place(model: Path) -> None:
     with started_engine(model, max_running=1, max_waiting_rows=40) as engine:
         hog = submit(engine, *[ask("x", max_tokens=10**6, ignore_eos=True)] * 30, client="hog")
-        assert hog.started.wait(30)
+        assert hog.started.wait(60)
         refused = submit(engine, *[ask("x")] * 2, client="hog").wait().refusal
         assert refused is not None and "29 rows of this client wait" in str(refused) and "limit of 30" in str(refused)
         assert run(engine, ask("hi", max_tokens=2), client="other").finishes[0].completion_tokens == 2
@@ -157,12 +174,12 @@ def test_nobody_waits_for_the_prefix_of_a_row_that_gave_way(model: Path, paused:
         run(engine, ask(system + "first", max_tokens=1))
         rows = [ask("x", **endless), ask("y", **endless), ask(system + "second", **endless)]
         jobs = [submit(engine, *rows, client="bulk", priority=Priority.BATCH)]
-        assert jobs[0].started.wait(30)
+        assert jobs[0].started.wait(60)
         for name in ("a", "b"):
             jobs.append(submit(engine, ask("hi", **endless), client=name))
-            assert jobs[-1].started.wait(30)
+            assert jobs[-1].started.wait(60)
         assert [sequence.row for sequence in paused] == [2] and paused[0].cache_points, "it was reading"
-        assert submit(engine, ask(system + "third", max_tokens=1), client="c").done.wait(30), "another reads it"
+        assert submit(engine, ask(system + "third", max_tokens=1), client="c").done.wait(60), "another reads it"
         for job in jobs:
             engine.cancel(job.job.job_id)
             job.wait()

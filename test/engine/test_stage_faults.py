@@ -54,7 +54,7 @@ def test_too_little_memory_on_any_stage_is_a_429(engine: Engine, stage: int, mon
     faulty = Faulty(engine, stage, monkeypatch)
     jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
     for job in jobs:
-        assert job.started.wait(30)
+        assert job.started.wait(60)
     faulty.error = torch.OutOfMemoryError("CUDA out of memory (for a test)")
     for job in [*jobs, submit(engine, turn("s", "more", max_tokens=8))]:
         error = job.wait().events[-1].error
@@ -77,13 +77,13 @@ def test_a_lost_device_ends_the_engine_and_the_next_one_serves(
         monkeypatch.setattr(engine.machine, "is_lost", lambda: faulty.raised.is_set())
         jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
         for job in jobs:
-            assert job.started.wait(30)
+            assert job.started.wait(60)
         faulty.error = RuntimeError("CUDA error: an illegal memory access was encountered")
         for job in [*jobs, submit(engine, turn("s", "more", max_tokens=8))]:
             running = job.wait()
             error = running.refusal.info if running.refusal is not None else running.events[-1].error
             assert error is not None and error.kind is ErrorKind.ENGINE_LOST
-        engine._thread.join(30)
+        engine._thread.join(60)
         assert not engine.is_alive
         engine.machine.pool.close()  # the process that holds it is replaced
     with started_engine(model, config, **STAGES) as engine:

@@ -56,12 +56,12 @@ def test_the_state_of_a_living_thread_is_not_dropped() -> None:
     def work() -> None:
         keep_state()
         kept.set()
-        may_end.wait(30)
+        may_end.wait(60)
         seen.append(num_states())
 
     thread = threading.Thread(target=on_foreign_thread, args=(work,))
     thread.start()
-    assert kept.wait(30)
+    assert kept.wait(60)
     drop_ended()
     may_end.set()
     thread.join()
@@ -78,14 +78,14 @@ def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monk
     def work() -> None:
         keep_state()
         kept.set()
-        may_end.wait(30)
+        may_end.wait(60)
 
     thread = threading.Thread(target=on_foreign_thread, args=(work,))
 
     def list_then_start(path: str) -> list[str]:
         found = listed(path)
         thread.start()
-        assert kept.wait(30)
+        assert kept.wait(60)
         return found
 
     with monkeypatch.context() as patched:

@@ -84,7 +84,7 @@ def test_a_blocked_step_stops_the_count(engine: Engine, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(engine.machine, "launch", blocked)
     job = submit(engine, ask("x", max_tokens=1))
-    assert entered.wait(30)
+    assert entered.wait(60)
     stuck = engine.rounds
     submit(engine, ask("y", max_tokens=1))
     assert engine.rounds == stuck is not None
@@ -119,7 +119,7 @@ def test_an_old_deadline_does_not_end_a_new_job_of_the_same_id(engine: Engine) -
 
     submitted(1, 0.2).wait()
     second = submitted(10**6, None)
-    assert second.started.wait(30)
+    assert second.started.wait(60)
     end = submit(engine, ask("y", max_tokens=10**6, ignore_eos=True), timeout_s=0.5).wait()
     assert end.finishes[0].reason is FinishReason.TIMEOUT
     assert not second.done.is_set()

@@ -17,7 +17,7 @@ from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogp
 
 DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 LARGE = b"x" * 300_000
-WAIT_S = 20.0
+WAIT_S = 60.0
 Ends = tuple[SocketLink, SocketLink]
 
 

@@ -213,7 +213,7 @@ def test_two_in_one_process_and_their_ends(llm: LLM, tiny_model: Path) -> None:
     caller.start()
     other.close()
     other.close()
-    caller.join(30)
+    caller.join(60)
     assert not caller.is_alive() and not other.engine._thread.is_alive() and "library" in before
     with pytest.raises(LLMError, match="closed"):
         other.generate("Hello", GREEDY)

@@ -175,7 +175,7 @@ def test_an_engine_that_is_lost_before_the_first_token_is_503(fake: Service, str
     waiting.start()
     wait_for(lambda: running_rows(fake) == 1, 10, "it runs")
     dying = fake.post(CHAT, {"contents": ["die now"]})
-    waiting.join(30)
+    waiting.join(60)
     assert [answers[0].status_code, dying.status_code] == [503, 503]
     assert "the engine process was lost" in answers[0].json()["error"]
     wait_for(lambda: fake.get("/readyz").status_code == 200, 30, "ready again")

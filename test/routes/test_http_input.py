@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from typing import Any
 
 import httpx
@@ -219,9 +218,8 @@ def _refused(service: Service) -> httpx.Response | None:
 def test_an_interactive_request_is_served_beside_many_streams(service: Service) -> None:
     connections = open_streams(service, 100, ENDLESS)
     try:
-        started = time.monotonic()
         assert service.post(CHAT, {**OK, "max_tokens": 4}).status_code == 200
-        assert time.monotonic() - started < 30
+        assert service.status()["running_rows"] == 100, "it waited for none of them"
     finally:
         for connection in connections:
             connection.close()

@@ -146,7 +146,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(mortal: Servi
     wait_for(lambda: mortal.status()["running_rows"] == 8, 30, "8 streams run")
     os.kill(mortal.pids()["engine"], signal.SIGKILL)
     for reader in readers:
-        reader.join(20)
+        reader.join(60)
         assert not reader.is_alive(), "a stream waits for ever"
         text = reader.received.decode(errors="replace")
         assert '"error":"the engine process was lost' in text
@@ -187,8 +187,7 @@ def test_malformed_chunked_framing_costs_one_worker_at_most(mortal: Service) -> 
         connection.sendall(head + b"zz\r\nnonsense\r\n\r\n")
         read_all(connection)
     wait_for(lambda: len(mortal.status()["processes"]["http_workers"]) == 2, 30, "both workers")
-    left = wait_for(lambda: mortal.status()["running_rows"], 30, "streams that go on")
-    assert left in {12, *jobs}, "the other worker's streams go on"
+    wait_for(lambda: mortal.status()["running_rows"] in {12, *jobs}, 30, "the other worker's streams go on")
     assert mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200
     for reader in readers:
         reader.connection.close()
@@ -226,11 +225,11 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
         assert "shutting down" in refused.json()["error"]
         assert service.get("/healthz").status_code == 200
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         events = sse_data(received[0])
         assert events[-1]["choices"][-1]["finish_reason"] == "timeout"
         assert whole[0]["choices"][0]["finish_reason"] == "timeout"
-        assert service.process.wait(30) == 0
+        assert service.process.wait(60) == 0
     finally:
         service.close()
 
@@ -245,13 +244,13 @@ def test_a_stream_that_is_cut_at_the_end_is_told_so(
         for _ in range(signals):
             service.process.send_signal(signal.SIGTERM)
             wait_for(lambda: "shutting down" in service.log.read_text(), 10, "it drains")
-        reader.join(20)
+        reader.join(60)
         text = reader.received.decode(errors="replace")
         assert "the service was shut down before this answer was complete" in text
         assert "[DONE]" in text
         assert "takes no new" not in text
         assert "restarted" not in text
-        assert service.process.wait(20) == 0
+        assert service.process.wait(60) == 0
     finally:
         service.close()
 
@@ -277,7 +276,7 @@ def test_children_do_not_outlive_a_killed_supervisor(tiny_model: Path, tmp_path:
     try:
         pids = list(service.wait_ready().pids().values())
         service.process.kill()
-        service.process.wait(10)
+        service.process.wait(60)
         deadline = time.monotonic() + 20
         while not all(map(_has_ended, pids)):
             assert time.monotonic() < deadline, "a child lives on"

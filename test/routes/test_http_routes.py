@@ -105,9 +105,12 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(service: Service) ->
 
 
 def test_timeout_ends_rows_with_what_they_have(service: Service) -> None:
-    body = {**GREEDY, "contents": ["Hello"], "max_tokens": 1_000_000, "timeout_s": 0.7}
-    choice = json.loads(service.post(CHAT, body).text)["choices"][0]
-    assert choice["finish_reason"] == "timeout"
+    body = {**GREEDY, "contents": ["Hello"], "max_tokens": 1_000_000}
+    for seconds in (0.7, 7.0, 50.0):  # on a busy machine nothing may be drawn for a while
+        choice = json.loads(service.post(CHAT, {**body, "timeout_s": seconds}).text)["choices"][0]
+        assert choice["finish_reason"] == "timeout"
+        if choice["message"]["content"]:
+            break
     assert choice["message"]["content"]
 
 

@@ -160,7 +160,7 @@ def test_two_turns_at_once_come_one_after_the_other(service: Service) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     orders = []
     for order in (prompts, prompts[::-1]):
         twin = new_id()
@@ -189,7 +189,7 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         assert busy.status_code == 409
         assert session in busy.json()["error"]
         assert service.post("/state/delete", {"session_id": session}).json()["status"] == "success"
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
         assert '"error":' in answers[0].text
         assert "deleted" in answers[0].text

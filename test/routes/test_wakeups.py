@@ -10,7 +10,7 @@ import pytest
 
 from routes.wakeups import Box, WakeUps, _Reader
 
-LONG_S = 30.0
+LONG_S = 60.0
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

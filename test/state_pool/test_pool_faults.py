@@ -207,8 +207,8 @@ def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sqlites_own_lock_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
     write_three(tmp_path)
+    monkeypatch.setattr("state_pool.disk.database.BUSY_TIMEOUT_S", 0.1)
     with raw(tmp_path) as connection:
         connection.execute("BEGIN EXCLUSIVE")
         with pytest.raises(DatabaseUnusable, match="locked"):

@@ -18,9 +18,15 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
 class Mount:
     """Where the store's calls pass, or stay."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hangs = False
         self.goes_on = threading.Event()
+        self._monkeypatch = monkeypatch
+
+    def begins_to_hang(self) -> None:
+        """From now on its callers are given up soon; a busy machine's others are not."""
+        self._monkeypatch.setattr(transfers, "PATIENCE_S", 0.2)
+        self.hangs = True
 
     def through(self, call: Callable[..., object]) -> Callable[..., object]:
         def passing(*given: object) -> object:
@@ -31,6 +37,7 @@ class Mount:
         return passing
 
     def comes_back(self) -> None:
+        self._monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
         self.hangs = False
         self.goes_on.set()
 
@@ -38,10 +45,9 @@ class Mount:
 @pytest.fixture
 def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
     """Of the folder."""
-    made = Mount()
+    made = Mount(monkeypatch)
     for name in ("put", "get", "delete"):
         monkeypatch.setattr(FolderStore, name, made.through(getattr(FolderStore, name)))
-    monkeypatch.setattr(transfers, "PATIENCE_S", 0.2)
     monkeypatch.setattr(checkpoint_objects, "LOOK_S", 0.05)
     yield made
     made.comes_back()
@@ -59,7 +65,7 @@ def opened(folder: Path) -> Driver:
 def test_turns_are_told_and_what_comes_late_is_deleted(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     one.turn("s", [1])
-    mount.hangs = True
+    mount.begins_to_hang()
     for name in ("s", "t", "u"):  # the last one's state waits behind threads that hang
         with pytest.raises(TurnNotStored, match="has not answered for"):
             one.turn(name, [2])
@@ -82,7 +88,7 @@ def test_sessions_are_told_to_try_again(tmp_path: Path, mount: Mount) -> None:
     one.settle()
     one.pool.close()
     two = opened(tmp_path)
-    mount.hangs = True
+    mount.begins_to_hang()
     for name in ("s", "t", "u"):
         with pytest.raises(SessionUnusable, match="try again"):
             two.state(name)
@@ -95,7 +101,7 @@ def test_sessions_are_told_to_try_again(tmp_path: Path, mount: Mount) -> None:
 def test_an_engine_ends_all_the_same(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     one.turn("s", [1])
-    mount.hangs = True
+    mount.begins_to_hang()
     lease = one.ready(one.pool.checkout("s"))
     outcome = Outcome()
     slot = one.compute(lease, [2])
@@ -104,5 +110,5 @@ def test_an_engine_ends_all_the_same(tmp_path: Path, mount: Mount) -> None:
     one.pool.poll()
     closing = threading.Thread(target=one.pool.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()

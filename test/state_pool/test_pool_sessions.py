@@ -199,12 +199,9 @@ def test_memory_only_forgets_the_oldest() -> None:
     driver = Driver(FakeArena(num_slots=8), PoolConfig(state_db="", l1_sessions=2, l2_sessions=3))
     for i in range(30):
         driver.turn(f"s{i}", [i])
-    driver.settle()
-    time.sleep(0.3)
-    driver.pool.poll()
+    driver.until(lambda: driver.list_sessions().total <= 2 + 3 + 4)
     driver.settle()
     status = driver.list_sessions()
-    assert status.total <= 2 + 3 + 4
     assert status.sessions[0].session_id == "s29"
     assert driver.pool.stats()["counters"]["lost"] == 30 - status.total
     assert np.array_equal(driver.state("s29"), state_of([29]))
@@ -238,7 +235,7 @@ def test_pressure_never_deadlocks(tmp_path: Path, durability: str) -> None:
         driver.turn(f"s{i}", [i])
     leases = [driver.pool.checkout(f"s{i}") for i in range(12)]
     done: list[Outcome] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(done) < 12 or not all(outcome.known for outcome in done):
         assert time.monotonic() < deadline, "stuck"
         driver.pool.poll()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from state_pool.config import PoolConfig
-from state_pool.disk import database, directory
+from state_pool.disk import database, directory, membership
 from state_pool.disk.membership import Membership
 from state_pool.disk.operations import Release
 from state_pool.errors import DatabaseUnusable, SessionBusy, SessionNotFound, StaleEpoch
@@ -40,8 +40,9 @@ STORES = [
 
 
 @pytest.fixture(params=STORES)
-def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
+def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """Makes engines over one database; at the end they are closed, and must have kept their books."""
+    monkeypatch.setattr(membership, "LOST_S", 8.0)  # threads of a busy machine may be silent for longer than usual
     made: list[Driver] = []
     store, durability, *objects = request.param.split("-")
     base = {"state_db": request.getfixturevalue("postgres").database()} if store == "postgres" else {}
@@ -125,10 +126,10 @@ def test_a_turn_elsewhere_is_waited_for(engines: Engines) -> None:
 
 
 def test_a_turn_elsewhere_is_not_waited_for_without_end(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquisition, "OTHERS_S", 0.1)
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
-    with pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
+    with monkeypatch.context() as patched, pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
+        patched.setattr(acquisition, "OTHERS_S", 0.1)
         two.ready(two.pool.checkout("s"))
     assert end(one, lease, slot, [1]) is None
     assert np.array_equal(two.state("s"), state_of([1]))
@@ -331,6 +332,7 @@ def test_a_silent_engine_is_lost_and_its_sessions_go_on(engines: Engines, monkey
     lease, slot = begin(one, "s", [1])
     assert one.pool._store is not None
     member = one.pool._store.writer.member
+    monkeypatch.setattr(membership, "LOST_S", 2.0)
     monkeypatch.setattr(Membership, "beat_due", property(lambda self: self is not member))
     two.turn("s", [2])
     assert isinstance(end(one, lease, slot, [1]), StaleEpoch)
@@ -356,8 +358,8 @@ def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
 
 
 def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.1)
     one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.1)
     for config in (config_in(tmp_path), config_in(tmp_path, engine="x", service="elsewhere")):
         with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
             Driver(FakeArena(), config)

@@ -89,4 +89,4 @@ def test_two_services_started_at_the_same_moment_do_not_share_a_port(tiny_model:
     finally:
         for one in both:
             one.kill()
-            one.wait(10)
+            one.wait(60)

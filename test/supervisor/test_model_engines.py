@@ -182,7 +182,7 @@ def test_who_waits_for_a_model_that_is_unloaded_is_told(fake: Service) -> None:
     waiting.start()
     wait_for(lambda: "given-up" in fake.get("/v1/models").text, 20, "it is being loaded")
     assert unload(fake, "given-up")["status"] == "unloaded"
-    waiting.join(20)
+    waiting.join(60)
     assert [answer.status_code for answer in answers] == [404], answers
 
 

@@ -166,9 +166,8 @@ def test_a_client_that_reads_nothing_is_cut_off(proxied: Service) -> None:
     wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
     with proxied.connect() as connection:
         connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["flood"]}).encode()))
-        wait_for(lambda: proxied.status()["running_rows"] == 1, 10, "the row runs")
+        assert connection.recv(12) == b"HTTP/1.1 200"  # and no more
         wait_for(lambda: proxied.status()["running_rows"] == 0, 30, "the row is cancelled")
-        assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_a_worker_that_is_replaced_is_taken_back_at_once(proxied: Service) -> None:
@@ -206,10 +205,10 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
         service.process.send_signal(signal.SIGTERM)
         wait_for(lambda: all(service.get("/readyz").status_code == 503 for _ in range(16)), 10, "every worker drains")
         assert service.post(CHAT, SHORT).status_code == 503
-        reader.join(30)
+        reader.join(60)
         assert received[0].count(b"abc") == 500
         assert b"[DONE]" in received[0]
-        assert service.process.wait(30) == 0
+        assert service.process.wait(60) == 0
         assert not Path(f"/proc/{master}").exists()
     finally:
         service.close()
@@ -220,7 +219,7 @@ def test_nginx_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     try:
         master = nginx_master(service.wait_ready())
         service.process.kill()
-        service.process.wait(10)
+        service.process.wait(60)
         wait_for(lambda: not Path(f"/proc/{master}").exists(), 20, "nginx has ended")
         wait_for(lambda: _is_refused(service.port), 20, "nobody holds the port")
     finally:

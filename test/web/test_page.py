@@ -120,7 +120,7 @@ def test_a_lost_engine_is_told_and_the_page_goes_on(tmp_path: Path, open_page: O
         expect(page.locator(".turn .markdown")).to_contain_text("hello")
         page.click("#stop")
         service.process.send_signal(signal.SIGKILL)
-        service.process.wait(10)
+        service.process.wait(60)
         expect(page.locator("#notice")).to_contain_text("does not answer")
     finally:
         service.close()
@@ -156,10 +156,16 @@ def heap_bytes(page: Page) -> int:
     return size
 
 
+def dropped_characters(page: Page) -> int:
+    """How many of an answer the page says that it shows no longer."""
+    told = page.get_by_text("characters are no longer shown").inner_text()
+    return int(re.sub(r"\D", "", told))
+
+
 @pytest.mark.timeout(900)
 def test_a_tab_does_not_grow_with_what_streams_through_it(fake: Service, open_page: Opener) -> None:
     """Megabytes through one answer; RWKV_LONG_TESTS=1: for ten minutes."""
-    seconds = 600 if os.environ.get("RWKV_LONG_TESTS") else 8
+    seconds = 600 if os.environ.get("RWKV_LONG_TESTS") else 0
     page = open_page(fake)
     page.fill("#question", "flood")
     page.get_by_text("Decode parameters").first.click()
@@ -170,10 +176,9 @@ def test_a_tab_does_not_grow_with_what_streams_through_it(fake: Service, open_pa
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         time.sleep(1)
+    wait_for(lambda: dropped_characters(page) > 4_000_000, 30, "megabytes have come")
     last = heap_bytes(page)
-    gone = page.get_by_text("characters are no longer shown").inner_text()
     page.click("#stop")
-    assert int(re.sub(r"\D", "", gone)) > 2_000_000
     assert last < first + 20_000_000
 
 
