@@ -378,9 +378,11 @@ def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> No
     driver.settle()
     break_disk(driver, "read-only")
     driver.turn("a", [2])
-    driver.until(lambda: session_of(driver, "a").log_broken)
+    lost = session_of(driver, "a")
+    driver.until(lambda: lost.log_broken)
     for i in range(20):
         driver.turn(f"s{i}", [i])
+    driver.until(lambda: lost.slot is None and lost.host is None)
     with pytest.raises(SessionUnusable, match="last turns were lost"):
         driver.state("a")
     mend_disk(driver)
