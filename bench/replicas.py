@@ -42,7 +42,7 @@ from cluster.actors.plan import ClusterPlan
 from cluster.fleet import Fleet, FleetLimits
 from demo.ray_nodes import RayNodes
 from rwkv_batch.ipc.client import EngineClient, at_socket
-from rwkv_batch.ipc.engine_process import engine_process
+from rwkv_batch.ipc.engine_main import engine_process
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 from rwkv_batch.protocol import EngineProtocol

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from native import machine
 from native.build import CUDA_FLAGS, INCLUDES, SHARED_HEADERS
+from native.cores import cores
 
 CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 GENERATIONS = (80, 100)
@@ -72,7 +73,7 @@ def _compile(source: Path, archs: Iterable[str]) -> list[Compiled]:
     jobs: dict[str, list[str]] = {}
     for arch in archs:
         jobs.setdefault(front_end_of(arch, source), []).append(arch)
-    with ThreadPoolExecutor(machine.cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         done = pool.map(lambda job: _run(source, *job), jobs.items())
         return [result for results in done for result in results]
 

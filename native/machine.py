@@ -1,4 +1,4 @@
-"""What this machine can do: compilers, GPU architectures, cores. Each question is asked once and remembered."""
+"""What this machine can do: compilers, GPU architectures, memory. Each question is asked once and remembered."""
 
 from __future__ import annotations
 
@@ -53,17 +53,6 @@ def cpu_features() -> str:
         lines = []
     telling = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in telling}))
-
-
-@functools.cache
-def cores() -> int:
-    """How many cores this process may use: its affinity, or less under a cgroup v2 quota."""
-    allowed = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return allowed
-    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
 def free_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:

@@ -1,4 +1,9 @@
-"""Work that others go before: a thread whose share of the cores is small while others want them."""
+"""Work that others go before: a thread whose share of the cores is small while others want them, or that has none then.
+
+HTTP workers' threads wait for the next tick of the clock to go before a thread of whatever niceness, 4 ms where there
+are 250 a second, since they are to interrupt no step of an engine (SCHED_BATCH). Only before a thread that takes idle
+cores alone (SCHED_IDLE) do they go at once: a stream's text is handed from thread to thread.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 NICENESS = 10
@@ -14,27 +20,33 @@ NICENESS = 10
 T = TypeVar("T")
 
 
-def at_low_priority(work: Callable[[], T]) -> T:
+def at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) -> T:
     """What `work` returns or raises, from a thread that stands behind all others, as do those that it starts.
 
     The thread ends with it: only a privileged process could give a thread its priority back.
     """
-    with ThreadPoolExecutor(1, "low-priority", stand_back) as thread:
+    with ThreadPoolExecutor(1, "low-priority", partial(stand_back, only_idle_cores)) as thread:
         return thread.submit(work).result()
 
 
-def stand_back() -> None:
-    """Have the calling thread, for good, stand behind all others."""
-    _stand_back(threading.get_native_id())
+def stand_back(only_idle_cores: bool = False) -> None:
+    """Have the calling thread, for good, stand behind all others.
+
+    `only_idle_cores`: it stops while others want all of them. Else it has a tenth of the share of one of those.
+    """
+    _stand_back(threading.get_native_id(), only_idle_cores)
 
 
-def stand_back_to_the_end() -> None:
+def stand_back_to_the_end(only_idle_cores: bool = False) -> None:
     """Have all threads of this process, which is about to end, stand behind others: the last one frees its memory."""
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
-            _stand_back(int(thread))
+            _stand_back(int(thread), only_idle_cores)
 
 
-def _stand_back(thread: int) -> None:
+def _stand_back(thread: int, only_idle_cores: bool) -> None:
     with contextlib.suppress(OSError, AttributeError):  # where the system has none of this, work is done as ever
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+        if only_idle_cores:
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)

@@ -83,6 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many these are: they share the machine."""
     gives_way: bool = False
     """Loading takes few of the cores while others want them: another model is being served."""
+    only_idle_cores: bool = False
+    """Then it takes none that others want: the compute threads of the engines that serve leave some free."""
     drain_timeout_s: float = 30.0
     step_timeout_s: float = 120.0
     """A loop that does not come round for so long hangs: the engine process is replaced. 0: never."""

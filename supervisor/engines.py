@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, SpawnContext
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, ModelWish, ServedModel
 from supervisor.child import Child
+from supervisor.engine_configs import model_config, replica_config
 from supervisor.engine_process import EngineProcess
 
 logger = logging.getLogger("supervisor")
@@ -192,7 +192,8 @@ class Engines:
             known.child.kill()  # it has said that it failed, and may not have ended yet
             del self._engines[known.told.engine]
         self._forget_failures()
-        self._begin(f"model-{next(self._numbers)}", f"engine-{wish.name}", wish, _config_of(self._config, wish))
+        config = model_config(self._config, wish, len(self._replicas))
+        self._begin(f"model-{next(self._numbers)}", f"engine-{wish.name}", wish, config)
         logger.info("loading model %s from %s", wish.name, wish.file)
         return None
 
@@ -371,39 +372,3 @@ class Engines:
         failed = [name for name, engine in self._engines.items() if engine.status is ModelStatus.FAILED]
         for name in failed[: max(0, len(failed) - MAX_FAILED + 1)]:
             del self._engines[name]
-
-
-def replica_config(config: EngineConfig, name: str) -> EngineConfig:
-    """The settings of one of several engines that share a database, under its name."""
-    if not config.pool.service:
-        return config
-    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, engine=name))
-
-
-def _config_of(base: EngineConfig, wish: ModelWish) -> EngineConfig:
-    """The settings of a model's engine, which may have other layers and devices than the service's own; its sessions
-    are in a database of its own beside the service's."""
-    database = base.pool.state_db
-    if database != base.pool.files_stem:
-        database = f"{database}#{wish.name}"  # on a server: a schema of its own
-    elif database:
-        path = Path(database)
-        database = str(path.with_name(f"{path.stem}-{wish.name}{path.suffix}"))
-    return msgspec.structs.replace(
-        base,
-        model_path=wish.file,
-        model_name=wish.name,
-        dtype=wish.dtype or base.dtype,
-        adapters=wish.adapters,
-        states=(),
-        served_adapters=(),
-        gives_way=True,
-        strategy="",
-        layers=(),  # those of --pp-layers are the service's own model's
-        resident=() if wish.devices else base.resident,
-        batch_step_layers=min(0, base.batch_step_layers),  # a number is for the service's own model and devices
-        devices=wish.devices or base.devices,
-        gpu_memory_utilization=wish.gpu_memory_utilization or base.gpu_memory_utilization,
-        max_running=base.max_running if wish.max_running is None else wish.max_running,
-        pool=msgspec.structs.replace(base.pool, state_db=database, engine="", service=""),
-    )

@@ -27,7 +27,7 @@ from cluster.actors.plan import ClusterPlan
 from routes.api_keys import KeysFile
 from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.engine_process import engine_process
+from rwkv_batch.ipc.engine_main import engine_process
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings

@@ -38,6 +38,7 @@ DERIVED = {
     "engine",
     "service",
     "gives_way",
+    "only_idle_cores",
     "shares_sessions",
 }
 """Fields that another section's flag or the supervisor sets, or that are sections themselves."""

@@ -304,7 +304,8 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
     try:
         module, _, class_name = factory.partition(":")
         load = partial(importlib.import_module, module)
-        engine: ManagedEngine = getattr(at_low_priority(load) if config.gives_way else load(), class_name)(config)
+        loaded = at_low_priority(load, config.only_idle_cores) if config.gives_way else load()
+        engine: ManagedEngine = getattr(loaded, class_name)(config)
         engine.start()
     except (StartupError, OSError, MemoryError) as error:
         raise StartupError(str(error) or type(error).__name__) from error
@@ -337,7 +338,7 @@ def run_engine(
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
     if config.gives_way:
-        stand_back_to_the_end()  # to give a model's memory back takes a while, too
+        stand_back_to_the_end(config.only_idle_cores)  # to give a model's memory back takes a while, too
 
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:

@@ -13,10 +13,11 @@ CORES_OF_A_THREAD = 8
 T = TypeVar("T")
 
 
-def behind_others(work: Callable[[], T]) -> T:
+def behind_others(work: Callable[[], T], only_idle_cores: bool = False) -> T:
     """What `work` returns or raises, from one thread for every eight compute threads, which all others go before.
 
-    More would wait for each other at the end of every operation, and each for a core that it seldom has.
+    `only_idle_cores`: see `native.priority.stand_back`. More threads would wait for each other at the end of every
+    operation, and each for a core that it seldom has.
     """
     threads = torch.get_num_threads()
 
@@ -25,6 +26,6 @@ def behind_others(work: Callable[[], T]) -> T:
         return work()
 
     try:
-        return at_low_priority(on_few_threads)
+        return at_low_priority(on_few_threads, only_idle_cores)
     finally:
         torch.set_num_threads(threads)

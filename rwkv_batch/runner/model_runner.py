@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native import machine
+from native.cores import cores
 from native.transfer import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
@@ -55,7 +55,8 @@ class ModelRunner:
         if threads := config.threads or cpu_part(config.replicas):
             torch.set_num_threads(threads)
         self.tokenizer = Tokenizer()
-        self.weights, self.pipeline = behind_others(self._load) if config.gives_way else self._load()
+        behind = partial(behind_others, only_idle_cores=config.only_idle_cores)
+        self.weights, self.pipeline = behind(self._load) if config.gives_way else self._load()
         self.vocab = self.weights.shape.vocab
         self.device = self.pipeline.devices[-1]
         self._gpus = [device for device in dict.fromkeys(self.pipeline.devices) if device.type == "cuda"]
@@ -73,7 +74,7 @@ class ModelRunner:
         # One holds the state that a session's turn began with, one in the overlapped loop that of the token before.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
         leaves_cores = config.gives_way and not self._gpus  # what is made for a GPU is made where its streams are known
-        behind_others(self._allocate_slots) if leaves_cores else self._allocate_slots()
+        behind(self._allocate_slots) if leaves_cores else self._allocate_slots()
         try:
             self.arena = PipelineArena(self.pipeline)
             self.pool = StatePool(self.arena, config.pool, wake)
@@ -83,7 +84,7 @@ class ModelRunner:
         """launched and not read by the host: a step of each group, and one more where that hides the host"""
         self._drawing = Drawing(config.samplers, self.device, self.limits.num_seats, self.vocab, self.tokenizer)
         if leaves_cores:
-            behind_others(partial(self.sampler, ""))
+            behind(partial(self.sampler, ""))
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
@@ -524,7 +525,7 @@ class ModelRunner:
 
 def cpu_part(replicas: int) -> int:
     """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
-    return max(1, machine.cores() // replicas) if replicas > 1 else 0
+    return max(1, cores() // replicas) if replicas > 1 else 0
 
 
 def _parted_by_kind(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:

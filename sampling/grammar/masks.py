@@ -9,7 +9,7 @@ import llguidance
 import torch
 from torch import Tensor
 
-from native import machine
+from native.cores import cores
 from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
 
@@ -24,7 +24,7 @@ RING = 4
 def mask_threads(device: torch.device) -> int:
     """How many threads compute the masks of a step whose samplers are on this device."""
     # On a CPU the step waits while masks are computed; beside a GPU the rest of the host goes on.
-    threads = torch.get_num_threads() if device.type == "cpu" else machine.cores() // 2
+    threads = torch.get_num_threads() if device.type == "cpu" else cores() // 2
     return max(1, min(_MOST_THREADS, threads))
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -35,16 +36,23 @@ def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: i
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("gives_way", [True, False])
-def test_all_that_takes_long_gives_way(gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def priority() -> tuple[int, int]:
+    """Policy and niceness of the calling thread."""
+    return os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@pytest.mark.parametrize(("gives_way", "only_idle"), [(True, True), (True, False), (False, False)])
+def test_all_that_takes_long_gives_way(
+    gives_way: bool, only_idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what has been made so serves, by threads of the usual priority."""
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[int, int]] = {}
 
     def noting(owner: type, name: str) -> None:
         plain = getattr(owner, name)
 
         def noted(*arguments: object) -> object:
-            seen.setdefault(name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            seen.setdefault(name, priority())
             return plain(*arguments)
 
         monkeypatch.setattr(owner, name, noted)
@@ -52,11 +60,13 @@ def test_all_that_takes_long_gives_way(gives_way: bool, tmp_path: Path, monkeypa
     for owner, name in ((ModelRunner, "_load"), (Pipeline, "allocate_slots"), (Drawing, "sampler")):
         noting(owner, name)
     noting(Pipeline, "forward")
-    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    usual = priority()
     threads = torch.get_num_threads()
-    with started_engine(tiny_model(tmp_path), gives_way=gives_way, max_running=2) as engine:
+    fields: dict[str, Any] = {"gives_way": gives_way, "only_idle_cores": only_idle}
+    with started_engine(tiny_model(tmp_path), max_running=2, **fields) as engine:
         assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts and torch.get_num_threads() == threads
-    back = min(19, usual + NICENESS) if gives_way else usual
+    back = (os.SCHED_OTHER, min(19, usual[1] + NICENESS)) if gives_way else usual
+    back = (os.SCHED_IDLE, usual[1]) if only_idle else back
     assert seen == {"_load": back, "allocate_slots": back, "sampler": back, "forward": usual}
 
 
@@ -66,8 +76,8 @@ def test_its_end_gives_way_once_nothing_is_left_to_store(gives_way: bool, monkey
     for name in ("become_child", "started_engine", "EngineServer"):
         monkeypatch.setattr(server, name, Mock())
     monkeypatch.setattr(server, "_follow_supervisor", lambda *arguments: told.append("drained"))
-    monkeypatch.setattr(server, "stand_back_to_the_end", lambda: told.append("stands back"))
-    config = EngineConfig(model_path="", gives_way=gives_way)
+    monkeypatch.setattr(server, "stand_back_to_the_end", lambda only_idle: told.append(f"stands back {only_idle}"))
+    config = EngineConfig(model_path="", gives_way=gives_way, only_idle_cores=True)
     ours, theirs = Pipe()
     server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)
-    assert ours.recv() == ("ready", None) and told == ["drained", "stands back"][: 1 + gives_way]
+    assert ours.recv() == ("ready", None) and told == ["drained", "stands back True"][: 1 + gives_way]

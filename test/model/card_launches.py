@@ -15,6 +15,7 @@ from pathlib import Path
 
 from native import cuda_check, machine
 from native.build import CUDA_FLAGS, INCLUDES
+from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda import SHIFT_BLOCKS
@@ -123,7 +124,7 @@ def build_library(folder: Path) -> ctypes.CDLL:
         subprocess.run([nvcc, *flags, "-c", str(source), "-o", target], check=True)
         return target
 
-    with ThreadPoolExecutor(machine.cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         objects = list(pool.map(compile_one, [*sources(), here / "fake_runtime.cu"]))
     places = [f"-L{place}" for place in libraries_of(nvcc)]
     subprocess.run([nvcc, "-shared", *objects, *places, "-o", str(folder / "launches.so")], check=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from native import binding, build, cuda_check, machine
+from native.cores import cores
 
 needs_cpp = pytest.mark.skipif(machine.why_no_cpp() is not None, reason=str(machine.why_no_cpp()))
 needs_nvcc = pytest.mark.skipif(cuda_check.why_not() is not None, reason=str(cuda_check.why_not()))
@@ -116,7 +117,7 @@ def test_pointer_names_what_does_not_fit() -> None:
 
 
 def test_cores_are_counted() -> None:
-    assert machine.cores() >= 1
+    assert cores() >= 1
 
 
 @needs_nvcc

@@ -22,6 +22,11 @@ def test_a_thread_stands_back_and_no_other_does() -> None:
     assert at_low_priority(niceness) == min(19, before + NICENESS) and niceness() == before
 
 
+def test_one_that_takes_idle_cores_alone_stops_for_all_others() -> None:
+    policies = at_low_priority(lambda: (os.sched_getscheduler(0), niceness()), only_idle_cores=True)
+    assert policies == (os.SCHED_IDLE, niceness()) and os.sched_getscheduler(0) != os.SCHED_IDLE
+
+
 def test_its_failures_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         at_low_priority(lambda: 1 // 0)

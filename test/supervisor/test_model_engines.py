@@ -18,7 +18,8 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
 from state_pool.config import PoolConfig
-from supervisor.engines import SPARE_S, Engines, ModelLimits, _config_of
+from supervisor.engine_configs import model_config
+from supervisor.engines import SPARE_S, Engines, ModelLimits
 from test.serving import Service, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -457,10 +458,24 @@ def _children(pid: int) -> dict[int, bytes]:
     return {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers}
 
 
+@pytest.mark.parametrize(
+    ("threads", "device", "engines", "left"),
+    [(0, "cpu", 1, False), (4, "cpu", 1, True), (4, "cpu", 2, False), (8, "cpu", 1, False), (0, "cuda:1", 7, True)],
+)
+def test_loading_takes_idle_cores_alone_where_serving_leaves_some(
+    threads: int, device: str, engines: int, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it leaves none, what takes no others would never come to an end."""
+    monkeypatch.setattr("supervisor.engine_configs.cores", lambda: 8)
+    base = EngineConfig(model_path="a", threads=threads, devices=(device,))
+    config = model_config(base, ModelWish(name="b", file="/b"), engines)
+    assert config.gives_way and config.only_idle_cores is left
+
+
 @pytest.mark.parametrize(("pieces", "kept"), [(2, 0), (0, 0), (-1, -1)])
 def test_what_was_said_of_the_services_own_layers_is_not_said_of_another_models(pieces: int, kept: int) -> None:
     """Its engine would end at its start: it has other layers, and devices where no step has pieces."""
     base = EngineConfig(model_path="a", devices=("cuda:0",), layers=(32,), resident=(20,), batch_step_layers=pieces)
-    config = _config_of(base, ModelWish(name="b", file="/b", devices=("cpu",)))
+    config = model_config(base, ModelWish(name="b", file="/b", devices=("cpu",)))
     assert (config.layers, config.resident, config.batch_step_layers) == ((), (), kept)
-    assert _config_of(base, ModelWish(name="b", file="/b")).resident == (20,)
+    assert model_config(base, ModelWish(name="b", file="/b")).resident == (20,)

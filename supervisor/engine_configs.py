@@ -1,0 +1,54 @@
+"""The settings of each engine: the service's own, and what another model's has from them and from its wish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from native.cores import cores
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.served_model import ModelWish
+
+
+def replica_config(config: EngineConfig, name: str) -> EngineConfig:
+    """The settings of one of several engines that share a database, under its name."""
+    if not config.pool.service:
+        return config
+    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, engine=name))
+
+
+def model_config(base: EngineConfig, wish: ModelWish, own_engines: int = 1) -> EngineConfig:
+    """The settings of a model's engine, which may have other layers and devices than the service's own; its sessions
+    are in a database of its own beside the service's. `own_engines`: how many serve the service's own model."""
+    database = base.pool.state_db
+    if database != base.pool.files_stem:
+        database = f"{database}#{wish.name}"  # on a server: a schema of its own
+    elif database:
+        path = Path(database)
+        database = str(path.with_name(f"{path.stem}-{wish.name}{path.suffix}"))
+    return msgspec.structs.replace(
+        base,
+        model_path=wish.file,
+        model_name=wish.name,
+        dtype=wish.dtype or base.dtype,
+        adapters=wish.adapters,
+        states=(),
+        served_adapters=(),
+        gives_way=True,
+        only_idle_cores=_leaves_cores(base, own_engines),
+        strategy="",
+        layers=(),  # those of --pp-layers are the service's own model's
+        resident=() if wish.devices else base.resident,
+        batch_step_layers=min(0, base.batch_step_layers),  # a number is for the service's own model and devices
+        devices=wish.devices or base.devices,
+        gpu_memory_utilization=wish.gpu_memory_utilization or base.gpu_memory_utilization,
+        max_running=base.max_running if wish.max_running is None else wish.max_running,
+        pool=msgspec.structs.replace(base.pool, state_db=database, engine="", service=""),
+    )
+
+
+def _leaves_cores(config: EngineConfig, engines: int) -> bool:
+    """Whether so many engines that compute leave some core free, as far as is said: they take all where nothing is."""
+    is_on_gpus = all(device.startswith("cuda") for device in config.devices)
+    return 0 < (1 if is_on_gpus else config.threads) * engines < cores()
