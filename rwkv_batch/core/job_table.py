@@ -213,12 +213,29 @@ class JobTable:
 
     def commit(self, rows: list[ScheduledRow], drawn: list[Drawn], step: int) -> None:
         """What the launched step of this number has drawn; `drawn` belongs to the rows that draw, in their order."""
-        drawing = (row.sequence for row in rows if row.draws)
+        drawing = [row.sequence for row in rows if row.draws]
+        changed, running = self._changed, Phase.RUNNING  # this is done for every row of every step
         for sequence, (token, logprob) in zip(drawing, drawn, strict=True):
-            if sequence.may_draw_in(step):  # else it ended while this step was under way, or its token was certain
-                self._take(sequence, token, logprob)
+            if sequence.phase is not running or sequence.settled_step == step:
+                continue  # it ended while this step was under way, or its token was certain
+            output = sequence.output
+            if sequence.matcher is None:
+                taken = output.take(token, logprob)
+            else:
+                taken = self._take_constrained(sequence, sequence.matcher, token, logprob)
+            if isinstance(taken, FinishReason):
+                self._keeper.take_back(sequence)
+                self._finish(sequence, taken)
+                continue
+            if sequence.matcher is None:
+                sequence.token_ids[sequence.prompt_end + len(output.tokens) - 1] = token
+            if sequence.lease is not None:
+                self._keeper.update_rollback_state(sequence)
+            if taken is not None:
+                sequence.job.deltas.append(taken)
+                changed[sequence.job] = None
         for sequence in [row.sequence for row in rows if row.ends]:
-            if sequence.phase is Phase.RUNNING:
+            if sequence.phase is running:
                 self._finish(sequence, FinishReason.LENGTH)
 
     def take_scores(self, scores: list[PromptScores]) -> None:
@@ -230,28 +247,22 @@ class JobTable:
                 job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
                 self._changed[job] = None
 
-    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
-        """A row has drawn a token."""
+    def _take_constrained(
+        self, sequence: Sequence, matcher: Matcher, token: int, logprob: TokenLogprob | None
+    ) -> FinishReason | Delta | None:
+        """A row under a grammar has drawn a token: as `RowOutput.take`; None too if its grammar has failed."""
         output = sequence.output
         at = sequence.prompt_end + len(output.tokens)
         reason = output.push(token, logprob)
         if reason is None:
             sequence.token_ids[at] = token
-        if sequence.matcher is not None and (reason is not FinishReason.STOP or token == END_OF_TEXT):
+        if reason is not FinishReason.STOP or token == END_OF_TEXT:
             try:
-                reason = self._follow(sequence, sequence.matcher, token, reason)
+                reason = self._follow(sequence, matcher, token, reason)
             except GrammarError as error:
                 self.fail_grammar(sequence, error)
-                return
-        if reason is not None:
-            self._keeper.take_back(sequence)
-            self._finish(sequence, reason)
-            return
-        if sequence.lease is not None:
-            self._keeper.update_rollback_state(sequence)
-        if (delta := output.take_delta()) is not None:
-            sequence.job.deltas.append(delta)
-            self._changed[sequence.job] = None
+                return None
+        return output.take_delta() if reason is None else reason
 
     def _follow(
         self, sequence: Sequence, matcher: Matcher, token: int, reason: FinishReason | None

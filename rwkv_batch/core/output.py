@@ -23,6 +23,26 @@ def _chunk_of(request: GenerateRequest) -> int:
 class RowOutput:
     """Tokens in, deltas out. Owned by the engine thread."""
 
+    __slots__ = (
+        "_automaton",
+        "_chunk",
+        "_cut",
+        "_end",
+        "_ends",
+        "_firsts",
+        "_gathered",
+        "_logprobs",
+        "_max_tokens",
+        "_node",
+        "_ready",
+        "_stop_ids",
+        "_table",
+        "_tail",
+        "_tells_ids",
+        "row",
+        "tokens",
+    )
+
     def __init__(
         self, row: int, request: GenerateRequest, stops: StopRules, byte_table: list[bytes], tells_ids: bool = False
     ) -> None:
@@ -34,14 +54,15 @@ class RowOutput:
         self._chunk = _chunk_of(request)
         self._stop_ids = stops.ids
         self._automaton = stops.automaton
+        self._firsts = stops.automaton.firsts
         self._node = stops.automaton.root
         self._table = byte_table
         self._ends: list[int] = []
-        """end of each shown token in the row's whole text, in bytes"""
-        self._length = 0
-        self._tail = bytearray()
+        """end of each token in the row's whole text, in bytes; of the first so many, see `_length`"""
+        self._tail = b""
         """text that may still belong to a stop"""
-        self._ready = bytearray()
+        self._ready: list[bytes] = []
+        """text to be sent, in pieces"""
         self._gathered = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []
         """of tokens not sent yet, with where each begins in the whole text"""
@@ -51,6 +72,15 @@ class RowOutput:
         """where the shown text ends, in bytes, once a stop is met"""
         if request.resumed is not None:
             self._resume(request.resumed)
+
+    @property
+    def _length(self) -> int:
+        """Bytes of the text of all tokens so far: few rows ask, so what the ends are is found out then."""
+        ends, length = self._ends, self._ends[-1] if self._ends else 0
+        for token in self.tokens[len(ends) :]:
+            length += len(self._table[token])
+            ends.append(length)
+        return length
 
     def _resume(self, resumed: Resumed) -> None:
         """Take what was drawn elsewhere, as if its text had been sent up to where it was."""
@@ -62,43 +92,78 @@ class RowOutput:
         self._ready.clear()
         self._gathered = 0
 
+    def take(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | Delta | None:
+        """Take a drawn token: why the row ends with it, or else what is worth sending now.
+
+        That is `push` and `take_delta`; by far the most tokens, which cannot belong to a stop, need neither.
+        """
+        tokens, text = self.tokens, self._table[token]
+        if (
+            logprob is not None
+            or token in self._stop_ids
+            or len(tokens) + 1 >= self._max_tokens
+            or (self._firsts and (self._tail or self._node.depth or text.translate(None, self._firsts) != text))
+        ):
+            reason = self.push(token, logprob)
+            return self.take_delta() if reason is None else reason
+        tokens.append(token)
+        if text:
+            self._ready.append(text)
+        self._gathered = gathered = self._gathered + 1
+        if gathered < self._chunk:
+            return None
+        if not self._ready or self._logprobs:
+            return self.take_delta()
+        self._gathered = 0
+        if gathered > 1:
+            text = b"".join(self._ready)
+        self._ready.clear()
+        return Delta(self.row, text, gathered, None, None, None, tokens[-gathered:] if self._tells_ids else [])
+
     def push(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Take a drawn token; returns why the row ends with it, if it does."""
-        self.tokens.append(token)
-        self._gathered += 1
+        tokens, text = self.tokens, self._table[token]
         if token in self._stop_ids:
-            if logprob is not None and token == END_OF_TEXT:
-                self._end = logprob
-            self._cut = self._length
-            self._release(len(self._tail))
-            return FinishReason.STOP
-        text = self._table[token]
+            return self._end_by_id(token, logprob)
         if logprob is not None:
             self._logprobs.append((self._length, logprob))
-        self._node, found = self._automaton.advance(self._node, text)
-        if found is None and not self._node.depth and not self._tail and len(self.tokens) < self._max_tokens:
-            self._ready += text  # nothing here can belong to a stop: by far the most tokens
-            self._length += len(text)
-            self._ends.append(self._length)
+        tokens.append(token)
+        self._gathered += 1
+        node, found = self._automaton.advance(self._node, text)
+        if found is None and not node.depth and not self._tail and len(tokens) < self._max_tokens:
+            self._node = node
+            if text:  # and nothing of it can belong to a stop: by far the most tokens
+                self._ready.append(text)
             return None
+        self._node = node
         self._tail += text
         if found is not None:
-            self._cut = self._length + found
-        self._length += len(text)
-        self._ends.append(self._length)
-        if self._cut is not None:
-            del self._tail[max(0, len(self._tail) - (self._length - self._cut)) :]
-            self._release(len(self._tail))
+            length = self._length
+            self._cut = length - len(text) + found
+            self._release(len(self._tail) - (length - self._cut))
+            self._tail = b""
             return FinishReason.STOP
-        if len(self.tokens) >= self._max_tokens:
+        if len(tokens) >= self._max_tokens:
             self._release(len(self._tail))
             return FinishReason.LENGTH
-        self._release(max(0, len(self._tail) - self._node.depth))
+        self._release(len(self._tail) - node.depth)
         return None
 
+    def _end_by_id(self, token: int, logprob: TokenLogprob | None) -> FinishReason:
+        """The row ends with a token that is not shown: what was held is no stop."""
+        self._cut = self._length
+        self.tokens.append(token)
+        self._gathered += 1
+        if logprob is not None and token == END_OF_TEXT:
+            self._end = logprob
+        self._release(len(self._tail))
+        return FinishReason.STOP
+
     def _release(self, num_bytes: int) -> None:
-        self._ready += self._tail[:num_bytes]
-        del self._tail[:num_bytes]
+        """Send so many bytes of what was held, none if that is negative."""
+        if num_bytes > 0:
+            self._ready.append(self._tail[:num_bytes])
+            self._tail = self._tail[num_bytes:]
 
     def give_up_holding(self) -> None:
         """The row ends for a reason of its own (a timeout): held text was no stop and is shown."""
@@ -124,14 +189,15 @@ class RowOutput:
 
     def take_delta(self, finish: Finish | None = None) -> Delta | None:
         """What is worth sending now: a full chunk, or everything with the finish; None: not yet."""
-        if finish is None and (self._gathered < self._chunk or not (self._ready or self._logprobs)):
+        ready, gathered = self._ready, self._gathered
+        if finish is None and (gathered < self._chunk or not (ready or self._logprobs)):
             return None
         logprobs = self._shown_logprobs() if self._logprobs or self._end else None
-        ids = self.tokens[len(self.tokens) - self._gathered :] if self._tells_ids else []
-        delta = Delta(self.row, bytes(self._ready), self._gathered, finish, logprobs or None, token_ids=ids)
-        self._ready.clear()
+        ids = self.tokens[len(self.tokens) - gathered :] if self._tells_ids else []
+        text = ready[0] if len(ready) == 1 else b"".join(ready)
+        ready.clear()
         self._gathered = 0
-        return delta
+        return Delta(self.row, text, gathered, finish, logprobs or None, None, ids)
 
     def _shown_logprobs(self) -> list[TokenLogprob]:
         """Those of tokens of which some text is shown by now; the rest waits, or belongs to a stop."""

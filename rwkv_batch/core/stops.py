@@ -37,14 +37,15 @@ class StopAutomaton:
         self._fallbacks: dict[Node, Node] = {}
         """of each node but the root: the longest proper end of it that is the beginning of a stop too"""
         self.root = self._node(0, range(len(self._strings)))
-        self._firsts = bytes(self.root.children)
+        self.firsts = bytes(self.root.children)
+        """bytes that some of the strings begin with"""
 
     def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
         """Read a piece of text. Returns where it leads, and where the earliest stop that ends in it begins.
 
         That is counted in bytes from the beginning of `piece`, negative if it began before; None: no stop ends here.
         """
-        if node is self.root and len(piece.translate(None, self._firsts)) == len(piece):
+        if node is self.root and len(piece.translate(None, self.firsts)) == len(piece):
             return node, None
         found: int | None = None
         for end, byte in enumerate(piece, 1):

@@ -63,6 +63,27 @@ def test_stop_id_is_not_shown() -> None:
     assert output.tokens[-1] == 24281
 
 
+@pytest.mark.parametrize("tells_ids", [False, True])
+def test_what_is_taken_is_what_is_pushed_and_then_worth_sending(tells_ids: bool) -> None:
+    dice = random.Random(7)
+    for _ in range(300):
+        letters = [*spell("abc "), 0, 24281, *TOKENIZER.encode("é\n\n")]
+        strings = [bytes(dice.choices(b"ab ", k=dice.choice([2, 3]))) for _ in range(dice.choice([0, 0, 1, 3]))]
+        fields = {"stop_strings": strings, "ignore_eos": dice.random() < 0.7, "max_tokens": dice.choice([1, 7, 99])}
+        asked = request(**fields, stop_ids=[24281] if dice.random() < 0.3 else [], chunk_size=dice.choice([0, 1, 3]))
+        one, two = (RowOutput(2, asked, StopRules(asked, TABLE), TABLE, tells_ids) for _ in range(2))
+        reason = None
+        while reason is None:
+            token = dice.choice(letters)
+            logprob = TokenLogprob(TABLE[token], -1.0, []) if dice.random() < 0.2 else None
+            reason = two.push(token, logprob)
+            assert one.take(token, logprob) == (two.take_delta() if reason is None else reason)
+            assert (one.is_holding == two.is_holding and one.first_held_token() == two.first_held_token()) or reason
+            if len(two.tokens) == 40:
+                break
+        assert one.take_delta(DONE) == two.take_delta(DONE) and one.shown_tokens() == two.shown_tokens()
+
+
 @pytest.mark.parametrize("chunk_size", [0, 1, 3, 100])
 def test_stop_string_across_tokens(chunk_size: int) -> None:
     text, reason, output, _ = run(spell("one STOP two"), stop_strings=[b"STOP"], chunk_size=chunk_size)
