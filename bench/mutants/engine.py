@@ -89,10 +89,22 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_scheduler.py::test_prompts_are_read_in_chunks_within_the_budget",
             ),
             (
-                "ScheduledRow(s, 1, s.draws, s.draws and",
-                "ScheduledRow(s, 1, True, s.draws and",
+                "ScheduledRow(sequence, 1, sequence.draws, feeds_back,",
+                "ScheduledRow(sequence, 1, True, feeds_back,",
                 "a closing turn draws one more token",
                 "test/engine/test_row_ends.py::test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row",
+            ),
+            (
+                "if ids[-1] != PENDING or (has_left and sequence.in_step <= oldest):",
+                "if ids[-1] != PENDING or has_left:",
+                "the first device waits for the last one's draws",
+                "test/engine/test_micro_batches.py::test_a_row_waits_for_its_token_only_until_its_step_is_the_oldest",
+            ),
+            (
+                "if ids[-1] != PENDING or (has_left and sequence.in_step <= oldest):",
+                "if ids[-1] != PENDING or sequence.in_step <= oldest:",
+                "a plain row reads past its last token",
+                "test/engine/test_scheduler.py::test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step",
             ),
             (
                 "        self.places.give_up_seat(sequence)\n        self.leave(sequence)\n",

@@ -190,6 +190,11 @@ class JobTable:
         """The step of this number over these rows is on its way; more may be scheduled before its tokens are known."""
         for row in rows:
             sequence = row.sequence
+            if row.is_plain:
+                sequence.num_computed_tokens += 1
+                sequence.token_ids.append(PENDING)
+                sequence.in_step = step
+                continue
             several = sequence.cache_points or sequence.members
             if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:
                 # It reads and writes one slot of its own, and nobody else waits for what it leaves there.

@@ -24,7 +24,7 @@ from rwkv_batch.core.batch_share import BatchShare, is_waited_for
 from rwkv_batch.core.constrained_turns import ConstrainedTurns
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
-from rwkv_batch.core.sequence import NOTHING_SCORED, Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
 HELD_TURNS = 3
@@ -43,6 +43,10 @@ class ScheduledRow:
     """whether it reads the token that it drew last, which its seat still holds on the device, and draws"""
     ends: bool = False
     """whether it is the end of a row that only reads"""
+    first_slot: int = NO_SLOT
+    """of one that decodes: see `Sequence.first_slot`"""
+    is_plain: bool = False
+    """whether it feeds back and its sequence is plain (`Sequence.is_plain`): that has the same in all of its steps"""
 
     @property
     def scored(self) -> range:
@@ -68,8 +72,8 @@ class Scheduler:
         """running rows that have more than one token to read"""
         self._batch_share = BatchShare(limits, self.places.interactive, self._reading, has_pieces)
         self.turns = ConstrainedTurns(limits)
-        self._groups: list[dict[Sequence, None]] = [{} for _ in range(limits.groups)]
-        """running rows that decode"""
+        self._groups: list[dict[Sequence, ScheduledRow | None]] = [{} for _ in range(limits.groups)]
+        """running rows that decode; of a plain one what it is in every step, once that is known"""
         self._turn = 0
         """the group whose step is next"""
         self._held = 0
@@ -188,16 +192,21 @@ class Scheduler:
             if ready:
                 decoding = self._batch_share.decoding(ready)
                 self._turn = (turn + 1) % len(self._groups)
-                decoding.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
-                rows = [ScheduledRow(s, 1, s.draws, s.draws and s.seat_holds_last_token) for s in decoding]
+                rows = [group[sequence] or _decoding_row(sequence, group) for sequence in decoding]
+                rows.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
                 return rows, turn % len(self._groups)
         return [], 0
 
-    def _ready_rows(self, group: dict[Sequence, None], oldest: int) -> list[Sequence]:
+    def _ready_rows(self, group: dict[Sequence, ScheduledRow | None], oldest: int) -> list[Sequence]:
         """A group's rows that may run. Those that have more to read than a token, turns that close, leave it."""
         ready, closing = [], []
-        for sequence in group:
-            if len(sequence.token_ids) - sequence.num_computed_tokens > 1:
+        for sequence, row in group.items():
+            ids = sequence.token_ids
+            if row is not None:  # as `Sequence.may_run`, of one that always has a token to read
+                has_left = len(ids) - sequence.prompt_end < sequence.request.max_tokens
+                if ids[-1] != PENDING or (has_left and sequence.in_step <= oldest):
+                    ready.append(sequence)
+            elif len(ids) - sequence.num_computed_tokens > 1:
                 closing.append(sequence)
             elif self._may_run(sequence, oldest) if sequence.lease is not None else sequence.may_run(oldest):
                 ready.append(sequence)
@@ -206,14 +215,13 @@ class Scheduler:
             self._reading[sequence] = None
         return ready
 
-    def _even_out(self, group: dict[Sequence, None]) -> None:
+    def _even_out(self, group: dict[Sequence, ScheduledRow | None]) -> None:
         """Give rows to the smallest groups once this one is larger than its share by an eighth, and by two rows."""
         share = -(-sum(map(len, self._groups)) // len(self._groups))
         if len(group) - share <= max(1, share // 8):
             return
         for sequence in list(islice(reversed(group), len(group) - share)):
-            del group[sequence]
-            min(self._groups, key=len)[sequence] = None
+            min(self._groups, key=len)[sequence] = group.pop(sequence)
 
     def _may_run(self, sequence: Sequence, oldest: int) -> bool:
         if sequence.lacks_spare_slot:
@@ -255,6 +263,16 @@ class Scheduler:
         self.places.give_up_seat(sequence)
         self.leave(sequence)
         sequence.phase = Phase.ANSWERED if sequence.has_answered else Phase.DONE
+
+
+def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]) -> ScheduledRow:
+    """A row that reads a token and draws, unless it closes; noted in its group if it is the same from now on."""
+    feeds_back = sequence.draws and sequence.seat_holds_last_token
+    is_plain = feeds_back and sequence.is_plain
+    row = ScheduledRow(sequence, 1, sequence.draws, feeds_back, first_slot=sequence.first_slot, is_plain=is_plain)
+    if is_plain:
+        group[sequence] = row
+    return row
 
 
 def _chunk_row(sequence: Sequence, count: int) -> ScheduledRow:

@@ -288,6 +288,17 @@ class Sequence:
             self.lease is not None and self.spare_slot == NO_SLOT and self.draws and self.is_ahead and not self.members
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is by itself, draws by the engine's first choice and tells nothing but tokens.
+
+        A row of which that is so when it has drawn remains so, and keeps its slot and its seat, for as long as it is in
+        the steps.
+        """
+        is_alone = self.lease is None and self.shared is None and not self.members and not self.cache_points
+        draws_freely = self.matcher is None and self.request.sampling.top_logprobs is None and not self.sampler
+        return is_alone and draws_freely and self.adapter is None and self.spare_slot == NO_SLOT
+
     def take_seat(self, slot: int, seat: int) -> None:
         """It takes part in the steps from now on, and writes its state into `slot`."""
         self.slot, self.seat, self.phase = slot, seat, Phase.RUNNING

@@ -271,7 +271,8 @@ class DecodeGraphs:
                 host[name][: len(values)] = values
                 host[name][len(values) : size] = self._padding[name]
             host["seats32"][:size] = host["seats"][:size]
-            host["seats32"][list(undrawn)] = self.dummy_seat
+            if undrawn:
+                host["seats32"][list(undrawn)] = self.dummy_seat
             if adapters is not None:
                 tiles = max_tiles(size, self._max_adapters)
                 fill_tiles(np.array(adapters, dtype=np.int64), host["tile_tokens"], host["tile_numbers"][:tiles])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ TokenDrawn = tuple[int, TokenLogprob | None]
 class Drawn:
     """What one sampler draws in a step, on its way to the host."""
 
-    members: list[int]
+    members: Numbers[int]
     """which of `Launched.drawing`, in order"""
     copy: HostCopy
     """token ids [n] int64, and log-probabilities (`Logprobs`) where there are any"""

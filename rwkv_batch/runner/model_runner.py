@@ -243,6 +243,8 @@ class ModelRunner:
         Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
         that has them is the last one. Rows under an adapter that no graph can hold go before, decoding or not.
         """
+        if rows and _are_plain(rows):
+            return [rows]
         routed = [row for row in rows if self._is_routed(row)]
         rows = [row for row in rows if not self._is_routed(row)] if routed else rows
         mixtures = self._mixtures_apart(rows)
@@ -288,12 +290,15 @@ class ModelRunner:
         called between pieces of it, where it has any (a step over prompts is launched so, and by no graph), and may
         launch other steps of rows that read; then most of the step is done when this returns.
         """
-        step = Launched(rows, [row for row in rows if row.draws])
+        are_plain = _are_plain(rows)
+        step = Launched(rows, rows if are_plain else [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
-        is_routed = self._is_routed(rows[0])
-        if self._graphs is not None and not is_routed and self._is_for_graphs(self._graphs, rows):
+        is_routed = not are_plain and self._is_routed(rows[0])
+        if self._graphs is not None and not is_routed and self._is_for_graphs(self._graphs, rows, are_plain):
             try:
-                if rows[-1].feeds_back:
+                if are_plain:
+                    self._launch_plain(self._graphs, step, between)
+                elif rows[-1].feeds_back:
                     self._launch_graph(self._graphs, step, between)
                 else:
                     self._launch_mixed(step)
@@ -310,8 +315,10 @@ class ModelRunner:
         return step
 
     @staticmethod
-    def _is_for_graphs(graphs: DecodeGraphs, rows: list[ScheduledRow]) -> bool:
+    def _is_for_graphs(graphs: DecodeGraphs, rows: list[ScheduledRow], are_plain: bool) -> bool:
         """Whether rows that decode are in it, and no more than a graph holds."""
+        if are_plain:
+            return len(rows) <= graphs.max_rows
         return rows[0].feeds_back and num_states(row for row in rows if row.feeds_back) <= graphs.max_rows
 
     def _launch_scored(self, step: Launched, between: Callable[[], None] | None) -> None:
@@ -343,6 +350,13 @@ class ModelRunner:
             return self.pipeline.forward(inputs, out)
         x, here = self._hidden(inputs, between)
         return self.pipeline.stages[-1].logits(x, here, out)
+
+    def _launch_plain(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
+        """A step of plain rows only, as most are: all that `_launch_graph` looks at is known of them."""
+        slots = [row.first_slot for row in step.rows]
+        drawn = graphs.run([row.sequence.seat for row in step.rows], slots, slots, between=between)
+        step.tokens_sent = self._tokens.send()
+        step.draws.append(Drawn(range(len(step.rows)), HostCopy(drawn)))
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
@@ -531,6 +545,11 @@ def cpu_part(replicas: int) -> int:
 def _parted_by_kind(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
     """Rows that read tokens the host knows, and those that decode, whose tokens a graph finds on the device."""
     return [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
+
+
+def _are_plain(rows: list[ScheduledRow]) -> bool:
+    """Whether all rows read the token that they drew last, and nothing has to be known of any (`Sequence.is_plain`)."""
+    return False not in [row.is_plain for row in rows]  # not a generator: it takes twice as long
 
 
 def _is_held(row: ScheduledRow) -> bool:
