@@ -24,7 +24,7 @@ from rwkv_batch.core.batch_share import BatchShare, is_waited_for
 from rwkv_batch.core.constrained_turns import ConstrainedTurns
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
-from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
 HELD_TURNS = 3
@@ -45,6 +45,8 @@ class ScheduledRow:
     """whether it is the end of a row that only reads"""
     first_slot: int = NO_SLOT
     """of one that decodes: see `Sequence.first_slot`"""
+    most_ids: int = 0
+    """of one that decodes: how long the row's `token_ids` are when its last draw is launched"""
     is_plain: bool = False
     """whether it feeds back and its sequence is plain (`Sequence.is_plain`): that has the same in all of its steps"""
 
@@ -188,28 +190,31 @@ class Scheduler:
         for turn in range(self._turn, self._turn + len(self._groups)):
             group = self._groups[turn % len(self._groups)]
             self._even_out(group)
-            ready = self.turns.present(self._ready_rows(group, oldest))
-            if ready:
-                decoding = self._batch_share.decoding(ready)
+            rows = self._ready_rows(group, oldest)
+            sequences = [row.sequence for row in rows]
+            present = self.turns.present(sequences)
+            if present:
+                decoding = self._batch_share.decoding(present)
                 self._turn = (turn + 1) % len(self._groups)
-                rows = [group[sequence] or _decoding_row(sequence, group) for sequence in decoding]
+                if decoding is not sequences:
+                    chosen = set(decoding)
+                    rows = [row for row in rows if row.sequence in chosen]
                 rows.sort(key=attrgetter("first_slot"))  # neighbours in memory are read faster
                 return rows, turn % len(self._groups)
         return [], 0
 
-    def _ready_rows(self, group: dict[Sequence, ScheduledRow | None], oldest: int) -> list[Sequence]:
+    def _ready_rows(self, group: dict[Sequence, ScheduledRow | None], oldest: int) -> list[ScheduledRow]:
         """A group's rows that may run. Those that have more to read than a token, turns that close, leave it."""
         ready, closing = [], []
         for sequence, row in group.items():
-            ids = sequence.token_ids
-            if row is not None:  # as `Sequence.may_run`, of one that always has a token to read
-                has_left = len(ids) - sequence.prompt_end < sequence.request.max_tokens
-                if ids[-1] != PENDING or (has_left and sequence.in_step <= oldest):
-                    ready.append(sequence)
-            elif len(ids) - sequence.num_computed_tokens > 1:
+            if row is not None:
+                # As `Sequence.may_run`: one whose token is known was in no later step, and has one to draw.
+                if sequence.in_step <= oldest and len(sequence.token_ids) < row.most_ids:
+                    ready.append(row)
+            elif len(sequence.token_ids) - sequence.num_computed_tokens > 1:
                 closing.append(sequence)
             elif self._may_run(sequence, oldest) if sequence.lease is not None else sequence.may_run(oldest):
-                ready.append(sequence)
+                ready.append(_decoding_row(sequence, group))
         for sequence in closing:
             del group[sequence]
             self._reading[sequence] = None
@@ -269,7 +274,8 @@ def _decoding_row(sequence: Sequence, group: dict[Sequence, ScheduledRow | None]
     """A row that reads a token and draws, unless it closes; noted in its group if it is the same from now on."""
     feeds_back = sequence.draws and sequence.seat_holds_last_token
     is_plain = feeds_back and sequence.is_plain
-    row = ScheduledRow(sequence, 1, sequence.draws, feeds_back, first_slot=sequence.first_slot, is_plain=is_plain)
+    most_ids = sequence.prompt_end + sequence.request.max_tokens
+    row = ScheduledRow(sequence, 1, sequence.draws, feeds_back, False, sequence.first_slot, most_ids, is_plain)
     if is_plain:
         group[sequence] = row
     return row

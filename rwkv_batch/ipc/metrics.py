@@ -107,13 +107,15 @@ class Metrics:
     def observe_events(self, events: Sequence[JobEvents]) -> None:
         """Count what one step brought."""
         self._times.observe(events, time.monotonic())
-        deltas = [delta for events in events for delta in events.deltas]
-        self._completion_tokens.inc(sum(delta.num_tokens for delta in deltas))
-        for delta in deltas:
-            if delta.finish is not None:
-                self._prompt_tokens.inc(delta.finish.prompt_tokens)
-                self._cached_tokens.inc(delta.finish.cached_tokens)
-                self._rows.labels(delta.finish.reason.value).inc()
+        tokens = 0
+        for event in events:
+            for delta in event.deltas:
+                tokens += delta.num_tokens
+                if delta.finish is not None:
+                    self._prompt_tokens.inc(delta.finish.prompt_tokens)
+                    self._cached_tokens.inc(delta.finish.cached_tokens)
+                    self._rows.labels(delta.finish.reason.value).inc()
+        self._completion_tokens.inc(tokens)
 
     def render(self, status: dict[str, Any]) -> str:
         """Prometheus text; each number in the engine's `status` becomes a gauge, those of its pool by their path."""

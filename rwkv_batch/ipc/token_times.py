@@ -65,22 +65,27 @@ class TokenTimes(Collector):
 
     def observe(self, events: Sequence[JobEvents], now: float) -> None:
         """What one step brought; `now` as in `arrived`."""
+        alike: dict[tuple[float, int], int] = {}
+        """deltas by the time of the one before and their tokens: most of a step's rows were in the same step before"""
         for event in events:
             known = self._last.get(event.job_id)
             if known is None:
                 continue
             arrival, rows = known
             for delta in event.deltas:
-                if not delta.num_tokens:
+                tokens = delta.num_tokens
+                if not tokens:
                     continue
                 before = rows.get(delta.row)
                 if before is not None:
-                    self._between.count((now - before) / delta.num_tokens, delta.num_tokens)
-                elif delta.finish is None or delta.num_tokens == 1:  # else the whole row came at once
+                    alike[before, tokens] = alike.get((before, tokens), 0) + 1
+                elif delta.finish is None or tokens == 1:  # else the whole row came at once
                     self._first.count(now - arrival)
                 rows[delta.row] = now
             if event.done:
                 self.forget(event.job_id)
+        for (before, tokens), deltas in alike.items():
+            self._between.count((now - before) / tokens, tokens * deltas)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """See Collector."""

@@ -139,7 +139,9 @@ def in_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterat
     for event in events:
         first = 0
         for at, delta in enumerate(event.deltas):
-            more = _size(delta)
+            more = _DELTA_BYTES + len(delta.text)
+            if delta.logprobs is not None or delta.prompt_logprobs is not None:
+                more += _size_of_logprobs(delta)
             if size and size + more > frame_bytes:
                 if at > first:
                     frame.append(JobEvents(job_id=event.job_id, deltas=event.deltas[first:at]))
@@ -153,9 +155,9 @@ def in_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterat
         yield frame
 
 
-def _size(delta: Delta) -> int:
-    """Bytes of a delta on the wire, about."""
-    size = _DELTA_BYTES + len(delta.text)
+def _size_of_logprobs(delta: Delta) -> int:
+    """Bytes of a delta's log-probabilities on the wire, about."""
+    size = 0
     for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())):
         size += _DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top)
     return size
