@@ -101,7 +101,8 @@ class Clients:
             raise RuntimeError(f"refused: {refusal}")
 
     def _sink(self, events: JobEvents) -> None:
-        drawn = sum(delta.num_tokens for delta in events.deltas)
+        # For every row of every step, on the engine's thread: what this takes is not the engine's.
+        drawn = sum([delta.num_tokens for delta in events.deltas])
         asked = self._asked.pop(events.job_id, None) if drawn else None
         if asked is not None and len(self._begun) < self._clients:
             self._begun.add(events.job_id.partition(".")[0])

@@ -107,17 +107,17 @@ class RowOutput:
             reason = self.push(token, logprob)
             return self.take_delta() if reason is None else reason
         tokens.append(token)
-        if text:
-            self._ready.append(text)
-        self._gathered = gathered = self._gathered + 1
-        if gathered < self._chunk:
-            return None
-        if not self._ready or self._logprobs:
-            return self.take_delta()
+        gathered, ready = self._gathered + 1, self._ready
+        if gathered < self._chunk or self._logprobs or not (text or ready):
+            self._gathered = gathered
+            if text:
+                ready.append(text)
+            return None if gathered < self._chunk else self.take_delta()
         self._gathered = 0
-        if gathered > 1:
-            text = b"".join(self._ready)
-        self._ready.clear()
+        if ready:
+            ready.append(text)
+            text = b"".join(ready)
+            ready.clear()
         return Delta(self.row, text, gathered, None, None, None, tokens[-gathered:] if self._tells_ids else [])
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
