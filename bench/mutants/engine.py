@@ -131,8 +131,8 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_fairness.py::test_interactive_rows_displace_batch_rows_down_to_a_quarter[1]",
             ),
             (
-                'decoding.sort(key=attrgetter("first_slot"))',
-                'decoding.sort(key=attrgetter("first_slot"), reverse=True)',
+                'rows.sort(key=attrgetter("first_slot"))',
+                'rows.sort(key=attrgetter("first_slot"), reverse=True)',
                 "rows of a step are read from memory in the wrong order",
                 "test/engine/test_scheduler.py::test_rows_decode_in_the_order_of_their_slots",
             ),
@@ -779,8 +779,8 @@ MUTANTS: list[Mutant] = [
                 "token counts of deltas add up to too much",
             ),
             (
-                "        ready.clear()\n",
-                "",
+                'else b"".join(ready)\n        ready.clear()\n',
+                'else b"".join(ready)\n',
                 "text is sent again and again",
             ),
             (
