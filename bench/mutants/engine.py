@@ -95,14 +95,14 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_row_ends.py::test_a_turn_that_has_its_answer_gives_its_place_to_the_next_row",
             ),
             (
-                "if sequence.in_step <= oldest and len(sequence.token_ids) < row.most_ids:",
-                "if len(sequence.token_ids) < row.most_ids:",
+                "(sequence.in_step <= oldest and len(ids) < row.most_ids)",
+                "len(ids) < row.most_ids",
                 "the first device waits for the last one's draws",
                 "test/engine/test_micro_batches.py::test_a_row_waits_for_its_token_only_until_its_step_is_the_oldest",
             ),
             (
-                "if sequence.in_step <= oldest and len(sequence.token_ids) < row.most_ids:",
-                "if sequence.in_step <= oldest:",
+                "(sequence.in_step <= oldest and len(ids) < row.most_ids)",
+                "sequence.in_step <= oldest",
                 "a plain row reads past its last token",
                 "test/engine/test_scheduler.py::test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step",
             ),

@@ -24,7 +24,7 @@ from rwkv_batch.core.batch_share import BatchShare, is_waited_for
 from rwkv_batch.core.constrained_turns import ConstrainedTurns
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.prompt_turns import share_out
-from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
 HELD_TURNS = 3
@@ -207,11 +207,11 @@ class Scheduler:
         """A group's rows that may run. Those that have more to read than a token, turns that close, leave it."""
         ready, closing = [], []
         for sequence, row in group.items():
-            if row is not None:
-                # As `Sequence.may_run`: one whose token is known was in no later step, and has one to draw.
-                if sequence.in_step <= oldest and len(sequence.token_ids) < row.most_ids:
+            ids = sequence.token_ids
+            if row is not None:  # as `Sequence.may_run`, of one that always has a token to read
+                if (sequence.in_step <= oldest and len(ids) < row.most_ids) or ids[-1] != PENDING:
                     ready.append(row)
-            elif len(sequence.token_ids) - sequence.num_computed_tokens > 1:
+            elif len(ids) - sequence.num_computed_tokens > 1:
                 closing.append(sequence)
             elif self._may_run(sequence, oldest) if sequence.lease is not None else sequence.may_run(oldest):
                 ready.append(_decoding_row(sequence, group))

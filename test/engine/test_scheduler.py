@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import cast
 
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.output import RowOutput
@@ -10,6 +11,7 @@ from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.stops import StopRules
 from rwkv_batch.request import GenerateRequest, Job
+from sampling.grammar.matcher import Matcher
 from sampling.params import SamplingParams
 
 TABLE = [b""] * 300
@@ -275,6 +277,7 @@ def test_only_a_token_that_was_drawn_is_fed_back() -> None:
     assert not first.feeds_back
     read([first])
     row = first.sequence
+    row.matcher = cast(Matcher, object())  # only rows under a grammar take tokens without a draw
     (drawn,) = plan.schedule()
     assert drawn.feeds_back
     read([drawn])
