@@ -32,6 +32,8 @@ class AnswerForm:
     """with the opening of a call"""
     must_call: bool = False
     """calls and nothing else, but for a thought"""
+    is_either: bool = False
+    """calls or text, but not text and then calls: the text has a form, whose strings may have anything in them"""
 
 
 class AnswerParting:
@@ -39,7 +41,7 @@ class AnswerParting:
 
     def __init__(self, form: AnswerForm) -> None:
         self._parting = Parting(form.thinks, form.continues or form.is_call)
-        self._calls = CallParting(form.names, form.is_call, form.must_call) if form.names else None
+        self._calls = CallParting(form.names, form.is_call, form.must_call, form.is_either) if form.names else None
 
     @property
     def has_called(self) -> bool:

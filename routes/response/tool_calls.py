@@ -85,11 +85,14 @@ class CallParting:
     whole, with as much of its arguments as there is; else it is no text either, and not told.
     """
 
-    def __init__(self, names: Iterable[str], is_open: bool = False, must_call: bool = False) -> None:
+    def __init__(
+        self, names: Iterable[str], is_open: bool = False, must_call: bool = False, is_either: bool = False
+    ) -> None:
         """`names`: what may be called; `is_open`: the prompt ended with FENCE, so the text begins behind it;
-        `must_call`: there is no text but calls."""
+        `must_call`: there is no text but calls; `is_either`: an answer that does not begin with a call has none."""
         self._names = frozenset(names)
         self._must_call = must_call
+        self._is_either = is_either
         self._held = ""
         self._blank = ""
         """white space that is dropped if a call comes next"""
@@ -155,6 +158,10 @@ class CallParting:
         self._blank += text[len(solid) :]
 
     def _read_text(self, final: bool) -> bool:
+        if self._has_no_call():
+            self._say(self._held)
+            self._held = ""
+            return False
         found = _OPENING.search(self._held)
         if found is not None:
             self._say(self._held[: found.start()])
@@ -167,6 +174,13 @@ class CallParting:
         self._say(self._held[:sure])
         self._held = self._held[sure:]
         return False
+
+    def _has_no_call(self) -> bool:
+        """Whether an answer that is either calls or text is text, whatever its strings have in them."""
+        if not self._is_either or self.count:
+            return False
+        begun = self._held.lstrip()
+        return self._has_said or not any(one.startswith(begun) or begun.startswith(one) for one in _CLOSINGS)
 
     def _read_head(self, final: bool) -> bool:
         head = _HEAD.match(self._held)

@@ -237,6 +237,27 @@ def test_an_answer_in_a_form_or_a_call(client: OpenAI) -> None:
         asked(client, extra_body={"regex": "a"})
 
 
+@pytest.mark.parametrize("const", ["```json{", "<tool_call>{", f"```json{NOW.strip()}```"])
+def test_a_form_whose_strings_have_the_marks_of_calls(client: OpenAI, const: str) -> None:
+    """The bias is for an answer in the form, not for a call."""
+    schema = {"name": "n", "schema": {"const": {"a": const}}, "strict": True}
+    fields = {"tool_choice": "auto", "logit_bias": {str(TOKENIZER.encode_bytes(b"{")[0]): 100}}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    choice = asked(client, **fields, **form).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", json.dumps({"a": const}))
+    chunks = asked(client, **fields, **form, stream=True, extra_body={"chunk_size": 1})
+    told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert told == json.dumps({"a": const})
+    response = client.responses.create(
+        model="rwkv7",
+        input="Go.",
+        tools=[{"type": "function", **TOOLS[1]["function"]}],
+        text={"format": {"type": "json_schema", **schema}},  # type: ignore[misc]
+        extra_body={"logit_bias": fields["logit_bias"]},
+    )
+    assert (response.status, response.output_text) == ("completed", json.dumps({"a": const}))
+
+
 def test_a_strict_schema_that_cannot_be_served_is_a_bad_request(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"contains": {}}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}

@@ -34,9 +34,9 @@ TOOLS: list[Any] = [
 ]
 
 
-def parted(pieces: list[str], is_call: bool = False) -> tuple[str, list[tuple[str, str]]]:
+def parted(pieces: list[str], is_call: bool = False, is_either: bool = False) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls of an answer that comes in these pieces."""
-    parting = AnswerParting(AnswerForm(names=NAMES, is_call=is_call, continues=True))
+    parting = AnswerParting(AnswerForm(names=NAMES, is_call=is_call, is_either=is_either, continues=True))
     content, calls = "", dict[int, tuple[str, str]]()
     for at, piece in enumerate([*pieces, ""]):
         parts = parting.feed(piece, final=at == len(pieces))
@@ -93,6 +93,31 @@ def test_the_beginning_of_an_opening_is_text_unless_the_answer_has_to_be_a_call(
         assert (parts.reasoning, parts.content) == ("Hm.", content)
 
 
+@pytest.mark.parametrize(
+    "inside", ["```json{", "<tool_call>{", '```json\n{"name": "f", "arguments": {}}\n```', "```js "]
+)
+@pytest.mark.parametrize("before", ["", "\n "])
+def test_an_answer_in_a_form_may_have_the_marks_of_calls_in_its_strings(inside: str, before: str) -> None:
+    for value in (inside, {"a": inside}, [inside, CALL]):
+        text = before + json.dumps(value)
+        for pieces in ([text], list(text), [text[:9], text[9:]]):
+            assert parted(pieces, is_either=True) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"), [one for one in ANSWERS if one[0].startswith(("```", "<"))] + ANSWERS[:1]
+)
+def test_an_answer_that_begins_with_a_call_beside_a_form_is_one(
+    text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    if text.startswith("```json```json"):  # no call, so there is none behind it
+        content, calls = text, []
+    for before in ("", "\n "):
+        before_content = before if content and not calls else ""
+        for pieces in ([before + text], list(before + text)):
+            assert parted(pieces, is_either=True) == (before_content + content, calls)
+
+
 FRAGMENTS = (
     "```json", "```", "<tool_call>", "</tool_call>", "\n", "\n\n", " ", '{"name": "f", "arguments": {"a": "b"}}',
     '{"name":"g","arguments":{', "}", "{", "[", "]", '"', "\\", '"name"', "Hi", "`", "<", "json", '"arguments": "{}"',
@@ -101,13 +126,13 @@ FRAGMENTS = (
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), st.booleans(), st.data())
-def test_any_pieces_of_any_text_give_the_same(text: str, is_call: bool, data: st.DataObject) -> None:
-    whole = parted([text], is_call)
-    assert parted(list(text), is_call) == whole
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), st.booleans(), st.booleans(), st.data())
+def test_any_pieces_of_any_text_give_the_same(text: str, is_call: bool, is_either: bool, data: st.DataObject) -> None:
+    whole = parted([text], is_call, is_either)
+    assert parted(list(text), is_call, is_either) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parted(pieces, is_call) == whole
+    assert parted(pieces, is_call, is_either) == whole
     if "```json" not in text and "<tool_call>" not in text and not is_call:
         assert whole == (text, [])
 
