@@ -50,6 +50,8 @@ class Child:
     started: float = 0.0
     failures: int = 0
     restart_at: float = field(default=0.0)
+    group: int | None = None
+    """Of processes that it has started and that end with it, whatever ends it."""
 
     def start(self) -> None:
         """Start the process with a fresh pipe. Raises EOFError, OSError if it cannot be forked."""
@@ -117,6 +119,10 @@ class Child:
         """Close the pipe; a process that still lives ends of it."""
         if self.pipe is not None:
             self.pipe.close()
+        if self.group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.group, signal.SIGKILL)
+            self.group = None
 
 
 def _cause(code: int | None) -> str:

@@ -65,7 +65,7 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
         process_group=0,
         preexec_fn=end_with_parent,  # noqa: PLW1509  # no other thread runs yet
     )
-    supervisor.send(("started", None))
+    supervisor.send(("started", nginx.pid))
     threading.Thread(target=_follow_supervisor, args=(nginx, supervisor), daemon=True).start()
     code = nginx.wait()
     _kill_group(nginx.pid)  # a master that was killed leaves its workers

@@ -134,6 +134,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, self._on_hangup)  # always: what is sent to reload must never end the service
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # in the background of a terminal a line of the log would stop it
         try:
             while not self._signals:
                 self._look_after()
@@ -197,6 +198,7 @@ class Supervisor:
             match subject:
                 case "started":
                     self._have_started.add(child)
+                    child.group = value
                 case "used":
                     self._engines.used(value)
                 case "failed" if child not in self._have_started:

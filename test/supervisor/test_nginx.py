@@ -193,6 +193,30 @@ def test_an_nginx_that_is_killed_is_started_again_without_a_refused_connection(p
     wait_for(lambda: proxied.get("/readyz").status_code == 200, 30, "served again")
 
 
+def test_an_nginx_that_is_killed_with_the_process_that_runs_it_leaves_none_of_its_own(proxied: Service) -> None:
+    """Its workers would go on taking connections beside the next one's, and keep the port for ever."""
+    master = nginx_master(proxied)
+    runs_it = _parent(master)
+    os.kill(runs_it, signal.SIGSTOP)  # it would notice
+    for pid in (master, runs_it):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not _has_processes(master), 30, "no process of it is left")
+    wait_for(lambda: nginx_master(proxied) not in (0, master), 30, "another nginx")
+    wait_for(lambda: proxied.get("/readyz").status_code == 200, 30, "served again")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Path) -> None:
     service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
     try:
