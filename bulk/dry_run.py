@@ -90,4 +90,4 @@ def _prompt(ask: Ask) -> str:
         return str(ask.body["contents"][0]) + "".join(map(str, ask.body["candidates"]))
     if ask.path == FILL:
         return prompts.fill_in_the_middle(ask.body["prefix"][0], ask.body["suffix"][0])
-    return prompt_forms(validate(PromptBody, ask.body), None)[0][0]
+    return prompt_forms(validate(PromptBody, ask.body))[0][0]

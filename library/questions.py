@@ -13,7 +13,7 @@ from library.states import State
 from routes.context import Context
 from routes.openai.conversation import conversation_rows
 from routes.openai.response import openai_rows
-from routes.request.generate_requests import given_stops
+from routes.request.generate_requests import row_stops
 from routes.request.session_turn import as_turn
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.request import GenerateRequest
@@ -84,7 +84,7 @@ async def of_prompts(
     """Prompts from number `first` of the call on. Raises ServiceError."""
     texts = list(prompts)
     body = completion_body(texts, asking.params, first, asking.session_id, asking.streams)
-    stops = [*(given_stops(body) or ()), *body.stop_texts]
+    stops = [*row_stops(body), *body.stop_texts]
     rows = await openai_rows(context, body, texts, stops, "prompts")
     if asking.session_id is not None:
         rows = await as_turn(context, rows, texts[0], asking.session_id, texts[0], "prompts")

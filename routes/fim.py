@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import SamplingBody, Texts
-from routes.request.generate_requests import build_rows, given_stops, off_loop
+from routes.request.generate_requests import build_rows, off_loop, row_stops
 from routes.request.jobs import make_job
 from routes.response.generate import run
 from routes.response.native_format import BatchDialect
@@ -42,7 +42,7 @@ class FimBody(SamplingBody):
 async def batch_fim(context: Context, body: FimBody) -> Reply:
     """Fill the gap between each prefix and its suffix."""
     texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
-    stops = [*(given_stops(body) or ()), prompts.FIM_STOP]
+    stops = [*row_stops(body), prompts.FIM_STOP]
     characters = sum(map(len, texts))
     rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
     job = make_job(rows, body, PATH)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
-from routes.request.generate_requests import build_rows, off_loop
+from routes.request.generate_requests import build_rows, off_loop, row_stops
 from routes.request.jobs import make_job
 from routes.request.session_turn import as_turn
 from routes.response.event_stream import ask
@@ -57,7 +57,7 @@ class DeleteBody(Body):
 
 async def turn_job(context: Context, body: TurnBody, label: str, branch_from: int | None = None) -> Job:
     """The job of one turn. Raises ServiceError."""
-    prompt, stops = body.contents[0], list(body.stop_tokens)
+    prompt, stops = body.contents[0], row_stops(body, DEFAULT_STOPS)
     rows = await off_loop(len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents")
     rows = await as_turn(
         context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=branch_from, wait=body.wait

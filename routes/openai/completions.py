@@ -23,7 +23,7 @@ from routes.openai.response import (
 )
 from routes.openai.token_arrays import TokenArrays
 from routes.request import prompts
-from routes.request.generate_requests import encode, given_stops
+from routes.request.generate_requests import encode, row_stops
 from routes.request.session_turn import as_turn
 from routes.response.generate import RowResult, run
 from routes.response.reply import Reply
@@ -100,7 +100,7 @@ def _likeliest(rows: Sequence[RowResult], drawn: range, count: int) -> list[int]
 async def completions(context: Context, body: CompletionBody) -> Reply:
     """Continue raw prompts, each `n` times from one prefill; with `suffix`, fill in what stands between."""
     texts: list[str | list[int]] = list(body.prompts)
-    stops = [*(given_stops(body) or ()), *body.stop_texts]
+    stops = [*row_stops(body), *body.stop_texts]
     if body.suffix is not None:
         texts = [_with_gap(context, text, body.suffix) for text in texts]
         stops.append(prompts.FIM_STOP)

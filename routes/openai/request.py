@@ -26,7 +26,7 @@ from routes.request.bodies import (
 )
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
-from routes.request.generate_requests import given_stops
+from routes.request.generate_requests import row_stops
 from routes.request.toolbox import Toolbox, begins_with_call
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -174,8 +174,7 @@ class ConversationBody(OpenAIBody, TemplateFields):
         if self.toolbox is not None and "stop_tokens" not in self.model_fields_set:
             own: Sequence[int | str] = prompts.answer_stops(self.think, True, self.template)
         else:
-            plain = prompts.answer_stops(self.think, False, self.template)
-            own = plain if (given := given_stops(self)) is None else given
+            own = row_stops(self, prompts.answer_stops(self.think, False, self.template))
         return [*own, *self.stop_texts]
 
     def sampling(self, seed: int) -> SamplingParams:

@@ -43,11 +43,11 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
     return ids, strings
 
 
-def given_stops(body: GenerationBody) -> list[int | str] | None:
-    """`stop_tokens` if the request has them; none where a constraint says how the text ends, in its place."""
+def row_stops(body: GenerationBody, usual: Iterable[int | str] = ()) -> list[int | str]:
+    """`stop_tokens` if the request has them, else the usual ones; none where a constraint says how the text ends."""
     if "stop_tokens" in body.model_fields_set:
         return list(body.stop_tokens)
-    return None if body.constraint is None else []
+    return list(usual) if body.constraint is None else []
 
 
 def encode(

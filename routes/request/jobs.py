@@ -7,7 +7,7 @@ import uuid
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import DEFAULT_STOPS, BatchBody, PromptBody, UrgencyFields
-from routes.request.generate_requests import build_rows, given_stops, off_loop
+from routes.request.generate_requests import build_rows, off_loop, row_stops
 from routes.request.session_turn import as_turn
 from rwkv_batch.request import GenerateRequest, Job
 
@@ -26,7 +26,7 @@ def make_job(rows: list[GenerateRequest], body: UrgencyFields, label: str, sampl
 
 async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
     """The job of a native batch body, in its session if it has one. Raises ServiceError."""
-    texts, stops, field = prompt_forms(body, given_stops(body))
+    texts, stops, field = prompt_forms(body)
     characters = sum(map(len, texts))
     rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
     if isinstance(body, PromptBody) and body.session_id is not None:
@@ -38,14 +38,13 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
     return make_job(rows, body, label, sampler)
 
 
-def prompt_forms(body: BatchBody, stop_tokens: list[int | str] | None) -> tuple[list[str], list[int | str], str]:
-    """Prompts, stops (None: the form's own), and the field they came from."""
+def prompt_forms(body: BatchBody) -> tuple[list[str], list[int | str], str]:
+    """Prompts, stops, and the field they came from."""
     if body.messages:
         think = prompts.think_mode(body.enable_think)
         own = prompts.answer_stops(think, may_call=False, template=body.template)
-        stops = list(own) if stop_tokens is None else stop_tokens
-        return [prompts.chat(body.messages, think, template=body.template)], stops, "messages"
+        return [prompts.chat(body.messages, think, template=body.template)], row_stops(body, own), "messages"
     if body.contents:
-        return body.contents, list(DEFAULT_STOPS) if stop_tokens is None else stop_tokens, "contents"
+        return body.contents, row_stops(body, DEFAULT_STOPS), "contents"
     pairs = zip(body.prefixes, body.suffixes, strict=True)
-    return [prompts.fill_in_the_middle(*pair) for pair in pairs], [*(stop_tokens or ()), prompts.FIM_STOP], "prefix"
+    return [prompts.fill_in_the_middle(*pair) for pair in pairs], [*row_stops(body), prompts.FIM_STOP], "prefix"

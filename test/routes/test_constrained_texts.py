@@ -1,0 +1,65 @@
+"""A text that is held to a form comes whole and as it is, whichever route it was asked for by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from test.harness import tiny_model
+from test.serving import Service
+
+TALK = [{"role": "user", "content": "x"}]
+RAW: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"contents": ["x"]},
+    "/v2/chat/completions": {"contents": ["x"]},
+    "/big_batch/completions": {"contents": ["x"], "stream": False},
+    "/state/chat/completions": {"contents": ["x"]},
+    "/multi_state/chat/completions": {"contents": ["x"]},
+    "/openai/v1/completions": {"prompt": "x", "max_tokens": 64},
+}
+CHATS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions messages": {"messages": TALK},
+    "/big_batch/completions messages": {"messages": TALK, "stream": False},
+    "/openai/v1/chat/completions": {"messages": TALK},
+    "/openai/v1/responses": {"input": "x"},
+}
+GAPS: dict[str, dict[str, Any]] = {
+    "/FIM/v1/batch-FIM": {"prefix": ["x"], "suffix": ["y"]},
+    "/v1/chat/completions prefix": {"prefix": "x", "suffix": "y"},
+    "/openai/v1/completions suffix": {"prompt": "x", "suffix": "y", "max_tokens": 64},
+}
+ASKED = RAW | CHATS | GAPS
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    running = Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+def whole(service: Service, asked: str, **fields: Any) -> str:
+    """The text of an answer that ended by itself, in the form of its route."""
+    session = {"session_id": json.dumps([asked, fields])} if "state" in asked else {}
+    told = service.post(asked.split(maxsplit=1)[0], {"temperature": 0, **ASKED[asked], **session, **fields}).json()
+    if "output" in told:
+        assert told["status"] == "completed", told
+        return "".join(part["text"] for item in told["output"] for part in item["content"])
+    (choice,) = told["choices"]
+    assert choice["finish_reason"] == "stop", told
+    assert set(choice.get("message", {})) <= {"role", "content", "refusal"}, told
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_usual_stops_do_not_cut(service: Service, asked: str) -> None:
+    for text in ("User: a\n\nb", "User"):
+        assert whole(service, asked, choice=[text]) == text
+    assert json.loads(whole(service, asked, json_schema={"const": {"role": "User"}})) == {"role": "User"}
+    assert whole(service, asked, choice=["a\n\nb"], stop_tokens=["\n\n"]) == "a", "stops that the request names do"
