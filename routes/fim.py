@@ -42,7 +42,7 @@ class FimBody(SamplingBody):
 async def batch_fim(context: Context, body: FimBody) -> Reply:
     """Fill the gap between each prefix and its suffix."""
     texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
-    stops = [*row_stops(body), prompts.FIM_STOP]
+    stops = row_stops(body, built_in=(prompts.FIM_STOP,))
     characters = sum(map(len, texts))
     rows = await off_loop(characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix")
     job = make_job(rows, body, PATH)

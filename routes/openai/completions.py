@@ -100,10 +100,9 @@ def _likeliest(rows: Sequence[RowResult], drawn: range, count: int) -> list[int]
 async def completions(context: Context, body: CompletionBody) -> Reply:
     """Continue raw prompts, each `n` times from one prefill; with `suffix`, fill in what stands between."""
     texts: list[str | list[int]] = list(body.prompts)
-    stops = [*row_stops(body), *body.stop_texts]
     if body.suffix is not None:
         texts = [_with_gap(context, text, body.suffix) for text in texts]
-        stops.append(prompts.FIM_STOP)
+    stops = row_stops(body, built_in=() if body.suffix is None else (prompts.FIM_STOP,)) + body.stop_texts
     rows = await openai_rows(context, body, texts, stops, "prompt")
     if body.scores_prompts:
         check_logprobs(body, len(rows) * body.drawn_per_prompt, sum(len(row.prompt) * row.n for row in rows))

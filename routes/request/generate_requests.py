@@ -43,11 +43,17 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
     return ids, strings
 
 
-def row_stops(body: GenerationBody, usual: Iterable[int | str] = ()) -> list[int | str]:
-    """`stop_tokens` if the request has them, else the usual ones; none where a constraint says how the text ends."""
-    if "stop_tokens" in body.model_fields_set:
-        return list(body.stop_tokens)
-    return list(usual) if body.constraint is None else []
+def row_stops(
+    body: GenerationBody, usual: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
+) -> list[int | str]:
+    """`stop_tokens` if the request has them, else the usual ones; and those that its prompt's form has in any case.
+
+    Of a constrained text only those that the request names: the constraint says how it ends.
+    """
+    named = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
+    if body.constraint is not None:
+        return named or []
+    return [*(usual if named is None else named), *built_in]
 
 
 def encode(

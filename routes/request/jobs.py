@@ -47,4 +47,5 @@ def prompt_forms(body: BatchBody) -> tuple[list[str], list[int | str], str]:
     if body.contents:
         return body.contents, row_stops(body, DEFAULT_STOPS), "contents"
     pairs = zip(body.prefixes, body.suffixes, strict=True)
-    return [prompts.fill_in_the_middle(*pair) for pair in pairs], [*row_stops(body), prompts.FIM_STOP], "prefix"
+    stops = row_stops(body, built_in=(prompts.FIM_STOP,))
+    return [prompts.fill_in_the_middle(*pair) for pair in pairs], stops, "prefix"

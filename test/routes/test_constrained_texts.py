@@ -63,3 +63,9 @@ def test_the_usual_stops_do_not_cut(service: Service, asked: str) -> None:
         assert whole(service, asked, choice=[text]) == text
     assert json.loads(whole(service, asked, json_schema={"const": {"role": "User"}})) == {"role": "User"}
     assert whole(service, asked, choice=["a\n\nb"], stop_tokens=["\n\n"]) == "a", "stops that the request names do"
+
+
+@pytest.mark.parametrize("asked", GAPS)
+def test_the_mark_of_a_filled_gap_does_not_cut(service: Service, asked: str) -> None:
+    assert whole(service, asked, json_schema={"const": "a✿b"}) == '"a✿b"'
+    assert whole(service, asked, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
