@@ -39,7 +39,8 @@ class ChatDialect(OpenAIDialect):
     def __init__(self, body: ChatBody, fingerprint: str, num_rows: int) -> None:
         super().__init__(body, fingerprint, num_rows)
         self._tells_logprobs = body.logprobs
-        self._partings = [AnswerParting(body.form) for _ in range(num_rows)]
+        form = body.form
+        self._partings = [AnswerParting(form) for _ in range(num_rows)]
 
     def opening(self) -> bytes:
         """See Dialect: the role of every choice."""

@@ -157,6 +157,7 @@ class ConversationBody(OpenAIBody, TemplateFields):
             names=() if toolbox is None else tuple(function.name for function in toolbox.callable),
             is_call=begins_with_call(toolbox, thinks=self.thinks, continues=self.continues),
             must_call=toolbox is not None and toolbox.must_call,
+            is_exact=toolbox is None and not self.thinks and self.constraint is not None,
             is_either=self.formed is not None,
         )
 

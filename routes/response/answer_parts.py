@@ -32,6 +32,8 @@ class AnswerForm:
     """with the opening of a call"""
     must_call: bool = False
     """calls and nothing else, but for a thought"""
+    is_exact: bool = False
+    """nothing but a text in a form, whose white space and tags are its own"""
     is_either: bool = False
     """calls or text, but not text and then calls: the text has a form, whose strings may have anything in them"""
 
@@ -40,7 +42,7 @@ class AnswerParting:
     """One row's text, piece by piece, wherever the pieces cut it."""
 
     def __init__(self, form: AnswerForm) -> None:
-        self._parting = Parting(form.thinks, form.continues or form.is_call)
+        self._parting = Parting(form.thinks, form.continues or form.is_call or form.is_exact)
         self._calls = CallParting(form.names, form.is_call, form.must_call, form.is_either) if form.names else None
 
     @property

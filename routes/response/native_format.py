@@ -71,6 +71,10 @@ async def answer(context: Context, body: BatchBody, job: Job) -> Reply:
 
 
 def transcript_of(body: BatchBody, job: Job) -> Transcript:
-    """How a native answer's text begins: with the tag that the prompt opened, or without white space."""
-    opening = prompts.THINKING if body.messages and body.enable_think else ""
-    return Transcript(job.num_rows, opening, strip=bool(body.messages) and not body.enable_think)
+    """How a native answer's text begins: with the tag that the prompt opened, or without white space.
+
+    Text that is held to a form is told as it is.
+    """
+    opening = prompts.THINKING if body.thinks else ""
+    strip = bool(body.messages) and not body.thinks and job.rows[0].constraint is None
+    return Transcript(job.num_rows, opening, strip)

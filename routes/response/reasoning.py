@@ -33,7 +33,7 @@ class Parting:
     def __init__(self, thinks: bool, continues: bool = False) -> None:
         """`thinks`: the prompt ended with `<think`, so the text begins with the end of that tag.
 
-        continues: the prompt ended inside the answer, whose white space is its own.
+        continues: the prompt ended inside the answer, whose white space is its own, or the answer is held to a form.
         """
         self._place = _Place.THOUGHT if thinks else _Place.ANSWER if continues else _Place.START
         self._rest_of_tag = OPEN[-1] if thinks else ""

@@ -6,10 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
+from routes.openai.request import ChatBody, ConversationBody
+from routes.openai.responses_body import ResponsesBody
+from routes.request.bodies import validate
+from routes.response.answer_parts import AnswerParting, Parts
 from test.harness import tiny_model
-from test.serving import Service
+from test.serving import Service, row_texts, sse_data
 
 TALK = [{"role": "user", "content": "x"}]
 RAW: dict[str, dict[str, Any]] = {
@@ -44,10 +49,23 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
+def ask(service: Service, asked: str, **fields: Any) -> httpx.Response:
+    return service.post(asked.split(maxsplit=1)[0], {"temperature": 0, **ASKED[asked], **fields})
+
+
+def streamed(service: Service, asked: str, **fields: Any) -> str:
+    """All pieces of content of a streamed answer."""
+    told = ask(service, asked, stream=True, chunk_size=1, **fields).text
+    if asked.endswith("responses"):
+        events = [json.loads(line.removeprefix("data: ")) for line in told.splitlines() if line.startswith("data: {")]
+        return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    return row_texts(sse_data(told))[0]
+
+
 def whole(service: Service, asked: str, **fields: Any) -> str:
     """The text of an answer that ended by itself, in the form of its route."""
     session = {"session_id": json.dumps([asked, fields])} if "state" in asked else {}
-    told = service.post(asked.split(maxsplit=1)[0], {"temperature": 0, **ASKED[asked], **session, **fields}).json()
+    told = ask(service, asked, **session, **fields).json()
     if "output" in told:
         assert told["status"] == "completed", told
         return "".join(part["text"] for item in told["output"] for part in item["content"])
@@ -69,3 +87,23 @@ def test_the_usual_stops_do_not_cut(service: Service, asked: str) -> None:
 def test_the_mark_of_a_filled_gap_does_not_cut(service: Service, asked: str) -> None:
     assert whole(service, asked, json_schema={"const": "a✿b"}) == '"a✿b"'
     assert whole(service, asked, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
+
+
+@pytest.mark.parametrize("asked", CHATS)
+def test_an_answer_in_a_form_is_told_as_it_is(service: Service, asked: str) -> None:
+    for text in (" no", "  ", "\n<think>a</think> b", "<think>a</think>"):
+        assert whole(service, asked, choice=[text]) == text
+        assert streamed(service, asked, choice=[text]) == text
+    assert whole(service, asked, regex=" {5}") == " " * 5
+    assert whole(service, asked, grammar='start: " " X\nX: "x"') == " x"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        validate(ChatBody, {"messages": TALK, "choice": [" no"], "reasoning_effort": "low"}),
+        validate(ResponsesBody, {"input": "x", "choice": [" no"], "reasoning": {"effort": "low"}}),
+    ],
+)
+def test_an_answer_behind_a_thought_is_still_parted_from_it(body: ConversationBody) -> None:
+    assert AnswerParting(body.form).feed(">so</think> no", final=True) == Parts("so", "no", [])
