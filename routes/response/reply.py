@@ -19,6 +19,9 @@ FILE = "application/octet-stream"
 DONE = b"data: [DONE]\n\n"
 
 to_json = msgspec.json.Encoder().encode
+_LINE_BREAKS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
+"""JSON may have these as they are, and clients that split at Unicode's line breaks, as httpx, would cut an event there;
+they stand in strings only, so their bytes may be replaced by their escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +98,8 @@ def error_answer(info: ErrorInfo, form: ErrorForm) -> Answer:
 
 
 def sse(value: Any) -> bytes:
-    """One server-sent event with a JSON value."""
-    return b"data: " + to_json(value) + b"\n\n"
+    """One server-sent event with a JSON value, in one line by any reading."""
+    data = to_json(value)
+    for character, escape in _LINE_BREAKS:
+        data = data.replace(character, escape)
+    return b"data: " + data + b"\n\n"

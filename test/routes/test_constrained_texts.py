@@ -107,3 +107,9 @@ def test_an_answer_in_a_form_is_told_as_it_is(service: Service, asked: str) -> N
 )
 def test_an_answer_behind_a_thought_is_still_parted_from_it(body: ConversationBody) -> None:
     assert AnswerParting(body.form).feed(">so</think> no", final=True) == Parts("so", "no", [])
+
+
+@pytest.mark.parametrize("asked", ["/v1/chat/completions", "/openai/v1/chat/completions", "/openai/v1/responses"])
+def test_events_are_lines_for_clients_that_split_text_as_unicode_does(service: Service, asked: str) -> None:
+    text = "a\u2028\u2028b\u2029c\u0085d\\\u2028\u201ce\u2026"
+    assert streamed(service, asked, choice=[text]) == text
