@@ -8,12 +8,13 @@ from typing import Any
 
 from console.conversation import ConsoleError, Conversation, as_value
 from routes.request.bodies import PromptBody, validate
+from routes.request.unserved import ConversationOnlyFields
 from rwkv_batch.errors import ServiceError
 
 SYSTEM = "system"
 """A setting of ours: the instructions."""
 _NOT_SET = frozenset({"contents", "messages", "prefix", "suffix", "stream", "session_id", "password", "model"})
-_SETTABLE = frozenset(PromptBody.model_fields) - _NOT_SET
+_SETTABLE = frozenset(PromptBody.model_fields) - _NOT_SET - frozenset(ConversationOnlyFields.model_fields)
 
 
 @dataclass(slots=True)

@@ -22,12 +22,12 @@ from routes.request.bodies import (
     StopTokens,
     TemplateFields,
     Texts,
-    Unserved,
 )
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
 from routes.request.generate_requests import row_stops
 from routes.request.toolbox import Toolbox, begins_with_call
+from routes.request.unserved import Unserved
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.grammar.constraint import Constraint
@@ -36,6 +36,7 @@ from sampling.params import SamplingParams
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+_FORMAT = "Text (the default), a JSON object, or JSON that is valid under a schema."
 _BAN = -100.0
 """OpenAI: a bias of -100 bans a token."""
 
@@ -224,9 +225,7 @@ class ChatBody(ConversationBody):
     audio: Unserved = Field(None, description="Not supported; refused.")
     web_search_options: Unserved = Field(None, description="Not supported; refused.")
     modalities: list[Literal["text"]] = Field(["text"], max_length=1, description="Only text.")
-    response_format: ResponseFormat | None = Field(
-        None, description="Text (the default), a JSON object, or JSON that is valid under a schema."
-    )
+    response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
     @property
     def continues(self) -> bool:
@@ -259,7 +258,7 @@ class ChatBody(ConversationBody):
     @property
     def formed(self) -> Constraint | None:
         """See ConversationBody."""
-        if self.response_format is None or self.response_format.type == "text":
+        if self.response_format is None:
             return None
         return self.response_format.constraint(CLOSED_THOUGHT if self.thinks else "")
 
@@ -305,6 +304,17 @@ class CompletionBody(OpenAIBody):
     best_of: int | None = Field(
         None, ge=1, le=MAX_N, description="Draw so many and answer with the `n` likeliest by token. No stream."
     )
+    response_format: ResponseFormat | None = Field(None, description=_FORMAT)
+
+    @property
+    def formed(self) -> Constraint | None:
+        """What `response_format` holds every answer to."""
+        return None if self.response_format is None else self.response_format.constraint()
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """See ConstraintFields."""
+        return self.formed or super().constraint
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -331,6 +341,8 @@ class CompletionBody(OpenAIBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if (own := super().constraint) is not None and self.formed is not None:
+            at_most_one([own.form, "response_format"])
         if not self.prompt:
             raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
         for other, reason in (("session_id", "a session's text is not scored"), ("suffix", "its prompt has a form")):

@@ -34,8 +34,10 @@ class ResponseFormat(Fields):
             raise PydanticCustomError("json_schema", "json_schema is given with the type json_schema, and only then")
         return self
 
-    def constraint(self, after: str) -> Constraint:
+    def constraint(self, after: str = "") -> Constraint | None:
         """What the text after `after` is held to, if it is to be JSON."""
+        if self.type == "text":
+            return None
         schema = self.json_schema
         if schema is None:
             return Constraint(form=Form.JSON_SCHEMA, source='{"type":"object"}', field="response_format", after=after)

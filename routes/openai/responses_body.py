@@ -12,10 +12,11 @@ from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, toolbox
 from routes.request import prompts
-from routes.request.bodies import Message, Unserved
+from routes.request.bodies import Message
 from routes.request.constraints import CLOSED_THOUGHT
 from routes.request.fields import Fields
 from routes.request.toolbox import Toolbox
+from routes.request.unserved import Unserved
 from sampling.grammar.constraint import Constraint
 
 MAX_METADATA = 16
@@ -200,10 +201,8 @@ class ResponsesBody(ConversationBody):
     @property
     def formed(self) -> Constraint | None:
         """See ConversationBody."""
-        if self.text.format.type == "text":
-            return None
         formed = self.text.format.chat_format.constraint(CLOSED_THOUGHT if self.thinks else "")
-        return msgspec.structs.replace(formed, field="text.format.schema")
+        return None if formed is None else msgspec.structs.replace(formed, field="text.format.schema")
 
     @property
     def asked_logprobs(self) -> int | None:

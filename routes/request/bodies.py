@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from routes.request.constraints import ConstraintFields
 from routes.request.fields import Fields, Number
 from routes.request.shown import shown, shown_name
+from routes.request.unserved import ConversationOnlyFields, Unserved
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -37,16 +38,6 @@ class Body(Fields):
     password: str = Field(
         "", description="The service's password or an API key, where one is wanted and no Bearer token is sent."
     )
-
-
-def _refused(value: Any) -> Any:
-    if value:
-        raise PydanticCustomError("unsupported", "is not supported by this service yet; leave it out")
-    return value
-
-
-Unserved = Annotated[Any, AfterValidator(_refused)]
-"""What an answer would have to take into account, and cannot yet: refused by name, never dropped."""
 
 
 class TextPart(BaseModel):
@@ -182,7 +173,7 @@ class MixtureFields(ModelFields):
         return self
 
 
-class GenerationBody(ConstraintFields, UrgencyFields, MixtureFields):
+class GenerationBody(ConstraintFields, ConversationOnlyFields, UrgencyFields, MixtureFields):
     """Fields of every route that generates, however it draws."""
 
     max_tokens: int = Field(8192, ge=1, description="Most tokens drawn per row.")

@@ -103,6 +103,42 @@ def test_response_format_of_openai(client: openai.OpenAI) -> None:
     assert isinstance(ask({"type": "text"}, stop=["e"]), str)
 
 
+def test_response_format_of_raw_prompts(service: Service) -> None:
+    named = {"name": "person", "schema": SCHEMA, "strict": True}
+    body = {"prompt": ["one", "two"], **DRAWS, "response_format": {"type": "json_schema", "json_schema": named}}
+    for choice in service.post("/openai/v1/completions", body).json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        jsonschema_rs.validate(SCHEMA, json.loads(choice["text"]))
+    both = service.post("/openai/v1/completions", {**body, "regex": "a"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "response_format")
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+BATCH, TURN = {"contents": ["x"]}, {"contents": ["x"], "session_id": "s"}
+SISTERS: dict[str, dict[str, Any]] = {
+    "/openai/v1/completions": {"prompt": "x"}, "/v1/chat/completions": BATCH, "/v2/chat/completions": BATCH,
+    "/big_batch/completions": BATCH, "/FIM/v1/batch-FIM": {"prefix": ["x"], "suffix": ["y"]},
+    "/state/chat/completions": TURN, "/multi_state/chat/completions": TURN, "/openai/v1/responses": {"input": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SISTERS)
+def test_fields_of_a_sister_route_are_served_or_refused_by_name(service: Service, path: str) -> None:
+    refused: list[dict[str, Any]] = [{"response_format": {"type": "nonsense"}}]
+    harmless: dict[str, Any] = {"response_format": {"type": "text"}}
+    if path != "/openai/v1/responses":
+        refused += [{"tools": [TOOL]}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}}]
+        harmless |= {"tools": [], "tool_choice": "auto"}
+    if path != "/openai/v1/completions":
+        refused += [{"response_format": {"type": "json_object"}}]
+    for fields in refused:
+        response = service.post(path, {**SISTERS[path], **fields})
+        answer = response.json()
+        field = answer["error"]["param"] if path.startswith("/openai") else answer["field"]
+        assert response.status_code in (400, 422) and field.split(".")[0] in fields, response.text
+    assert service.post(path, {**SISTERS[path], **harmless, "max_tokens": 1, "stream": False}).status_code == 200
+
+
 def test_json_object_is_an_object(client: openai.OpenAI) -> None:
     text = ""
     stream = client.chat.completions.create(

@@ -1,0 +1,37 @@
+"""Fields that an answer would have to take into account, and a route does not serve: refused by name, not dropped."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from routes.request.fields import Fields
+
+
+def refusing(remedy: str, *harmless: Any) -> AfterValidator:
+    """What refuses a value and says the remedy; none, and those that ask for nothing, are taken."""
+
+    def refuse(value: Any) -> Any:
+        if value and value not in harmless:
+            raise PydanticCustomError("unserved", "{remedy}", {"remedy": remedy})
+        return value
+
+    return AfterValidator(refuse)
+
+
+_CALLS = "functions are called on /openai/v1/chat/completions and /openai/v1/responses only; leave it out"
+Unserved = Annotated[Any, refusing("is not supported by this service yet; leave it out")]
+
+
+class ConversationOnlyFields(Fields):
+    """What routes that answer conversations serve in OpenAI's words, and others do not."""
+
+    response_format: Annotated[Any, refusing("is not served on this route; use json_schema", {"type": "text"})] = Field(
+        None, description="Refused, but for text; use `json_schema`."
+    )
+    tools: Annotated[Any, refusing(_CALLS)] = Field(None, description="Refused: `/openai` has functions.")
+    tool_choice: Annotated[Any, refusing(_CALLS, "none", "auto")] = Field(
+        None, description="Refused, but for none and auto."
+    )
