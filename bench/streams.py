@@ -28,7 +28,7 @@ from typing import Any
 from bench.http_load import Load, fetch, over_http, served_tokens
 from bench.serve import machine, percentile, service
 from bench.ttft import ask
-from supervisor.engine_forks import PRELOADED
+from supervisor.engines import PRELOADED
 
 ROUTE = "/v1/chat/completions"
 ENGINE_FORKS = PRELOADED.encode()

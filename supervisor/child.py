@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from supervisor.forks import ForkedContext
+
 _BACK_OFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 30.0
 """A process that has lived so long starts its back-off anew."""
+_END_S = 5.0
+"""A killed process that has not ended by then is waited for no more: the system holds it."""
 
 
 def let_forks_import() -> None:
@@ -41,7 +45,7 @@ class Child:
     """A process, through all its restarts."""
 
     name: str
-    context: SpawnContext | ForkServerContext
+    context: SpawnContext | ForkedContext
     target: Callable[..., None]
     arguments: tuple[Any, ...]
     """What `target` gets before the process's name and its end of the pipe."""
@@ -66,6 +70,11 @@ class Child:
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self.process is not None and self.process.is_alive()
+
+    @property
+    def was_forked(self) -> bool:
+        """Whether there is a process, or was: one that forks others may be lost before."""
+        return self.process is not None and self.process.pid is not None
 
     @property
     def waitables(self) -> list[Any]:
@@ -93,7 +102,7 @@ class Child:
     def reap(self) -> str:
         """Why the process has ended. It must have."""
         assert self.process is not None
-        self.process.join()
+        self.process.join(_END_S)
         code = self.process.exitcode
         self.close()
         self.process = None
@@ -112,7 +121,7 @@ class Child:
         """End the process at once."""
         if self.is_alive and self.process is not None:
             self.process.kill()
-            self.process.join()
+            self.process.join(_END_S)
         self.close()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, M
 from supervisor.child import Child
 from supervisor.engine_configs import model_config, replica_config
 from supervisor.engine_process import EngineProcess
+from supervisor.forks import ForkedContext
 
 logger = logging.getLogger("supervisor")
 
@@ -35,6 +36,8 @@ MAX_FAILED = 16
 """Engines that failed to start and are remembered; the oldest go first."""
 MAX_REPLICAS = 64
 RESTARTABLE = (ModelStatus.READY, ModelStatus.FAILED)
+PRELOADED = "rwkv_batch.ipc.preload"
+"""What engines that are forked need."""
 ALL = "all"
 """In place of an engine's name: each of the service's own, one after the other."""
 
@@ -63,7 +66,7 @@ class Engines:
         factory: str,
         limits: ModelLimits,
         replicas: Sequence[tuple[str, ...]] = (),
-        forks: ForkServerContext | None = None,
+        forks: ForkedContext | None = None,
     ) -> None:
         """`config` is that of the service's own model, whose settings the others have but for their wishes.
 

@@ -9,10 +9,8 @@ when none serves and none can start, the service ends with the reason.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import time
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from routes.api_keys import KeysFile
@@ -21,6 +19,7 @@ from rwkv_batch.ipc.served_model import ServedModel
 from supervisor.child import Child, back_off_s
 from supervisor.cluster_engines import ClusterEngines
 from supervisor.engines import Engines
+from supervisor.forks import ForkedContext
 
 logger = logging.getLogger("supervisor")
 
@@ -30,11 +29,9 @@ _MOST_FAILED_STARTS = 5
 PRELOADED = "routes.serving.preload"
 
 
-def fork_context() -> ForkServerContext:
+def fork_context() -> ForkedContext:
     """Where HTTP workers are forked: a process that has imported what they need and has started no thread."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", PRELOADED])
-    return context
+    return ForkedContext(PRELOADED, __name__)
 
 
 def http_process(*arguments: Any) -> None:
@@ -62,7 +59,7 @@ class Worker:
 class HttpWorkers:
     """Keeps every listening socket served."""
 
-    context: ForkServerContext
+    context: ForkedContext
     arguments: tuple[Any, ...]
     num_sockets: int
     keys: KeysFile
@@ -166,13 +163,13 @@ class HttpWorkers:
 
     def _reap(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        cause = worker.child.reap()
+        was_forked, cause = worker.child.was_forked, worker.child.reap()
         if worker.serves:
             logger.error("process %s ended (%s); a spare takes its place", worker.child.name, cause)
         elif worker.stands_by and worker.socket is None:
             logger.error("process %s ended (%s); another one is made", worker.child.name, cause)
             self.next_start = time.monotonic() + back_off_s(1)
-        else:
+        elif was_forked or time.monotonic() >= self.next_start:  # all that one lost process was to fork fail once
             self._failed_start(worker.complaint or cause)
 
     def _failed_start(self, cause: str) -> None:

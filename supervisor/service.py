@@ -33,8 +33,8 @@ from rwkv_batch.ipc.served_model import ServedModel
 from settings import Settings
 from supervisor.child import Child, let_forks_import
 from supervisor.cluster_engines import ClusterEngines
-from supervisor.engine_forks import PRELOADED, ForkedContext
-from supervisor.engines import Engines, ModelLimits
+from supervisor.engines import PRELOADED, Engines, ModelLimits
+from supervisor.forks import ForkedContext
 from supervisor.front import front_process
 from supervisor.http_workers import HttpWorkers, fork_context, http_process
 from supervisor.listeners import Listeners, open_listeners
@@ -93,14 +93,15 @@ class Supervisor:
         http = (settings.http, style, sockets)
         keys = KeysFile(settings.http.keys_file)
         keys.read()
-        self._workers = HttpWorkers(fork_context(), http, len(sockets), keys, self._engines, http_target)
+        self._http_forks = fork_context()
+        self._workers = HttpWorkers(self._http_forks, http, len(sockets), keys, self._engines, http_target)
         self._front: Child | None = None
         if self._listeners.front is not None:
             config = NginxConfig.of(settings, sockets)
             self._front = Child("nginx", spawn, front_process, (config, self._listeners.front, style))
         self._batches: Child | None = None
         if has_store(settings.http):
-            self._batches = Child("batches", fork_context(), batches_process, (settings.http, style))
+            self._batches = Child("batches", self._http_forks, batches_process, (settings.http, style))
         self._is_announced = False
         self._wake_read, self._wake_write = os.pipe()
         self._batches_told: tuple[object, tuple[ServedModel, ...]] = (None, ())
@@ -115,7 +116,7 @@ class Supervisor:
         replicas = service.replica_devices or (engine.devices,) * max(1, service.replicas)
         replicas = () if service.cluster else replicas
         needed = PRELOADED if factory == ENGINE_FACTORY else factory.partition(":")[0]
-        forks = ForkedContext(engine_process.__module__, needed)
+        self._engine_forks = forks = ForkedContext(engine_process.__module__, needed)
         engines = Engines(engine, self._folder, style, spawn, engine_process, factory, limits, replicas, forks)
         if not service.cluster:
             return engines
@@ -208,8 +209,8 @@ class Supervisor:
 
     def _reap(self, child: Child) -> None:
         self._listen_to(child)
-        cause = child.reap()
-        if child not in self._have_started:
+        was_forked, cause = child.was_forked, child.reap()
+        if child not in self._have_started and was_forked:
             raise StartupError(f"the {child.name} process ended while starting ({cause})")
         delay = child.plan_restart()
         logger.error("process %s ended (%s); it is started again in %.1f s", child.name, cause, delay)
@@ -260,6 +261,8 @@ class Supervisor:
         for child in reversed(self._singles()):
             child.kill()
         self._engines.kill()
+        for forks in (self._http_forks, self._engine_forks):
+            forks.end()
         self._listeners.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

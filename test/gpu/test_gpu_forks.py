@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from supervisor.child import Child
-from supervisor.engine_forks import PRELOADED, ForkedContext
+from supervisor.engines import PRELOADED
+from supervisor.forks import ForkedContext
 from test.harness import ask, call, run, started_engine, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -10,6 +10,7 @@ from app import Supervisor, log_style
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import set_up_logging
 from settings import parse_settings
+from test.supervisor import no_http_app
 
 
 def broken(*arguments: Any) -> None:
@@ -21,6 +22,6 @@ if __name__ == "__main__":
     settings = parse_settings(sys.argv[1:], os.environ)
     set_up_logging("supervisor", log_style(settings))
     try:
-        Supervisor(settings, "test.fake_engine:FakeEngine", broken).run()
+        Supervisor(settings, "test.fake_engine:FakeEngine", no_http_app.broken).run()
     except StartupError as error:
         sys.exit(f"error: {error}")

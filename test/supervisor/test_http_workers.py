@@ -89,14 +89,36 @@ def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service)
     fake.wait_idle()
 
 
-@pytest.mark.parametrize("victim", ["spare", "origin"])
-def test_a_lost_spare_and_a_lost_process_that_forks_them_are_replaced(fake: Service, victim: str) -> None:
+def test_a_lost_spare_is_replaced(fake: Service) -> None:
+    wait_ready_once(fake)
+    serving = workers(fake)
+    origin = _parent(serving["http-0"])
+    lost = wait_for(lambda: _all_spares(origin, serving), 30, "all spares").pop()
+    os.kill(lost, signal.SIGKILL)
+    wait_for(lambda: lost not in (_all_spares(origin, serving) or {lost}), 30, "another spare")
+    assert workers(fake) == serving
+
+
+def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
+    """Streams go on, and who takes over from a worker comes from another such process."""
     wait_ready_once(fake)
     serving = workers(fake)
     origin = _parent(serving["http-0"])
     spares = wait_for(lambda: _all_spares(origin, serving), 30, "all spares")
-    os.kill(origin if victim == "origin" else spares.pop(), signal.SIGKILL)
-    wait_for(lambda: victim == "spare" or _changed(fake, serving), 30, "others serve")
+    body = json.dumps({"contents": ["abc"], "max_tokens": 1_000_000, "chunk_size": 1, "stream": True}).encode()
+    with fake.connect() as stream:
+        stream.sendall(raw_request(CHAT, body))
+        assert stream.recv(65536)
+        os.kill(origin, signal.SIGKILL)
+        wait_for(lambda: _stat(origin)[0] == "Z", 30, "it is lost")
+        idle = next(one for one in fake.status()["processes"]["http_workers"] if not one["jobs"])
+        for lost in (*spares, idle["pid"]):
+            os.kill(lost, signal.SIGKILL)
+        wait_for(lambda: idle["pid"] not in workers(fake).values() and len(workers(fake)) == 2, 60, "one takes over")
+        assert set(workers(fake).values()) & set(serving.values())
+        for _ in range(100):
+            assert stream.recv(65536)
+    fake.wait_idle()
     wait_ready_once(fake)
     assert all(fake.post(CHAT, SHORT).status_code == 200 for _ in range(8))
 
@@ -113,7 +135,12 @@ def _changed(service: Service, before: dict[str, int]) -> bool:
 
 
 def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """Its state, its parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 def test_a_hangup_without_a_file_of_keys_ends_nothing(fake: Service) -> None:

@@ -1,8 +1,9 @@
-"""Engines that are forked from a process which has imported what they need, and may not have yet."""
+"""Processes that are forked from a process which has imported what they need, and may not have yet."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 
 from supervisor.child import Child
-from supervisor.engine_forks import ForkedContext
-from test.serving import ROOT
+from supervisor.forks import MOST_UNFORKED, ForkedContext
+from test.serving import ROOT, wait_for
 
 WAIT_S = 60
 ELSEWHERE = """
@@ -33,7 +34,7 @@ print(process.exitcode)
 MAIN = """
 print(__name__, flush=True)
 if __name__ == "__main__":
-    from supervisor.engine_forks import ForkedContext
+    from supervisor.forks import ForkedContext
     process = ForkedContext("json").Process(target=print, args=("forked",))
     process.start()
     process.join()
@@ -77,6 +78,17 @@ def test_forks_do_not_run_the_main_module_anew(tmp_path: Path) -> None:
     assert ran.stdout.split() == ["__main__", "forked"], ran.stderr
 
 
+SUPERVISOR = """
+import time
+from supervisor.forks import ForkedContext
+context = ForkedContext("slow")
+process = context.Process(target=print)
+process.start()
+print(context._server._forkserver_pid, flush=True)
+time.sleep(600)
+"""
+
+
 def opened(gate: Path) -> None:
     gate.write_text("")
 
@@ -115,15 +127,15 @@ def test_one_may_end_just_as_it_is_killed(gate: Path, tmp_path: Path, monkeypatc
     one = child(ForkedContext("slow"), tmp_path, "one")
     opened(gate)
     said(one)
-    kill = os.kill
+    send = signal.pidfd_send_signal
 
-    def too_late(pid: int, number: int) -> None:
+    def too_late(descriptor: int, number: int) -> None:
         one.tell(7)
         for _ in range(WAIT_S * 100):
-            kill(pid, 0)  # fails once the server has reaped it
+            send(descriptor, 0)  # fails once the server has reaped it
             time.sleep(0.01)
 
-    monkeypatch.setattr(os, "kill", too_late)
+    monkeypatch.setattr(signal, "pidfd_send_signal", too_late)
     one.kill()
     assert one.reap() == "exit code 7"
 
@@ -149,8 +161,8 @@ def test_a_server_that_is_lost_takes_nobody_with_it_and_another_one_comes(gate: 
     server = said(first)[1]
     said(killed)
     os.kill(server, signal.SIGKILL)
-    assert wait(first.waitables, WAIT_S) and first.is_alive and killed.is_alive
-    assert not wait(first.waitables, 0.2)
+    wait_for(lambda: not _runs(server), WAIT_S, "the server is lost")
+    assert not wait(first.waitables, 0.2) and first.is_alive and killed.is_alive
     again = child(context, tmp_path, "again")
     opened(gate)
     assert said(again)[1] != server
@@ -160,7 +172,7 @@ def test_a_server_that_is_lost_takes_nobody_with_it_and_another_one_comes(gate: 
     assert wait(first.waitables, WAIT_S)
     assert "exit code 255" in first.reap()  # how it ended its server would have known
     killed.kill()
-    assert not killed.is_alive and "exit code 255" in killed.reap()
+    assert not killed.is_alive and "SIGKILL" in killed.reap()
 
 
 def test_what_a_lost_server_had_not_forked_has_ended(gate: Path, tmp_path: Path) -> None:
@@ -170,3 +182,98 @@ def test_what_a_lost_server_had_not_forked_has_ended(gate: Path, tmp_path: Path)
     os.kill(context._server._forkserver_pid, signal.SIGKILL)
     assert wait(waits.waitables, WAIT_S)
     assert "exit code 255" in waits.reap()
+
+
+def test_a_server_that_is_stopped_holds_nobody_up(gate: Path, tmp_path: Path) -> None:
+    context = ForkedContext("slow")
+    three = [child(context, tmp_path, name) for name in ("ends", "killed", "another")]
+    opened(gate)
+    for one in three:
+        said(one)
+    server = context._server._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    three[0].tell(7)
+    assert wait(three[0].waitables, WAIT_S) and three[0].reap() == "exit code 255"
+    for one in three[1:]:
+        one.kill()
+        assert not one.is_alive and "SIGKILL" in one.reap()
+    context.end()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+
+
+def test_where_the_system_cannot_say_when_one_ends_the_server_does(
+    gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(pid: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    context = ForkedContext("slow")
+    one, lost = child(context, tmp_path, "one"), child(context, tmp_path, "lost")
+    opened(gate)
+    said(one)
+    number = said(lost)[0]
+    one.tell(7)
+    assert one.reap() == "exit code 7"
+    os.kill(context._server._forkserver_pid, signal.SIGKILL)
+    assert wait(lost.waitables, WAIT_S) and not lost.is_alive
+    wait_for(lambda: not _runs(number), WAIT_S, "what nobody can follow is ended")
+
+
+def test_a_server_ends_with_the_service_whatever_it_imports(gate: Path, tmp_path: Path) -> None:
+    context = ForkedContext("slow")
+    waits = child(context, tmp_path, "waits")
+    server = context._server._forkserver_pid
+    waits.kill()
+    context.end()
+    assert not _runs(server)
+
+
+def test_a_server_ends_with_a_supervisor_that_is_killed_whatever_it_imports(gate: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SUPERVISOR]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        server = int(supervisor.stdout.readline())
+        try:
+            supervisor.kill()
+            supervisor.wait()
+            wait_for(lambda: not _runs(server), 20, "the server has ended")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server, signal.SIGKILL)
+
+
+def test_those_that_wait_to_be_forked_are_bounded(gate: Path, tmp_path: Path) -> None:
+    """More than the server's socket holds would have the supervisor wait in connect()."""
+    context = ForkedContext("slow")
+    before = _descriptors()
+    for number in range(MOST_UNFORKED - 1):
+        one = child(context, tmp_path, f"killed-{number}")
+        one.kill()
+        one.reap()
+    last = child(context, tmp_path, "last")
+    assert _descriptors() < before + MOST_UNFORKED + 20
+    for _ in range(2 * MOST_UNFORKED):
+        with pytest.raises(BlockingIOError, match="wait to be forked already"):
+            child(context, tmp_path, "refused")
+    opened(gate)
+    said(last)
+    again = child(context, tmp_path, "again")
+    said(again)
+    assert not list(tmp_path.glob("killed-*"))
+    assert _descriptors() < before + 20
+    for one in (last, again):
+        one.kill()
+    context.end()
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
