@@ -15,6 +15,7 @@ from routes.request.bodies import ModelFields, Texts, UrgencyFields
 from routes.request.generate_requests import encode, encode_all, greedy_row, off_loop
 from routes.request.jobs import make_job
 from routes.request.model_names import asked_adapter, asked_state
+from routes.request.unserved import FixedDrawFields
 from routes.response.generate import RowResult, run_whole
 from routes.response.reply import NATIVE_ERRORS, Reply
 from routes.response.response_models import Scores
@@ -32,7 +33,7 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as in OpenAI's answers."""
 
 
-class ScoreBody(UrgencyFields, ModelFields):
+class ScoreBody(FixedDrawFields, UrgencyFields, ModelFields):
     """Prompts, and what may follow each of them."""
 
     contents: Texts = Field(min_length=1, description="The prompts. Each is read once.")

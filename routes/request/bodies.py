@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from routes.request.constraints import ConstraintFields
 from routes.request.fields import Fields, Number
 from routes.request.shown import shown, shown_name
-from routes.request.unserved import ConversationOnlyFields, Unserved
+from routes.request.unserved import ConversationOnlyFields, FixedDrawFields, Unserved
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -315,7 +315,7 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 """The label of a text in the prompt: by name if the code is known, else as it is."""
 
 
-class TranslateBody(UrgencyFields, StateFields):
+class TranslateBody(FixedDrawFields, UrgencyFields, StateFields):
     """immersive-translate's custom API."""
 
     source_lang: Language = Field(AUTO, description="ISO code, or auto; what is no known code is used as it is.")

@@ -35,3 +35,20 @@ class ConversationOnlyFields(Fields):
     tool_choice: Annotated[Any, refusing(_CALLS, "none", "auto")] = Field(
         None, description="Refused, but for none and auto."
     )
+
+
+_ONE_STATE = "is not served on this route, which reads from one state; name it in state"
+_NO_FORM = "is not served on this route, whose text is held to no form; use /v1/chat/completions"
+_NotMixed = Annotated[Any, refusing(_ONE_STATE)]
+_NotHeld = Annotated[Any, refusing(_NO_FORM)]
+
+
+class FixedDrawFields(Fields):
+    """What routes serve that draw as their clients say, and those that draw greedily, or not at all, do not."""
+
+    states: _NotMixed = Field(None, description="Refused: one state is read, `state`.")
+    mrss_gatingweight: _NotMixed = Field(None, description="Refused, as `states`.")
+    grammar: _NotHeld = Field(None, description="Refused, as the next three: the text is held to no form.")
+    regex: _NotHeld = Field(None, description="Refused.")
+    choice: _NotHeld = Field(None, description="Refused.")
+    json_schema: _NotHeld = Field(None, description="Refused.")

@@ -122,6 +122,30 @@ def test_a_slow_answer_is_json_after_white_space(service: Service) -> None:
     assert len(json.loads(answer.text)["choices"]) == 8
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"states": [{"name": "a"}, {}]},
+        {"mrss_gatingweight": [1, 2]},
+        {"choice": ["a"]},
+        {"json_schema": {"type": "object"}},
+        {"regex": "a"},
+        {"grammar": 'start: "a"'},
+    ],
+)
+def test_what_a_route_that_does_not_draw_freely_cannot_serve_is_refused(
+    service: Service, fields: dict[str, Any]
+) -> None:
+    score = {"contents": ["x"], "candidates": ["y"]}
+    translation = {"source_lang": "en", "target_lang": "de", "text_list": ["A word."]}
+    for path, body in (("/v1/score", score), ("/translate/v1/batch-translate", translation)):
+        refused = service.post(path, {**body, **fields})
+        assert refused.status_code == 422, refused.text
+        assert (
+            refused.json()["field"].split("[")[0] in fields and "is not served on this route" in refused.json()["error"]
+        )
+
+
 def test_translate_keeps_order_length_and_blanks(service: Service) -> None:
     texts = ["Good morning", "", " \n ", "Good morning", "Bonjour tout le monde", "First part\n\n\nSecond part"]
     body = {"source_lang": "auto", "target_lang": "zh-CN", "text_list": texts, "placeholders": ["{", "}"]}
