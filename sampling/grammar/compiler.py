@@ -16,7 +16,7 @@ from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form,
 from sampling.grammar.endless import check_ends
 from sampling.grammar.errors import GrammarError, in_one_line
 from sampling.grammar.matcher import Grammar
-from sampling.grammar.narrowing import narrow
+from sampling.grammar.narrowing import check_numbers, narrow
 from sampling.grammar.schema_place import place_of_fault
 from sampling.grammar.trial import Trials
 from sampling.grammar.vocabulary import make_vocabulary
@@ -204,13 +204,15 @@ def _rule_of(rule: SchemaRule) -> str:
 def _schema_of(source: str, strict: bool) -> dict[str, Any]:
     """A schema that is an object; `true` is {}. Raises GrammarError for what cannot be held to.
 
-    That is false, under which no answer is valid; see also `narrow`. How JSON is written is not the client's to say.
+    That is false, under which no answer is valid; see also `narrow` and `check_numbers`. How JSON is written is not
+    the client's to say.
     """
     schema = {} if (given := json.loads(source)) is True else given
     if not isinstance(schema, dict):
         raise GrammarError("the schema is false: no answer is valid" if given is False else "a schema is an object")
     schema.pop("x-guidance", None)
     narrow(schema, strict)
+    check_numbers(schema)
     return schema
 
 

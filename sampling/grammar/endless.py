@@ -11,14 +11,12 @@ from itertools import islice
 from typing import Any
 
 from sampling.grammar.errors import GrammarError
-from sampling.grammar.schema_place import parts_of, pointed
+from sampling.grammar.schema_place import Path, joined, parts_of, pointed
 
 MOST_LOOKS = 50_000
 """Parts looked at; a schema that takes more is let pass."""
 _WHY = "refers to itself so that no value can end; allow something else beside it, or let it be left out"
 _NOT_ENTERED = (".$defs.", ".definitions.", ".not", ".if")
-_Path = tuple[Any, ...]
-"""() or (path of the part around it, step): texts are joined for the one place that is told."""
 
 
 class _TooManyLooksError(Exception):
@@ -31,7 +29,7 @@ def check_ends(schema: Any) -> None:
         ends = _Ends(schema)
         for path, part in _reached(schema):
             if not ends.of(part):
-                raise GrammarError(_WHY, _joined(path))
+                raise GrammarError(_WHY, joined(path))
     except _TooManyLooksError:
         return
     except RecursionError:
@@ -91,10 +89,10 @@ def _needed(part: dict[str, Any]) -> Iterator[Any]:
             yield part.get("items")
 
 
-def _reached(root: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
+def _reached(root: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every part that a value or a part of one may be held to, each once, and how it is reached."""
     seen: set[int] = set()
-    waiting: list[tuple[_Path, Any]] = [((), root)]
+    waiting: list[tuple[Path, Any]] = [((), root)]
     while waiting:
         path, part = waiting.pop()
         if not isinstance(part, dict) or id(part) in seen:
@@ -105,11 +103,3 @@ def _reached(root: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
         waiting += inner[::-1]
         if _refers(part):
             waiting.append((path, pointed(root, part["$ref"])))
-
-
-def _joined(path: _Path) -> str:
-    steps = []
-    while path:
-        path, step = path
-        steps.append(step)
-    return "".join(reversed(steps))

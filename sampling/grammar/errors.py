@@ -6,12 +6,15 @@ import re
 
 _OPTION = re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' option[^\n]*")
 
+MAX_MESSAGE = 300
+"""Characters of a refusal: llguidance repeats what it was given."""
+
 
 class GrammarError(Exception):
     """A grammar that cannot be served or followed any further; the message says why."""
 
     def __init__(self, message: str, place: str = "", field: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}...")
         self.field = field
         """which of several schemas, as the client calls it; "": there is one"""
         self.place = place

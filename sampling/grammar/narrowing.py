@@ -6,11 +6,12 @@ double holds exactly: beyond them llguidance takes another number.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 from sampling.grammar.errors import GrammarError
-from sampling.grammar.schema_place import parts_of
+from sampling.grammar.schema_place import Path, joined, parts_of
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAY = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])-|[0-9]{{4}}-02-(?:[01]|2[0-8])|{_LEAP_YEAR}-02-29)"
@@ -22,15 +23,21 @@ PATTERNS = {
 }
 """February has 29 days in leap years; leap seconds are there once in years; a mailbox has 64 bytes at most."""
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+VALUES = ("const", "enum")
 LARGEST = 2**53
 """Of a limit's size."""
+EXACT = range(-LARGEST, LARGEST + 1)
+"""Integers that are what they are in values: of others llguidance takes the double beside them."""
+_READ = range(-(2**63), 2**64)
+"""Integers that it reads at all."""
 _PIECE = re.compile(r"\\.|.", re.DOTALL)
 
 
 def narrow(schema: Any, strict: bool, place: str = "") -> None:
     """Change a schema and all schemas in it, in place.
 
-    Raises GrammarError, naming the place, for limits that cannot be held to; if not `strict` they are left out.
+    Raises GrammarError, naming the place, for limits that cannot be held to, which are left out if not `strict`, and
+    for values that no answer could have.
     """
     if not isinstance(schema, dict):
         return
@@ -43,8 +50,29 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
             if strict:
                 raise GrammarError(f"{name} is beyond 2^53, where numbers are not exact: {limit}", place)
             del schema[name]
+    for name in VALUES:
+        check_numbers(schema.get(name), EXACT, f"{place}.{name}")
     for step, part in parts_of(schema):
         narrow(part, strict, place + step)
+
+
+def check_numbers(value: Any, integers: range = _READ, place: str = "") -> None:
+    """Raises GrammarError, naming the place, for an integer beyond these and what is no number in JSON."""
+    waiting: list[tuple[Path, Any]] = [(((), place), value)]
+    while waiting:
+        path, value = waiting.pop()
+        inner: list[tuple[Path, Any]] = []
+        if isinstance(value, dict):
+            inner = [((path, f".{name}"), part) for name, part in value.items()]
+        elif isinstance(value, list):
+            inner = [((path, f"[{index}]"), part) for index, part in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise GrammarError("NaN and numbers beyond 1.8e308 are not served", joined(path))
+        elif isinstance(value, int) and value not in integers:
+            digits = len(str(abs(value)))
+            served = f"{integers.start} to {integers.stop - 1}"
+            raise GrammarError(f"integers of {digits} digits are not served beyond {served}", joined(path))
+        waiting += inner[::-1]
 
 
 def _narrow_format(schema: dict[str, Any]) -> None:

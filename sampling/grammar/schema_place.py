@@ -14,6 +14,8 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SHARED = (".$defs.", ".definitions.")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _WHOLE = "#/$defs/whole"
+Path = tuple[Any, ...]
+"""() or (path of the part around it, step): texts are joined for the one place that is told."""
 _INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -114,6 +116,15 @@ def _step_into(value: Any, name: str) -> Any:
     if isinstance(value, list):
         return value[int(name)] if _INDEX.fullmatch(name) and int(name) < len(value) else None
     return value.get(name) if isinstance(value, dict) else None
+
+
+def joined(path: Path) -> str:
+    """A path as places are told."""
+    steps = []
+    while path:
+        path, step = path
+        steps.append(step)
+    return "".join(reversed(steps))
 
 
 def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:

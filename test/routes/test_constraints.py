@@ -69,6 +69,7 @@ def test_a_stream_ends_with_the_grammar(service: Service) -> None:
     ("fields", "field"),
     [
         ({"json_schema": {"properties": {"a": {"not": {}}}}}, "json_schema.properties.a"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema.const"),
         ({"json_schema": 3}, "json_schema"),
         ({"grammar": "start: nothing"}, "grammar"),
         ({"regex": "("}, "regex"),

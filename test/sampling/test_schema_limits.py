@@ -13,7 +13,7 @@ from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
 from sampling.grammar.endless import MOST_LOOKS, check_ends
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.errors import MAX_MESSAGE, GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.grammar.trial import Trials
 
@@ -79,6 +79,31 @@ def test_limits_that_are_not_exact_are_refused_by_their_place(compiler: GrammarC
             compiler.compile(Constraint(form=Form.LARK, source="start: x\n", rules=(rule,)))
         assert (refusal.value.field, refusal.value.place) == ("tools[0]", ".properties.a.items")
     assert takes(compiler, schema({"type": "integer", "minimum": 2**53}), 2**53)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 400, str(2**53 + 1), str(-(2**63))])
+def test_numbers_that_are_not_served_are_refused_by_their_place(
+    compiler: GrammarCompiler, number: str, strict: bool
+) -> None:
+    for source, place in (('{"const": %s}', ".const"), ('{"items": {"enum": [1, {"a": %s}]}}', ".items.enum[1].a")):
+        with pytest.raises(GrammarError, match=r"^(NaN|integers).* are not served") as refusal:
+            compiler.compile(Constraint(form=Form.JSON_SCHEMA, source=source % number, strict=strict))
+        assert refusal.value.place == place
+    for value in (2**53, -(2**53), 0.1, {"const": 2**53 - 1}):
+        assert takes(compiler, schema({"const": value, "title": 2**60}, strict=strict), value)
+    with pytest.raises(GrammarError, match=r"^integers of 20 digits") as refusal:
+        compiler.compile(schema({"properties": {"const": {"maxLength": 10**19, "minLength": 10**20 - 1}}}))
+    assert refusal.value.place == ".properties.const.minLength"
+
+
+@pytest.mark.parametrize(
+    "value", [{"maximum": 10**400}, {"type": "x" * 5000}, {"type": "string", "pattern": "(" * 999}]
+)
+def test_a_refusal_is_short(compiler: GrammarCompiler, value: Any) -> None:
+    with pytest.raises(GrammarError) as refusal:
+        compiler.compile(schema(value))
+    assert len(str(refusal.value)) <= MAX_MESSAGE + 3
 
 
 def test_how_json_is_written_is_not_the_schemas_to_say(compiler: GrammarCompiler) -> None:
