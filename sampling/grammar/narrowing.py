@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from sampling.grammar.errors import GrammarError
@@ -26,10 +27,12 @@ LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 VALUES = ("const", "enum")
 LARGEST = 2**53
 """Of a limit's size."""
-EXACT = range(-LARGEST, LARGEST + 1)
-"""Integers that are what they are in values: of others llguidance takes the double beside them."""
+_EXACT = range(-LARGEST, LARGEST + 1)
+"""Integers that stay what they are: of others llguidance takes the double beside them."""
 _READ = range(-(2**63), 2**64)
 """Integers that it reads at all."""
+_EXACT_POWER = 22
+"""Of ten, as a double."""
 _PIECE = re.compile(r"\\.|.", re.DOTALL)
 
 
@@ -51,13 +54,17 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
                 raise GrammarError(f"{name} is beyond 2^53, where numbers are not exact: {limit}", place)
             del schema[name]
     for name in VALUES:
-        check_numbers(schema.get(name), EXACT, f"{place}.{name}")
+        check_numbers(schema.get(name), f"{place}.{name}", is_exact=True)
     for step, part in parts_of(schema):
         narrow(part, strict, place + step)
 
 
-def check_numbers(value: Any, integers: range = _READ, place: str = "") -> None:
-    """Raises GrammarError, naming the place, for an integer beyond these and what is no number in JSON."""
+def check_numbers(value: Any, place: str = "", *, is_exact: bool = False) -> None:
+    """Raises GrammarError, naming the place, for a number that is none in JSON, or that llguidance does not read.
+
+    is_exact: also for one that it reads as another.
+    """
+    integers = _EXACT if is_exact else _READ
     waiting: list[tuple[Path, Any]] = [(((), place), value)]
     while waiting:
         path, value = waiting.pop()
@@ -68,11 +75,19 @@ def check_numbers(value: Any, integers: range = _READ, place: str = "") -> None:
             inner = [((path, f"[{index}]"), part) for index, part in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
             raise GrammarError("NaN and numbers beyond 1.8e308 are not served", joined(path))
+        elif isinstance(value, float) and is_exact and not _is_read_exactly(value):
+            raise GrammarError(f"numbers with so many digits or such an exponent are not served: {value}", joined(path))
         elif isinstance(value, int) and value not in integers:
             digits = len(str(abs(value)))
             served = f"{integers.start} to {integers.stop - 1}"
             raise GrammarError(f"integers of {digits} digits are not served beyond {served}", joined(path))
         waiting += inner[::-1]
+
+
+def _is_read_exactly(number: float) -> bool:
+    """Whether digits and power of ten are both doubles: llguidance multiplies or divides the one by the other."""
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    return int("".join(map(str, digits))) <= LARGEST and abs(int(exponent)) <= _EXACT_POWER
 
 
 def _narrow_format(schema: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_numbers_that_are_not_served_are_refused_by_their_place(
     with pytest.raises(GrammarError, match=r"^integers of 20 digits") as refusal:
         compiler.compile(schema({"properties": {"const": {"maxLength": 10**19, "minLength": 10**20 - 1}}}))
     assert refusal.value.place == ".properties.const.minLength"
+
+
+def test_a_number_is_the_one_that_was_asked_for_or_refused(compiler: GrammarCompiler) -> None:
+    dice = random.Random(3)
+    drawn = [float(f"{dice.random():.{dice.randint(2, 17)}g}e{dice.randint(-30, 30)}") for _ in range(100)]
+    told = 0
+    for number in [*drawn, 0.9128847372842237, 4.017736544633e-14, 1e22, 0.25, -12.5]:
+        try:
+            text = Matcher(compiler.compile(schema({"const": [number]}))).state.compute_ff_bytes()
+        except GrammarError as refusal:
+            assert refusal.place == ".const[0]"
+        else:
+            told += 1
+            assert float(text[1:-1]) == number
+    assert 20 < told < 100
 
 
 @pytest.mark.parametrize(
