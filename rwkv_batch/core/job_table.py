@@ -26,7 +26,7 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.errors import GrammarError, NoTokenLeftError
 from sampling.grammar.matcher import Matcher
 
 DEADLINES_KEPT = 64
@@ -424,8 +424,14 @@ class JobTable:
         constraint = sequence.request.constraint
         assert constraint is not None
         field = constraint.field or constraint.form
-        info = ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=f"{field}: {error}", field=field)
-        self.fail(sequence.job, info)
+        message = f"{field}: {error}"
+        if isinstance(error, NoTokenLeftError) and (banned := _num_banned(sequence.request)):
+            message = (
+                f"logit_bias: no token was left that {field} allows: {banned} tokens are banned, and all that "
+                "may come next are among them; ban fewer"
+            )
+            field = "logit_bias"
+        self.fail(sequence.job, ErrorInfo(kind=ErrorKind.INVALID_FIELD, message=message, field=field))
 
     def _rows_of(self, job: RunningJob) -> list[Sequence]:
         """Rows that have not ended, and those that were told of their end and are still reading."""
@@ -497,3 +503,9 @@ def _queue_is_full(waiting: str, more: int, limit: str) -> ServiceError:
         "try again later or send fewer rows",
         retry_after_s=1,
     )
+
+
+def _num_banned(request: GenerateRequest) -> int:
+    """How many tokens the client has banned; `ignore_eos` bans the end token beside."""
+    bias = request.sampling.logit_bias
+    return sum(value == float("-inf") for value in bias.values()) - (request.ignore_eos and END_OF_TEXT in bias)

@@ -21,6 +21,10 @@ class GrammarError(Exception):
         """where in a schema, as in `.properties.age`; "": the whole"""
 
 
+class NoTokenLeftError(GrammarError):
+    """A token was drawn that the grammar does not allow: those that it allows had no chance to be drawn."""
+
+
 def in_one_line(error: str) -> str:
     """What llguidance says first, and what is wrong with a regular expression; the rest is its inner state."""
     error = _OPTION.sub("more than one branch of oneOf may match; write anyOf", error)

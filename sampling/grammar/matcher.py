@@ -6,7 +6,7 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
-from sampling.grammar.errors import GrammarError, in_one_line
+from sampling.grammar.errors import GrammarError, NoTokenLeftError, in_one_line
 
 if TYPE_CHECKING:
     import llguidance
@@ -74,14 +74,15 @@ class Matcher:
     def advance(self, token: int) -> bool:
         """Take the token drawn; returns whether the text is whole and nothing may follow.
 
-        Raises GrammarError for a token that the grammar does not allow, since no other had a chance to be drawn, and
-        where what is certain behind it passes `LIMITS` (compiler.py).
+        Raises NoTokenLeftError for a token that the grammar does not allow, and GrammarError where what is certain
+        behind it passes `LIMITS` (compiler.py).
         """
         state = self.state
         if not state.consume_token(token):
             why = in_one_line(state.get_error())
-            what = "takes too much to follow" if "(limit " in why else "no token was left that the grammar allows"
-            raise GrammarError(f"{what}: {why}")
+            if "(limit " in why:
+                raise GrammarError(f"takes too much to follow: {why}")
+            raise NoTokenLeftError(f"no token was left that the grammar allows: {why}")
         return bool(state.is_stopped())
 
     def certain(self) -> list[int]:

@@ -221,8 +221,12 @@ def test_a_token_that_no_grammar_allows_ends_that_request_alone(engine: Engine) 
     banned = {i: float("-inf") for i, token in enumerate(TOKENIZER.byte_table) if token.startswith(b"y")}
     failing = submit(engine, ask("x", constraint=choice("yes"), sampling=SamplingParams(logit_bias=banned)))
     beside = submit(engine, ask("y", constraint=choice("yes")), ask("free"))
-    failing.wait()
-    assert failing.events[-1].error is not None and failing.events[-1].error.kind is ErrorKind.INVALID_FIELD
+    error = failing.wait().events[-1].error
+    assert error is not None and (error.kind, error.field) == (ErrorKind.INVALID_FIELD, "logit_bias")
+    assert error.message == (
+        f"logit_bias: no token was left that choice allows: {len(banned)} tokens are banned, and all that may "
+        "come next are among them; ban fewer"
+    )
     assert beside.wait().all_texts[0] == b"yes"
 
 
