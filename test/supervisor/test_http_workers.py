@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,26 @@ def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
     fake.wait_idle()
     wait_ready_once(fake)
     assert all(fake.post(CHAT, SHORT).status_code == 200 for _ in range(8))
+
+
+def test_what_forks_workers_may_be_lost_before_it_has_forked_any(tmp_path: Path) -> None:
+    """All that it was to fork, the process of batches among them, are one failure, and come from another one."""
+    flags = ("--http-workers", "2", "--files-dir", str(tmp_path / "files"))
+    service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        origin = wait_for(lambda: _imports(service.process.pid), 30, "it imports")
+        time.sleep(0.3)  # it is asked for them, and imports for a second
+        os.kill(origin, signal.SIGKILL)
+        service.wait_ready()
+        assert service.log.read_text().count("an HTTP worker did not start") <= 1
+    finally:
+        service.close()
+
+
+def _imports(supervisor: int) -> int | None:
+    """The process that forks workers, once there is one."""
+    children = map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split())
+    return next((one for one in children if b"forkserver" in Path(f"/proc/{one}/cmdline").read_bytes()), None)
 
 
 def _all_spares(origin: int, serving: dict[str, int]) -> set[int] | None:
