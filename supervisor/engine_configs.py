@@ -10,6 +10,9 @@ from native.cores import cores
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.served_model import ModelWish
 
+SPARE_CORES = 4
+"""That compute threads have to leave: on fewer, whatever else runs may want all of them for a long time."""
+
 
 def replica_config(config: EngineConfig, name: str) -> EngineConfig:
     """The settings of one of several engines that share a database, under its name."""
@@ -49,6 +52,10 @@ def model_config(base: EngineConfig, wish: ModelWish, own_engines: int = 1) -> E
 
 
 def _leaves_cores(config: EngineConfig, engines: int) -> bool:
-    """Whether so many engines that compute leave some core free, as far as is said: they take all where nothing is."""
+    """Whether so many engines that compute leave some cores to more than HTTP workers and what else a machine does.
+
+    What takes idle cores alone comes to no end where there are none. Where nothing is said engines take all.
+    """
     is_on_gpus = all(device.startswith("cuda") for device in config.devices)
-    return 0 < (1 if is_on_gpus else config.threads) * engines < cores()
+    taken = (1 if is_on_gpus else config.threads) * engines
+    return taken > 0 and cores() - taken >= SPARE_CORES

@@ -96,12 +96,6 @@ MUTANTS: list[Mutant] = [
             ),
             (
                 "(sequence.in_step <= oldest and len(ids) < row.most_ids)",
-                "len(ids) < row.most_ids",
-                "the first device waits for the last one's draws",
-                "test/engine/test_micro_batches.py::test_a_row_waits_for_its_token_only_until_its_step_is_the_oldest",
-            ),
-            (
-                "(sequence.in_step <= oldest and len(ids) < row.most_ids)",
                 "sequence.in_step <= oldest",
                 "a plain row reads past its last token",
                 "test/engine/test_scheduler.py::test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step",

@@ -94,7 +94,7 @@ class Meanwhile(threading.Thread):
         self.texts = texts(self._service, self._bodies, self._path)
 
     def result(self) -> list[dict[int, str]]:
-        self.join(90)
+        self.join(300)
         assert not self.is_alive(), "a stream waits for ever"
         return self.texts
 

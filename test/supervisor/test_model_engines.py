@@ -460,7 +460,7 @@ def _children(pid: int) -> dict[int, bytes]:
 
 @pytest.mark.parametrize(
     ("threads", "device", "engines", "left"),
-    [(0, "cpu", 1, False), (4, "cpu", 1, True), (4, "cpu", 2, False), (8, "cpu", 1, False), (0, "cuda:1", 7, True)],
+    [(0, "cpu", 1, False), (4, "cpu", 1, True), (5, "cpu", 1, False), (4, "cpu", 2, False), (0, "cuda:1", 4, True)],
 )
 def test_loading_takes_idle_cores_alone_where_serving_leaves_some(
     threads: int, device: str, engines: int, left: bool, monkeypatch: pytest.MonkeyPatch
