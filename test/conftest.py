@@ -77,6 +77,19 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="session")
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Another one, whose only HTTP worker answers all that hold their text to a form."""
+    from test.harness import tiny_model
+
+    folder = tmp_path_factory.mktemp("service")
+    running = Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the fake engine, shared like `service`."""
     from test.bulk.runs import fake_service

@@ -96,6 +96,12 @@ MUTANTS: list[Mutant] = [
             ),
             (
                 "(sequence.in_step <= oldest and len(ids) < row.most_ids)",
+                "len(ids) < row.most_ids",
+                "a row runs as far ahead as the stages have room, and draws in vain when it ends",
+                "test/engine/test_micro_batches.py::test_a_row_is_launched_one_step_ahead_of_what_is_read_and_no_more",
+            ),
+            (
+                "(sequence.in_step <= oldest and len(ids) < row.most_ids)",
                 "sequence.in_step <= oldest",
                 "a plain row reads past its last token",
                 "test/engine/test_scheduler.py::test_a_row_whose_last_token_is_being_drawn_is_in_no_further_step",
@@ -161,7 +167,7 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_let_in.py::test_a_scored_prompt_is_not_let_in",
             ),
         ],
-        ci=(6,),
+        ci=(8,),
     ),
     *of(
         "rwkv_batch/core/limits.py",

@@ -249,6 +249,17 @@ def test_groups_even_out_as_rows_end() -> None:
     assert abs(sizes[0] - sizes[1]) <= 2
 
 
+def test_a_row_is_launched_one_step_ahead_of_what_is_read_and_no_more() -> None:
+    """However many steps the stages hold: each more is drawn in vain when the row ends."""
+    pipe = Pipe([1.0] * 4, limits(4))
+    pipe.plan.add(*rows_of(1, max_tokens=100))
+    ahead = set()
+    for _ in range(50):
+        pipe.turn()
+        ahead.add(len(pipe.flight))
+    assert max(ahead) == 2
+
+
 def test_prompts_are_read_in_chunks_that_follow_each_other_through_the_stages() -> None:
     """A long prompt alone: its chunks do not wait for each other's tokens."""
     pipe = Pipe([1.0] * 4, limits(4, budget=16))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ from routes.openai.request import ChatBody, ConversationBody
 from routes.openai.responses_body import ResponsesBody
 from routes.request.bodies import validate
 from routes.response.answer_parts import AnswerParting, Parts
-from test.harness import tiny_model
 from test.serving import Service, row_texts, sse_data
 
 TALK = [{"role": "user", "content": "x"}]
@@ -39,33 +37,23 @@ GAPS: dict[str, dict[str, Any]] = {
 ASKED = RAW | CHATS | GAPS
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("service")
-    running = Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+def ask(one_worker: Service, asked: str, **fields: Any) -> httpx.Response:
+    return one_worker.post(asked.split(maxsplit=1)[0], {"temperature": 0, **ASKED[asked], **fields})
 
 
-def ask(service: Service, asked: str, **fields: Any) -> httpx.Response:
-    return service.post(asked.split(maxsplit=1)[0], {"temperature": 0, **ASKED[asked], **fields})
-
-
-def streamed(service: Service, asked: str, **fields: Any) -> str:
+def streamed(one_worker: Service, asked: str, **fields: Any) -> str:
     """All pieces of content of a streamed answer."""
-    told = ask(service, asked, stream=True, chunk_size=1, **fields).text
+    told = ask(one_worker, asked, stream=True, chunk_size=1, **fields).text
     if asked.endswith("responses"):
         events = [json.loads(line.removeprefix("data: ")) for line in told.splitlines() if line.startswith("data: {")]
         return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     return row_texts(sse_data(told))[0]
 
 
-def whole(service: Service, asked: str, **fields: Any) -> str:
+def whole(one_worker: Service, asked: str, **fields: Any) -> str:
     """The text of an answer that ended by itself, in the form of its route."""
     session = {"session_id": json.dumps([asked, fields])} if "state" in asked else {}
-    told = ask(service, asked, **session, **fields).json()
+    told = ask(one_worker, asked, **session, **fields).json()
     if "output" in told:
         assert told["status"] == "completed", told
         return "".join(part["text"] for item in told["output"] for part in item["content"])
@@ -76,26 +64,26 @@ def whole(service: Service, asked: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_the_usual_stops_do_not_cut(service: Service, asked: str) -> None:
+def test_the_usual_stops_do_not_cut(one_worker: Service, asked: str) -> None:
     for text in ("User: a\n\nb", "User"):
-        assert whole(service, asked, choice=[text]) == text
-    assert json.loads(whole(service, asked, json_schema={"const": {"role": "User"}})) == {"role": "User"}
-    assert whole(service, asked, choice=["a\n\nb"], stop_tokens=["\n\n"]) == "a", "stops that the request names do"
+        assert whole(one_worker, asked, choice=[text]) == text
+    assert json.loads(whole(one_worker, asked, json_schema={"const": {"role": "User"}})) == {"role": "User"}
+    assert whole(one_worker, asked, choice=["a\n\nb"], stop_tokens=["\n\n"]) == "a", "stops that the request names do"
 
 
 @pytest.mark.parametrize("asked", GAPS)
-def test_the_mark_of_a_filled_gap_does_not_cut(service: Service, asked: str) -> None:
-    assert whole(service, asked, json_schema={"const": "a✿b"}) == '"a✿b"'
-    assert whole(service, asked, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
+def test_the_mark_of_a_filled_gap_does_not_cut(one_worker: Service, asked: str) -> None:
+    assert whole(one_worker, asked, json_schema={"const": "a✿b"}) == '"a✿b"'
+    assert whole(one_worker, asked, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
 
 
 @pytest.mark.parametrize("asked", CHATS)
-def test_an_answer_in_a_form_is_told_as_it_is(service: Service, asked: str) -> None:
+def test_an_answer_in_a_form_is_told_as_it_is(one_worker: Service, asked: str) -> None:
     for text in (" no", "  ", "\n<think>a</think> b", "<think>a</think>"):
-        assert whole(service, asked, choice=[text]) == text
-        assert streamed(service, asked, choice=[text]) == text
-    assert whole(service, asked, regex=" {5}") == " " * 5
-    assert whole(service, asked, grammar='start: " " X\nX: "x"') == " x"
+        assert whole(one_worker, asked, choice=[text]) == text
+        assert streamed(one_worker, asked, choice=[text]) == text
+    assert whole(one_worker, asked, regex=" {5}") == " " * 5
+    assert whole(one_worker, asked, grammar='start: " " X\nX: "x"') == " x"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +98,6 @@ def test_an_answer_behind_a_thought_is_still_parted_from_it(body: ConversationBo
 
 
 @pytest.mark.parametrize("asked", ["/v1/chat/completions", "/openai/v1/chat/completions", "/openai/v1/responses"])
-def test_events_are_lines_for_clients_that_split_text_as_unicode_does(service: Service, asked: str) -> None:
+def test_events_are_lines_for_clients_that_split_text_as_unicode_does(one_worker: Service, asked: str) -> None:
     text = "a\u2028\u2028b\u2029c\u0085d\\\u2028\u201ce\u2026"
-    assert streamed(service, asked, choice=[text]) == text
+    assert streamed(one_worker, asked, choice=[text]) == text

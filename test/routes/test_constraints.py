@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
 import openai
 import pytest
 
-from test.harness import tiny_model
 from test.serving import Service, row_texts, sse_data
 
 SCHEMA = {
@@ -26,18 +24,8 @@ DRAWS = {"max_tokens": 400, "seed": 3, "alpha_presence": 0, "alpha_frequency": 0
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("service")
-    running = Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0)
+def client(one_worker: Service) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{one_worker.url}/openai/v1", api_key="none", max_retries=0)
 
 
 def content(answer: Any) -> list[str]:
@@ -46,20 +34,20 @@ def content(answer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions"])
-def test_native_routes_hold_every_row(service: Service, path: str) -> None:
+def test_native_routes_hold_every_row(one_worker: Service, path: str) -> None:
     body = {"contents": ["one", "two", "three"], "stream": False, **DRAWS}
-    for text in content(service.post(path, {**body, "json_schema": SCHEMA}).json()):
+    for text in content(one_worker.post(path, {**body, "json_schema": SCHEMA}).json()):
         jsonschema_rs.validate(SCHEMA, json.loads(text))
-    assert set(content(service.post(path, {**body, "choice": ["yes", "no"]}).json())) <= {"yes", "no"}
-    numbers = content(service.post(path, {**body, "regex": "[0-9]{4}"}).json())
+    assert set(content(one_worker.post(path, {**body, "choice": ["yes", "no"]}).json())) <= {"yes", "no"}
+    numbers = content(one_worker.post(path, {**body, "regex": "[0-9]{4}"}).json())
     assert all(len(text) == 4 and text.isdigit() for text in numbers), numbers
-    answer = service.post(path, {**body, "grammar": 'start: "(" N ")"\nN: /[0-9]+/', "max_tokens": 6}).json()
+    answer = one_worker.post(path, {**body, "grammar": 'start: "(" N ")"\nN: /[0-9]+/', "max_tokens": 6}).json()
     assert all(text[0] == "(" for text in content(answer))
 
 
-def test_a_stream_ends_with_the_grammar(service: Service) -> None:
+def test_a_stream_ends_with_the_grammar(one_worker: Service) -> None:
     events = sse_data(
-        service.post("/v1/chat/completions", {"contents": ["x"], "choice": ["a\n\nb"], "stream": True}).text
+        one_worker.post("/v1/chat/completions", {"contents": ["x"], "choice": ["a\n\nb"], "stream": True}).text
     )
     assert row_texts(events) == {0: "a\n\nb"}, "the usual stops are not those of a constrained text"
     assert events[-1]["choices"][-1]["finish_reason"] == "stop"
@@ -79,8 +67,8 @@ def test_a_stream_ends_with_the_grammar(service: Service) -> None:
         ({"regex": "a" * 200_000}, "regex"),
     ],
 )
-def test_what_cannot_be_served_is_422_by_its_field(service: Service, fields: dict[str, Any], field: str) -> None:
-    response = service.post("/v1/chat/completions", {"contents": ["x"], **fields})
+def test_what_cannot_be_served_is_422_by_its_field(one_worker: Service, fields: dict[str, Any], field: str) -> None:
+    response = one_worker.post("/v1/chat/completions", {"contents": ["x"], **fields})
     assert (response.status_code, response.json()["field"]) == (422, field), response.text
 
 
@@ -104,13 +92,13 @@ def test_response_format_of_openai(client: openai.OpenAI) -> None:
     assert isinstance(ask({"type": "text"}, stop=["e"]), str)
 
 
-def test_response_format_of_raw_prompts(service: Service) -> None:
+def test_response_format_of_raw_prompts(one_worker: Service) -> None:
     named = {"name": "person", "schema": SCHEMA, "strict": True}
     body = {"prompt": ["one", "two"], **DRAWS, "response_format": {"type": "json_schema", "json_schema": named}}
-    for choice in service.post("/openai/v1/completions", body).json()["choices"]:
+    for choice in one_worker.post("/openai/v1/completions", body).json()["choices"]:
         assert choice["finish_reason"] == "stop"
         jsonschema_rs.validate(SCHEMA, json.loads(choice["text"]))
-    both = service.post("/openai/v1/completions", {**body, "regex": "a"})
+    both = one_worker.post("/openai/v1/completions", {**body, "regex": "a"})
     assert (both.status_code, both.json()["error"]["param"]) == (400, "response_format")
 
 
@@ -124,7 +112,7 @@ SISTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", SISTERS)
-def test_fields_of_a_sister_route_are_served_or_refused_by_name(service: Service, path: str) -> None:
+def test_fields_of_a_sister_route_are_served_or_refused_by_name(one_worker: Service, path: str) -> None:
     refused: list[dict[str, Any]] = [{"response_format": {"type": "nonsense"}}]
     harmless: dict[str, Any] = {"response_format": {"type": "text"}}
     if path != "/openai/v1/responses":
@@ -133,11 +121,11 @@ def test_fields_of_a_sister_route_are_served_or_refused_by_name(service: Service
     if path != "/openai/v1/completions":
         refused += [{"response_format": {"type": "json_object"}}]
     for fields in refused:
-        response = service.post(path, {**SISTERS[path], **fields})
+        response = one_worker.post(path, {**SISTERS[path], **fields})
         answer = response.json()
         field = answer["error"]["param"] if path.startswith("/openai") else answer["field"]
         assert response.status_code in (400, 422) and field.split(".")[0] in fields, response.text
-    assert service.post(path, {**SISTERS[path], **harmless, "max_tokens": 1, "stream": False}).status_code == 200
+    assert one_worker.post(path, {**SISTERS[path], **harmless, "max_tokens": 1, "stream": False}).status_code == 200
 
 
 def test_json_object_is_an_object(client: openai.OpenAI) -> None:
@@ -184,11 +172,11 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("harm", HARMFUL)
-def test_what_would_crash_or_stall_the_engine_is_refused(service: Service, harm: str) -> None:
-    engine = service.pids()["engine"]
-    refused = service.post("/v1/chat/completions", {"contents": ["one"], "stream": False, **DRAWS, **HARMFUL[harm]})
+def test_what_would_crash_or_stall_the_engine_is_refused(one_worker: Service, harm: str) -> None:
+    engine = one_worker.pids()["engine"]
+    refused = one_worker.post("/v1/chat/completions", {"contents": ["one"], "stream": False, **DRAWS, **HARMFUL[harm]})
     (field,) = HARMFUL[harm]
     assert refused.status_code == 422 and refused.json()["field"].startswith(field), refused.text
-    answer = service.post("/v1/chat/completions", {"contents": ["one"], "stream": False, "choice": ["yes"]}).json()
+    answer = one_worker.post("/v1/chat/completions", {"contents": ["one"], "stream": False, "choice": ["yes"]}).json()
     assert content(answer) == ["yes"]
-    assert service.pids()["engine"] == engine
+    assert one_worker.pids()["engine"] == engine
