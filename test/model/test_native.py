@@ -124,7 +124,7 @@ def test_cores_are_counted() -> None:
 def test_a_cuda_error_is_found(tmp_path: Path) -> None:
     (tmp_path / "good.cu").write_text("__global__ void fill(float* out) { out[threadIdx.x] = 1.0f; }")
     (tmp_path / "bad.cu").write_text("__global__ void fill(float* out) { undeclared(); }")
-    good = cuda_check.compile_source(tmp_path / "good.cu")
+    good = cuda_check.compile_source(tmp_path / "good.cu", ["sm_90"])
     assert good and all(compiled.ok for compiled in good.values())
-    bad = cuda_check.compile_source(tmp_path / "bad.cu")
+    bad = cuda_check.compile_source(tmp_path / "bad.cu", ["sm_90"])
     assert bad and all(not compiled.ok and "undeclared" in compiled.output for compiled in bad.values())
