@@ -47,6 +47,9 @@ class Models(Protocol):
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError."""
 
+    async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
+        """Return when the model that a request names is not being loaded any more; at the latest after so long."""
+
     async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
         """Have a model loaded, and wait so long for it. Raises ServiceError if that cannot be begun."""
 
@@ -148,3 +151,9 @@ class Context:
     def of_model(self, asked: object) -> Context:
         """The context of the model that a request names, if it names one. Raises ServiceError."""
         return self.models.chosen(self, asked) if self.models is not None and isinstance(asked, str) else self
+
+    async def of_model_soon(self, asked: object) -> Context:
+        """The same; while it is being loaded, --engine-wait-s for it."""
+        if self.models is not None and isinstance(asked, str):
+            await self.models.wait_while_loading(asked, self.config.engine_wait_s)
+        return self.of_model(asked)

@@ -42,9 +42,11 @@ async def settled(route: Route, reply: Awaitable[Reply]) -> Reply:
         return error_answer(_INTERNAL, route.error_form)
 
 
-def model_context(context: Context, route: Route, data: object) -> Context:
-    """The context of the model that a request names. Raises ServiceError."""
-    return context.of_model(data.get("model")) if isinstance(data, dict) and not route.is_about_models else context
+async def model_context(context: Context, route: Route, data: object) -> Context:
+    """The context of the model that a request names; one that is being loaded is waited for. Raises ServiceError."""
+    if not isinstance(data, dict) or route.is_about_models:
+        return context
+    return await context.of_model_soon(data.get("model"))
 
 
 async def completed(context: Context, asked: object) -> object:
@@ -78,6 +80,6 @@ async def _handled(context: Context, route: Route, data: object, characters: int
     assert route.body is not None
     if isinstance(data, dict) and data.get("stream") is True:
         raise ServiceError.from_info(_STREAM)
-    context = model_context(context, route, data)
+    context = await model_context(context, route, data)
     body = await off_loop(characters, validate, route.body, data)
     return await route.handle(context, await completed(context, body))

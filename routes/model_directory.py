@@ -101,8 +101,7 @@ class ModelDirectory:
 
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError if it is not to be had."""
-        named = [model for model in self.table if base_name(asked, model.wish.name) is not None]
-        model = max(named, key=lambda one: (asked.startswith(one.wish.name), len(one.wish.name)), default=None)
+        model = self._named(asked)
         if model is None:
             return self._own(context, asked)
         name = model.wish.name
@@ -117,6 +116,16 @@ class ModelDirectory:
             case _:
                 message = f"model: {name!r} is being loaded; GET /v1/models/{name} says when it is ready"
                 raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model", retry_after_s=_RETRY_S)
+
+    async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
+        """Return when the model that a request names is not being loaded any more, as far as this worker has been told;
+        at the latest after so long. Another worker may have been told that it is ready a moment ago."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while (model := self._named(asked)) is not None and model.status is ModelStatus.LOADING:
+            if loop.time() >= deadline:
+                return
+            await self._change(min(deadline - loop.time(), _TOLD_S))
 
     def take_used(self) -> tuple[str, ...]:
         """The models that have been asked for since the last call, or answer right now."""
@@ -150,6 +159,11 @@ class ModelDirectory:
         deadline = loop.time() + (timeout_s or 0.0)
         while loop.time() < deadline and (self.engines == before or not _stand_still(self.engines, change)):
             await self._change(min(deadline - loop.time(), _TOLD_S))
+
+    def _named(self, asked: str) -> ServedModel | None:
+        """The model that a name means, also with a state or an adapter in it; of several the longest name."""
+        named = [model for model in self.table if base_name(asked, model.wish.name) is not None]
+        return max(named, key=lambda one: (asked.startswith(one.wish.name), len(one.wish.name)), default=None)
 
     def _own(self, context: Context, asked: str) -> Context:
         """The service's own model; any name is its own where no other can be loaded."""

@@ -120,9 +120,9 @@ def _loaded_last(context: Context) -> str | None:
     return max(table, key=lambda one: one.since).wish.name if table else None
 
 
-def _current(context: Context) -> Context:
-    """The model that states are for. Raises ServiceError while it is being loaded."""
-    return context.of_model(_loaded_last(context))
+async def _current(context: Context) -> Context:
+    """The model that states are for; one that is being loaded is waited for. Raises ServiceError."""
+    return await context.of_model_soon(_loaded_last(context))
 
 
 def _defaults(body: DefaultFields, stop: str | None = None) -> DecodeDefaults:
@@ -136,7 +136,7 @@ def _done() -> Reply:
 
 async def models(context: Context, query: dict[str, str]) -> Reply:
     """The model that was loaded last, or the service's own, alone and with each of its states."""
-    context = _current(context)
+    context = await _current(context)
     name = context.config.model_name
     states = [info.name for info in await ask(context, ListStates()) if not info.error]
     return json_answer([{"object": "models", "id": one} for one in (name, *(state_names(name, s)[1] for s in states))])
@@ -256,13 +256,13 @@ async def load_state(context: Context, body: LoadStateBody) -> Reply:
     """Load a tuned state."""
     with _their_names(file="state_filename", name="state_viewname"):
         call = AddState(plain_name(body.state_viewname), body.state_filename, defaults=_defaults(body))
-        await ask(_current(context), call)
+        await ask(await _current(context), call)
     return _done()
 
 
 async def load_mixture(context: Context, body: LoadMixtureBody) -> Reply:
     """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`; all of it, or nothing."""
-    context, name = _current(context), plain_name(body.state_viewname)
+    context, name = await _current(context), plain_name(body.state_viewname)
     names = [f"{name}.{at}" for at in range(len(body.state_filenames))]
     members = [*names, ""] if body.contain_originalstate in (True, "True") else names
     mixture = _weighted(members, body.state_gatingweight)
@@ -282,7 +282,7 @@ async def load_mixture(context: Context, body: LoadMixtureBody) -> Reply:
 
 async def set_gating(context: Context, body: GatingBody) -> Reply:
     """Give the members of a mixture other weights, and other defaults where they are given."""
-    context = _current(context)
+    context = await _current(context)
     given, model = body.state_viewname, context.config.model_name
     name = plain_name(given[len(model) + 1 :] if base_name(given, model) is not None else given)
     info = next((one for one in await ask(context, ListStates()) if one.name == name and one.mixture), None)
@@ -310,7 +310,7 @@ def _weighted(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple[str
 
 async def remove_states(context: Context, query: dict[str, str]) -> Reply:
     """Forget every tuned state and mixture of that model."""
-    context = _current(context)
+    context = await _current(context)
     for info in await ask(context, ListStates()):
         await ask(context, RemoveState(info.name))
     return _done()

@@ -217,7 +217,7 @@ async def _asked(context: Context, route: Route, request: Request, data: object)
 
 async def _run(context: Context, route: Route, request: Request) -> Reply:
     data = await _data(context, route, request)
-    context = model_context(context, route, data)
+    context = await model_context(context, route, data)
     asked = await _asked(context, route, request, data)
     if route.is_work or route.waits_for_engine:
         await context.readiness.wait_for_engine()

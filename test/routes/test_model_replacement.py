@@ -142,3 +142,33 @@ def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_
         with pytest.raises(ServiceError, match="without links that lead out") as refused:
             wish_of(machine.context, LoadBody(file="new.pth", adapters=[entry]))
         assert refused.value.info.field == "adapters"
+
+
+LOADING = ModelStatus.LOADING
+
+
+def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(tmp_path: Path) -> None:
+    """Another worker may have told the client that it is ready before this one heard of it."""
+    machine = Machine(tmp_path, "", small=LOADING, large=LOADING)
+
+    async def ask() -> list[object]:
+        asked = [asyncio.ensure_future(machine.context.of_model_soon(name)) for name in ("small", "large:tuned")]
+        await asyncio.sleep(0.01)
+        assert not any(one.done() for one in asked)
+        ends = {"small": (READY, ""), "large": (ModelStatus.FAILED, "is not a model")}
+        told = [(one, *ends.get(one.wish.name, (READY, ""))) for one in machine.table]
+        machine.models.update([msgspec.structs.replace(one, status=to, error=why) for one, to, why in told])
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    small, large = asyncio.run(ask())
+    assert isinstance(small, Context) and small is machine.models.chosen(machine.context, "small")
+    assert isinstance(large, ServiceError) and large.info.kind is ErrorKind.MODEL_NOT_FOUND
+    assert "is not a model" in large.info.message
+
+
+def test_work_waits_so_long_for_a_model_and_no_longer(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "", small=LOADING)
+    machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=0.01)
+    with pytest.raises(ServiceError) as refused:
+        asyncio.run(machine.context.of_model_soon("small"))
+    assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s

@@ -122,8 +122,8 @@ def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
 def test_a_model_that_cannot_be_loaded_says_why_and_harms_nothing(fake: Service, name: str) -> None:
     told = load(fake, f"{name}.pth", name)
     assert told["status"] == "failed" and ("is not a model" in told["error"] or "exit code 3" in told["error"])
-    answer = fake.post(CHAT, {**WHO, "model": name})
-    assert answer.status_code == 404 and told["error"] in answer.json()["error"]
+    everywhere(fake, name, 404)
+    assert told["error"] in fake.post(CHAT, {**WHO, "model": name}).json()["error"]
     assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and who(fake, "rwkv7") == "rwkv7"
     assert load(fake, "good.pth", name)["status"] == "ready"  # another file may take the name
     assert unload(fake, name)["status"] == "unloaded"
