@@ -9,6 +9,7 @@ Threads: any may call. Each engine's client has a thread, on which its events ar
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -74,6 +75,8 @@ class Fleet:
         """those among them that no engine has"""
         self._sessions, self._prompts = Remembered(), Remembered()
         self._was_there = False
+        self._lost_at = -math.inf
+        """time.monotonic when it was told that none takes work"""
         self._telling = threading.Lock()
         """held to tell `on_change`, which waits for nothing"""
         self._rng = random.Random()
@@ -150,14 +153,15 @@ class Fleet:
     def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
         """See EngineProtocol."""
         journey = Journey(job, sink, admitted, self._limits.resubmit > 0)
-        if not self.is_connected:
-            journey.fail(self._why_none())
+        error = self._why_none()
+        if not self.is_connected and not self._may_come_back():
+            journey.fail(error)
             return
         with self._lock:
             self._journeys[job.job_id] = journey
         usage = job.usage
         if usage is None or len(self.members) < 2:
-            self._go_to_one(journey, LOADING)
+            self._go_to_one(journey, error)
         else:
             self._enter(journey, usage)
 
@@ -356,6 +360,7 @@ class Fleet:
             is_there = self.is_connected
             was_there, self._was_there = self._was_there, is_there
             if is_there != was_there:
+                self._lost_at = self._lost_at if is_there else time.monotonic()
                 self._on_change(is_there)
 
     def _look_after(self) -> None:
@@ -382,6 +387,11 @@ class Fleet:
                 self._fail(journey, error)
             else:
                 self._go_to_one(journey, error)
+
+    def _may_come_back(self) -> bool:
+        """Whether a job that finds no engine waits: it may have been on its way here when the last one was lost."""
+        wait_s = 0.0 if self._is_ending else self._limits.wait_s
+        return wait_s > 0 and (self._was_there or time.monotonic() < self._lost_at + wait_s)
 
     def _why_none(self) -> ErrorInfo:
         return next((member.client.reason for member in self.members), LOADING)

@@ -235,6 +235,29 @@ def test_a_job_waits_for_an_engine_only_so_long(two: Made) -> None:
             assert running.events[-1].error == LOST
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_job_that_comes_just_as_the_only_engine_is_lost_waits_for_it(two: Made, is_told: bool) -> None:
+    """Whoever handed it over had been told that there is one."""
+    fleet, (only,) = made(FleetLimits(wait_s=60.0), 1)
+    only.is_connected = False
+    if is_told:
+        only.connect(False)
+    running = submit(fleet)
+    assert running.refusal is None and not only.jobs
+    only.connect()
+    only.says(b"a", [1], ends=True)
+    assert running.texts == {0: b"a"}
+
+
+def test_a_job_that_comes_long_after_the_only_engine_was_lost_is_refused_at_once(two: Made) -> None:
+    for wait_s, ago_s in ((60.0, 61.0), (0.0, 0.0)):
+        fleet, (only,) = made(FleetLimits(wait_s=wait_s), 1)
+        only.connect(False)
+        fleet._lost_at -= ago_s
+        refusal = submit(fleet).refusal
+        assert refusal is not None and refusal.info == LOST
+
+
 def test_a_job_that_is_cancelled_while_it_waits_ends(two: Made) -> None:
     fleet, (only,) = made(FleetLimits(wait_s=60.0), 1)
     running = submit(fleet)
