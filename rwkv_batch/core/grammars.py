@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted
 from rwkv_batch.request import Job
-from sampling.grammar.constraint import Constraint
+from sampling.grammar.constraint import Constraint, Form
 from sampling.grammar.errors import GrammarError
+from sampling.grammar.schema_place import written_at
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
@@ -35,6 +36,8 @@ MOST_OF_CLIENT = 64
 MOST_JOBS = 4096
 """Jobs that wait, those with the same constraints too."""
 MOST_JOBS_OF_CLIENT = 1024
+_SHOWN_CHARACTERS = 200
+"""Of a constraint, in its refusal."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +215,20 @@ def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:
 def _refused(constraint: Constraint, error: GrammarError) -> ServiceError:
     field = error.field or constraint.field or constraint.form
     message = f"{field}{error.place}: cannot be served: {error}"
-    return ServiceError(ErrorKind.INVALID_FIELD, message, field=f"{field}{error.place}")
+    return ServiceError(
+        ErrorKind.INVALID_FIELD, message, field=f"{field}{error.place}", given=_given(constraint, error)
+    )
+
+
+def _given(constraint: Constraint, error: GrammarError) -> str | None:
+    """What is at fault as it was sent, as far as an error repeats it; None: it is written here, from what was sent."""
+    schemas = [rule.source for rule in constraint.rules if rule.field == error.field and error.field]
+    if constraint.form is Form.JSON_SCHEMA:
+        schemas.append(constraint.source)
+    if constraint.rules and not schemas:
+        return None
+    text = written_at(schemas[0], error.place) if schemas else constraint.source
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
 def _as_service_error(error: BaseException) -> ServiceError:

@@ -44,6 +44,8 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
     """
     if not isinstance(schema, dict):
         return
+    if schema.get("uniqueItems") is False:  # says nothing, and llguidance knows no uniqueItems
+        del schema["uniqueItems"]
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = as_ecma(schema["pattern"])
     _narrow_format(schema)

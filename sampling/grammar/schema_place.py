@@ -118,6 +118,27 @@ def _step_into(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
 
 
+def written_at(schema: str, place: str) -> str:
+    """What a schema says at a place, as places are told; all of it where it cannot be read."""
+    try:
+        return json.dumps(_value_at(json.loads(schema), place))
+    except (ValueError, RecursionError):
+        return schema
+
+
+def _value_at(root: Any, place: str) -> Any:
+    waiting = [(root, place)]
+    while waiting:
+        value, rest = waiting.pop()
+        if not rest:
+            return value
+        steps = ((f".{name}", part) for name, part in value.items()) if isinstance(value, dict) else ()
+        if isinstance(value, list):
+            steps = ((f"[{index}]", part) for index, part in enumerate(value))
+        waiting += [(part, rest[len(step) :]) for step, part in steps if rest.startswith(step)]
+    return None
+
+
 def joined(path: Path) -> str:
     """A path as places are told."""
     steps = []

@@ -17,7 +17,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest
 from sampling.grammar import masks
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.constraint import Constraint, Form, SchemaRule
 from sampling.grammar.errors import GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
@@ -209,6 +209,28 @@ def test_what_cannot_be_served_is_refused_by_place(
     info = refused.value.info
     assert (info.kind, info.field) == (ErrorKind.INVALID_FIELD, place), info
     assert any(part in info.message for part in said.split("|")), info
+
+
+@pytest.mark.parametrize(
+    ("constraint", "given"),
+    [
+        (schema({"properties": {"a": {"items": {"not": {}}}}}), '{"not": {}}'),
+        (schema({"items": {"const": float("nan")}}), "NaN"),
+        (regex("(" * 300), "(" * 200 + "... (300 characters)"),
+        (
+            Constraint(
+                form=Form.LARK,
+                source="start: x",
+                rules=(SchemaRule(name="x", source=json.dumps({"items": {"not": {}}}), field="tools[0]"),),
+            ),
+            '{"not": {}}',
+        ),
+    ],
+)
+def test_a_refusal_shows_what_was_given(engine: Engine, constraint: Constraint, given: str) -> None:
+    with pytest.raises(ServiceError) as refused:
+        run(engine, ask("x", constraint=constraint))
+    assert refused.value.info.given == given
 
 
 def test_a_schema_that_is_not_strict_leaves_out_what_it_cannot_hold(engine: Engine) -> None:

@@ -70,6 +70,7 @@ def test_a_stream_ends_with_the_grammar(one_worker: Service) -> None:
 def test_what_cannot_be_served_is_422_by_its_field(one_worker: Service, fields: dict[str, Any], field: str) -> None:
     response = one_worker.post("/v1/chat/completions", {"contents": ["x"], **fields})
     assert (response.status_code, response.json()["field"]) == (422, field), response.text
+    assert response.json()["given"] is not None
 
 
 def test_response_format_of_openai(client: openai.OpenAI) -> None:

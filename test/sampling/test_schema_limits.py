@@ -16,6 +16,7 @@ from sampling.grammar.constraint import Constraint, Form, SchemaRule
 from sampling.grammar.endless import MOST_LOOKS, check_ends
 from sampling.grammar.errors import MAX_MESSAGE, GrammarError
 from sampling.grammar.matcher import Matcher
+from sampling.grammar.schema_place import written_at
 from sampling.grammar.trial import Trials
 
 TOKENIZER = Tokenizer()
@@ -291,3 +292,17 @@ def test_the_place_of_a_fault_behind_references(
     with pytest.raises(GrammarError) as refused:
         compiler.compile(schema({"$id": "http://test/s", "type": "object", "properties": properties, **more}))
     assert refused.value.place == place
+
+
+def test_unique_items_that_need_not_be_unique_say_nothing(compiler: GrammarCompiler) -> None:
+    assert takes(compiler, schema({"items": {"uniqueItems": False, "type": "array"}}), [[1, 1]])
+    with pytest.raises(GrammarError, match="uniqueItems") as refused:
+        compiler.compile(schema({"items": {"uniqueItems": True, "type": "array"}}))
+    assert refused.value.place == ".items"
+
+
+def test_what_lies_at_a_place() -> None:
+    held = {"a": {"b.c": [1, {"d": 2}], "b": {"c": [3]}, "[0]": 4}, "a.b": 5}
+    wanted = {"": held, ".a.b.c[1].d": 2, ".a.b.c[2]": None, ".a.[0]": 4, ".a[0]": None, ".nowhere": None}
+    assert {place: json.loads(written_at(json.dumps(held), place)) for place in wanted} == wanted
+    assert written_at("{", ".a") == "{"
