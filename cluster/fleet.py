@@ -188,10 +188,10 @@ class Fleet:
         with self._lock:
             journey = self._journeys.get(job_id)
             waits = self._waiting.pop(job_id, None) is not None
-            place = journey.place if journey is not None else None
-        if journey is None:
-            return
-        journey.is_cancelled = True
+            if journey is None:
+                return
+            journey.is_cancelled = True  # under the lock: who hands it on meanwhile sees it, or has told its place
+            place = journey.place
         if waits:
             self._fail(journey, CANCELLED)
         elif place is not None:
@@ -218,11 +218,7 @@ class Fleet:
         """Hand it to an engine, or let it wait for one; `error` is what it is told if none comes."""
         member = self._choice(journey)
         if member is None:
-            with self._lock:
-                journey.error = error
-                self._put(journey, None)
-                journey.deadline = time.monotonic() + self._limits.wait_s
-                self._waiting[journey.job.job_id] = journey
+            self._let_wait(journey, error)
             return
         job = journey.next_attempt()
         if job is None:  # its rows had ended, and only that was not told
@@ -240,6 +236,17 @@ class Fleet:
         if journey.is_cancelled:
             member.client.cancel(attempt.job_id)
 
+    def _let_wait(self, journey: Journey, error: ErrorInfo) -> None:
+        with self._lock:
+            self._put(journey, None)
+            is_cancelled = journey.is_cancelled
+            if not is_cancelled:
+                journey.error = error
+                journey.deadline = time.monotonic() + self._limits.wait_s
+                self._waiting[journey.job.job_id] = journey
+        if is_cancelled:
+            self._fail(journey, CANCELLED)
+
     def _answered(self, journey: Journey, attempt: Attempt, refusal: ServiceError | None) -> None:
         """An engine has admitted a job, or not."""
         if refusal is not None:
@@ -250,7 +257,7 @@ class Fleet:
             journey.answer(None)
         elif refusal.info.kind in AWAY:
             leaves = refusal.info.kind is ErrorKind.DRAINING and not self._is_ending
-            self._lost(journey, attempt, _leaves(attempt.member) if leaves else refusal.info)
+            self._lost(journey, attempt, attempt.member.leaves if leaves else refusal.info)
         else:
             self._forget(journey)
             journey.answer(refusal)
@@ -395,9 +402,3 @@ class Fleet:
 
     def _why_none(self) -> ErrorInfo:
         return next((member.client.reason for member in self.members), LOADING)
-
-
-def _leaves(member: Member) -> ErrorInfo:
-    """What a request is told that this engine does not take any more, if no other one comes: the service goes on."""
-    message = f"{member.name} is removed or started anew, and no other engine takes work; try again in a moment"
-    return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)

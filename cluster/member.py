@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from cluster.choose import load_of
 from cluster.dial import dial
+from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.wire import NO_LOAD
@@ -63,6 +64,12 @@ class Member:
     def report(self) -> Load:
         """Its last report."""
         return self._load
+
+    @property
+    def leaves(self) -> ErrorInfo:
+        """What a request is told that it does not take any more, if no other one comes: the service goes on."""
+        message = f"{self.name} is removed or started anew, and no other engine takes work; try again in a moment"
+        return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)
 
     def sent(self, job: Job) -> None:
         """A job is being handed to it."""

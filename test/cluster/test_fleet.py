@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -325,24 +324,6 @@ def test_an_engine_that_says_nothing_is_dropped(two: Made) -> None:
         for one in fleet.members:
             one.look()
     assert engines[1].was_dropped and not engines[0].was_dropped and fleet.lost == ["engine-1"]
-
-
-def test_what_is_told_last_of_the_fleet_is_true(two: Made) -> None:
-    """An engine comes back while another thread is telling that there is none."""
-    heard: list[bool] = []
-    threads: list[threading.Thread] = []
-
-    def on_change(is_there: bool) -> None:
-        if not is_there and not threads:
-            threads.append(threading.Thread(target=only.connect))
-            threads[0].start()
-            threads[0].join(0.3)  # told within, or as soon as this has been told
-        heard.append(is_there)
-
-    _, (only,) = made(FleetLimits(), 1, on_change)
-    only.connect(False)
-    threads[0].join()
-    assert only.is_connected and heard == [True, False, True]
 
 
 def test_a_refusal_of_the_connection_before_says_nothing_of_the_next(two: Made) -> None:

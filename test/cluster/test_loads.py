@@ -70,6 +70,11 @@ def give(member: Member, *job_ids: str) -> None:
         member.client.submit(job, lambda events: None, lambda refusal: None)
 
 
+def wait_for_its_word(member: Member) -> None:
+    """Until the engine has told of each job that this worker gave to it: what it tells then counts them."""
+    wait_for(lambda: not member.num_unanswered, 30, "they have come")
+
+
 def test_it_knows_what_others_gave_to_an_engine_in_the_midst_of_a_step(
     engine: InAStep, two_workers: list[Member]
 ) -> None:
@@ -77,11 +82,14 @@ def test_it_knows_what_others_gave_to_an_engine_in_the_midst_of_a_step(
     give(one, *(f"one-{number}" for number in range(20)))
     wait_for(lambda: len(engine.waiting) == 20, 30, "they have come")
     give(other, "other")
-    wait_for(lambda: int(other.load) == 21, 30, "all are counted")
+    wait_for_its_word(other)
+    assert other.load == other.report.rows == 21, "all are counted"
+    wait_for(lambda: len(engine.waiting) == 21, 30, "the engine has that one too, of which its server tells before")
     engine.end_step()
     assert engine.load.rows == 21
     give(other, "another")
-    wait_for(lambda: int(other.load) == 22, 30, "none is counted twice")
+    wait_for_its_word(other)
+    assert other.load == other.report.rows == 22, "none is counted twice"
 
 
 def test_what_an_engine_refuses_is_not_its_load(engine: InAStep, two_workers: list[Member]) -> None:
@@ -90,7 +98,8 @@ def test_what_an_engine_refuses_is_not_its_load(engine: InAStep, two_workers: li
     wait_for(lambda: len(engine.waiting) == 2, 30, "they have come")
     engine.end_step(ServiceError(ErrorKind.OVERLOADED, "the queue is full"))
     give(other, "three")
-    wait_for(lambda: int(other.load) == 1, 30, "only what is there is counted")
+    wait_for_its_word(other)
+    assert other.load == other.report.rows == 1, "only what is there is counted"
 
 
 def test_a_job_that_the_engine_takes_while_its_load_is_asked_for_is_counted() -> None:
