@@ -21,6 +21,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, ModelWish, ServedModel
 
 _RETRY_S = 2.0
+_SETTLED = (ModelStatus.READY, ModelStatus.FAILED)
 _TOLD_S = 2.0
 """Within which what the supervisor has done is in the table; so often it is looked at anyway."""
 
@@ -45,7 +46,7 @@ Connect = Callable[[ServedModel], tuple[Context, ModelClient]]
 class ModelDirectory:
     """See above. `tell` sends a command to the supervisor, `connect` makes a model's context.
 
-    Threads: the one that listens to the supervisor calls `update` and `answered`; the loop all else.
+    Threads: the one that listens to the supervisor calls `update` and `answered`, any `take_used`; the loop all else.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class ModelDirectory:
         """of the service's own model"""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._waiting: dict[int, Callable[[str | None], object]] = {}
+        self._waiting: dict[int, Callable[[str | None, int], object]] = {}
         self._changed: set[Callable[[], object]] = set()
         self._here: dict[str, tuple[Context, ModelClient]] = {}
         """by their address"""
         self._used: set[str] = set()
+        self._num_told = 0
+        """tables that the supervisor has sent"""
         self.table: tuple[ServedModel, ...] = ()
 
     def update(self, table: Sequence[ServedModel]) -> None:
@@ -84,6 +87,7 @@ class ModelDirectory:
             self._here.pop(address)[1].stop()
         with self._lock:
             self.table = tuple(table)
+            self._num_told += 1
             wakes, self._changed = self._changed, set()
         for wake in wakes:
             wake()
@@ -93,7 +97,7 @@ class ModelDirectory:
         with self._lock:
             settle = self._waiting.pop(number, None)
         if settle is not None:
-            settle(refusal)
+            settle(refusal, self._num_told)
 
     def find(self, name: str) -> ServedModel | None:
         """What is known of a model that was asked for."""
@@ -104,11 +108,12 @@ class ModelDirectory:
         model = self._named(asked)
         if model is None:
             return self._own(context, asked)
-        name = model.wish.name
+        name, here = model.wish.name, self._here.get(model.address)
         match model.status:
-            case ModelStatus.READY if model.address in self._here:
-                self._used.add(name)
-                return self._here[model.address][0]
+            case ModelStatus.READY if here is not None:
+                with self._lock:
+                    self._used.add(name)
+                return here[0]
             case ModelStatus.FAILED:
                 raise _unknown(f"model: {name!r} could not be loaded: {model.error}", asked)
             case ModelStatus.UNLOADING:
@@ -120,33 +125,30 @@ class ModelDirectory:
     async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
         """Return when the model that a request names is not being loaded any more, as far as this worker has been told;
         at the latest after so long. Another worker may have been told that it is ready a moment ago."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while (model := self._named(asked)) is not None and model.status is ModelStatus.LOADING:
-            if loop.time() >= deadline:
-                return
-            await self._change(min(deadline - loop.time(), _TOLD_S))
+
+        def is_loaded() -> bool:
+            model = self._named(asked)
+            return model is None or model.status is not ModelStatus.LOADING
+
+        await self._until(is_loaded, timeout_s)
 
     def take_used(self) -> tuple[str, ...]:
         """The models that have been asked for since the last call, or answer right now."""
         busy = {model.wish.name for model in self.table if self._is_busy(model)}
-        used, self._used = self._used | busy, set()
+        with self._lock:
+            used, self._used = self._used | busy, set()
         return tuple(used)
 
     async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
         """Have a model loaded, and wait so long until it is ready or has failed; None: do not wait."""
         failed = self.find(wish.name)  # earlier under that name, and in the table until the supervisor tells more
-        await self._command(wish=wish)
-        ends = {ModelStatus.READY, ModelStatus.FAILED}
-        return await self._settled(wish.name, timeout_s, ends, failed.address if failed is not None else "")
+        num_told = await self._command(wish=wish)
+        return await self._settled(wish.name, timeout_s, num_told, failed.address if failed is not None else "")
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
         """Have a model unloaded, and wait so long until it is gone; None: do not wait."""
         await self._command(unload=name)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + (timeout_s or 0.0)
-        while self.find(name) is not None and loop.time() < deadline:
-            await self._change(min(deadline - loop.time(), _TOLD_S))
+        await self._until(lambda: self.find(name) is None, timeout_s)
 
     async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
         """Add, remove or restart engines of the own model, and wait so long until all stand still; None: do not."""
@@ -155,10 +157,7 @@ class ModelDirectory:
             await self._send(change, ErrorKind.INVALID_FIELD, "devices", list(change.add_engine))
         else:
             await self._send(change, ErrorKind.INVALID_FIELD, "engine", change.remove_engine or change.restart_engine)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + (timeout_s or 0.0)
-        while loop.time() < deadline and (self.engines == before or not _stand_still(self.engines, change)):
-            await self._change(min(deadline - loop.time(), _TOLD_S))
+        await self._until(lambda: self.engines != before and _stand_still(self.engines, change), timeout_s)
 
     def _named(self, asked: str) -> ServedModel | None:
         """The model that a name means, also with a state or an adapter in it; of several the longest name."""
@@ -178,51 +177,67 @@ class ModelDirectory:
         here = self._here.get(model.address)
         return here is not None and here[1].num_jobs > 0
 
-    async def _command(self, wish: ModelWish | None = None, unload: str = "") -> None:
+    async def _command(self, wish: ModelWish | None = None, unload: str = "") -> int:
         kind = ErrorKind.NAME_TAKEN if wish is not None else ErrorKind.MODEL_NOT_FOUND
-        await self._send(ModelCommand(0, wish, unload), kind, "name", wish.name if wish is not None else unload)
+        return await self._send(ModelCommand(0, wish, unload), kind, "name", wish.name if wish is not None else unload)
 
-    async def _send(self, command: ModelCommand, kind: ErrorKind, field: str, given: object) -> None:
-        """Have the supervisor obey. Raises ServiceError of that kind with its reason if it does not."""
+    async def _send(self, command: ModelCommand, kind: ErrorKind, field: str, given: object) -> int:
+        """Have the supervisor obey; returns how many tables it had sent before its answer: the next one knows of it.
+
+        Raises ServiceError of that kind with its reason if it does not.
+        """
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[str | None] = loop.create_future()
+        answer: asyncio.Future[tuple[str | None, int]] = loop.create_future()
         number = next(self._numbers)
 
-        def settle(refusal: str | None) -> None:
+        def settle(refusal: str | None, num_told: int) -> None:
             if not answer.done():  # else nobody waits any more
-                answer.set_result(refusal)
+                answer.set_result((refusal, num_told))
 
         with self._lock:
-            self._waiting[number] = lambda refusal: loop.call_soon_threadsafe(settle, refusal)
+            self._waiting[number] = lambda *answered: loop.call_soon_threadsafe(settle, *answered)
         self._tell(msgspec.structs.replace(command, number=number))
-        refusal = await answer
+        refusal, num_told = await answer
         if refusal is not None:
             raise ServiceError(kind, refusal, field=field, given=given)
+        return num_told
 
-    async def _settled(
-        self, name: str, timeout_s: float | None, ends: set[ModelStatus], before: str = ""
-    ) -> ServedModel:
-        """What is told of a model, at the latest after the time. Raises ServiceError if it leaves meanwhile."""
+    async def _settled(self, name: str, timeout_s: float | None, num_told: int, before: str) -> ServedModel:
+        """What is told of a model, at the latest after the time. Raises ServiceError if it leaves meanwhile.
+
+        `num_told`: tables that may not know of it; `before`: the address of another one that had the name.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
-        told = False
         while True:
+            looked_at = self._num_told
             model = next((one for one in self.table if one.wish.name == name and one.address != before), None)
-            if model is not None and (model.status in ends or loop.time() >= deadline):
+            if model is not None and (model.status in _SETTLED or loop.time() >= deadline):
                 return model
-            if model is None and (told or loop.time() >= deadline + _TOLD_S):
+            if model is None and (looked_at > num_told or loop.time() >= deadline + _TOLD_S):
                 raise _unknown(f"name: {name!r} was unloaded before it was ready", name, "name")
-            told = model is not None
-            await self._change(min(max(deadline - loop.time(), 0.05), _TOLD_S))
+            await self._change(looked_at, min(max(deadline - loop.time(), 0.05), _TOLD_S))
 
-    async def _change(self, timeout_s: float) -> None:
-        """Until the supervisor tells something, or the time is over."""
+    async def _until(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
+        """Until that holds of what the supervisor has told; at the latest after so long, None: at once."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + (timeout_s or 0.0)
+        while True:
+            looked_at = self._num_told
+            if holds() or loop.time() >= deadline:
+                return
+            await self._change(looked_at, min(deadline - loop.time(), _TOLD_S))
+
+    async def _change(self, num_told: int, timeout_s: float) -> None:
+        """Until the supervisor has sent more tables than so many, or the time is over."""
         loop, there = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
             loop.call_soon_threadsafe(there.set)
 
         with self._lock:
+            if self._num_told > num_told:
+                return
             self._changed.add(wake)
         try:
             await asyncio.wait_for(there.wait(), timeout_s)
@@ -237,7 +252,7 @@ def _stand_still(engines: Sequence[ServedModel], change: ModelCommand) -> bool:
     """Whether what was asked for has been done, as far as it can be."""
     if change.remove_engine:
         return all(engine.engine != change.remove_engine for engine in engines)
-    return all(engine.status in (ModelStatus.READY, ModelStatus.FAILED) for engine in engines)
+    return all(engine.status in _SETTLED for engine in engines)
 
 
 def _unknown(message: str, asked: str, field: str = "model") -> ServiceError:

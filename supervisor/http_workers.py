@@ -9,6 +9,7 @@ when none serves and none can start, the service ends with the reason.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,8 @@ class HttpWorkers:
     workers: list[Worker] = field(default_factory=list)
     failures: int = 0
     next_start: float = 0.0
+    failed_at: float = -math.inf
+    """time.monotonic of the last failed start"""
     is_ready: bool = False
     told_models: tuple[ServedModel, ...] = ()
 
@@ -169,7 +172,7 @@ class HttpWorkers:
         elif worker.stands_by and worker.socket is None:
             logger.error("process %s ended (%s); another one is made", worker.child.name, cause)
             self.next_start = time.monotonic() + back_off_s(1)
-        elif was_forked or time.monotonic() >= self.next_start:  # all that one lost process was to fork fail once
+        elif was_forked or worker.child.started > self.failed_at:  # all that one lost process was to fork fail once
             self._failed_start(worker.complaint or cause)
 
     def _failed_start(self, cause: str) -> None:
@@ -177,7 +180,8 @@ class HttpWorkers:
         if self.failures >= _MOST_FAILED_STARTS and not any(worker.serves for worker in self.workers):
             raise StartupError(f"no HTTP worker can start: {cause}")
         delay = back_off_s(self.failures)
-        self.next_start = time.monotonic() + delay
+        self.failed_at = time.monotonic()
+        self.next_start = self.failed_at + delay
         logger.error("an HTTP worker did not start (%s); the next is tried in %.1f s", cause, delay)
 
     def _tell_readiness(self) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -26,18 +26,23 @@ NO_TLS = False
 BUSY = 4.0
 """How many times as long a busy machine may take as what a test says."""
 _ports = random.SystemRandom()
+_given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no client's connection is given as its own until somebody does."""
+    """A port that nobody listens on, that no client's connection is given as its own until somebody does, and that no
+    other test is given, whichever of pytest's workers it runs in."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = range(20_000, 65_536)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(20_000 + worker, 65_536, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     others = [port for port in ports if not first <= port <= last] or ports
     while True:
         port = _ports.choice(others)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -100,10 +105,13 @@ class Service:
         """Until `condition`; fails at once when the service has ended."""
 
         def look() -> Any:
-            assert self.process.poll() is None, self.log.read_text()
+            assert self.process.poll() is None, "the service has ended"
             return condition()
 
-        wait_for(look, timeout_s, f"the service's log:\n{self.log.read_text()}")
+        try:
+            wait_for(look, timeout_s, "see its log")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log.read_text()}") from None
 
     def wait_ready(self) -> Service:
         """Until every HTTP worker says so; each connection meets one of them by chance."""
@@ -137,9 +145,19 @@ class Service:
 
     def pids(self) -> dict[str, int]:
         """Process id by name of every process but the supervisor."""
-        processes = self.status()["processes"]
+        processes = self.processes()
         workers = {worker["name"]: worker["pid"] for worker in processes["http_workers"]}
         return {"engine": processes["engine"]["pid"], **workers}
+
+    def processes(self) -> dict[str, Any]:
+        """What the status says of them. A worker that was lost may be listed beside the one in its place: not here."""
+
+        def told() -> dict[str, Any] | None:
+            processes: dict[str, Any] = self.status()["processes"]
+            names = [worker["name"] for worker in processes["http_workers"]]
+            return processes if len(set(names)) == len(names) else None
+
+        return told() or cast(dict[str, Any], wait_for(told, 30.0, "each worker is listed once"))
 
     def wait_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """Until no row runs or waits; returns that status."""
@@ -165,6 +183,24 @@ class Service:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(60)
+
+
+def children(pid: int) -> dict[int, bytes]:
+    """Children of a process that live, with their commands."""
+    found = {}
+    for number in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        with contextlib.suppress(OSError):  # it has just ended
+            if process_runs(number):
+                found[number] = Path(f"/proc/{number}/cmdline").read_bytes()
+    return found
+
+
+def process_runs(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def raw_request(path: str, body: bytes, *, length: int | None = None, extra: str = "") -> bytes:

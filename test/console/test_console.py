@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from console.command import _talk, build_parser, remembered
 from console.commands import Console
 from console.conversation import ConsoleError, printable
 from settings import parse_settings
-from test.serving import ROOT, Service
+from test.serving import ROOT, START_S, Service
 
 
 def spoken(*turns: str) -> Console:
@@ -165,7 +164,7 @@ def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     process = chat(fake)
     assert process.stdin is not None
     process.stdin.reconfigure(errors="surrogateescape")  # type: ignore[attr-defined]  # the first line is no UTF-8
-    output, errors = process.communicate("\n".join(lines) + "\n", timeout=60)
+    output, errors = process.communicate("\n".join(lines) + "\n", timeout=START_S)
     assert (process.returncode, errors) == (0, "")
     told = output.splitlines()[3:]
     assert told[:3] == ["HiHi", "1 turns taken back", "HoHo"]
@@ -183,19 +182,16 @@ def test_an_answer_can_be_cut_off_and_the_conversation_goes_on(fake: Service) ->
     process.send_signal(signal.SIGINT)
     process.stdin.write("/branch\n")
     process.stdin.flush()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=START_S)
     assert process.returncode == 0 and output.rstrip().endswith("* main (2 messages)")
-    deadline = time.monotonic() + 20
-    while fake.status()["running_rows"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not fake.status()["running_rows"]
+    fake.wait_idle()
 
 
 def test_nobody_there_is_said(fake: Service) -> None:
     command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "http://127.0.0.1:1"]
-    ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=START_S)
     assert "no answer from http://127.0.0.1:1" in ran.stdout
-    wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
 
 

@@ -61,7 +61,7 @@ def _answers(address: str) -> bool:
 
 def _machine_of(address: str, session: str) -> int:
     """Which service a session's requests come to, by its engine's process."""
-    answer = httpx.get(f"{address}/status", headers={"X-Session-Id": session}, timeout=30)
+    answer = httpx.get(f"{address}/status", headers={"X-Session-Id": session}, timeout=60)
     answer.raise_for_status()
     pid: int = answer.json()["processes"]["engine"]["pid"]
     return pid
@@ -75,15 +75,15 @@ def test_a_session_keeps_its_machine_until_that_is_gone(proxy: str, machines: li
     assert len(shares) == 3
     lost, *_ = machines
     gone = lost.pids()["engine"]
-    with httpx.stream("POST", proxy + CHAT, json=ENDLESS, timeout=20) as response:  # answers are not buffered
+    with httpx.stream("POST", proxy + CHAT, json=ENDLESS, timeout=60) as response:  # answers are not buffered
         assert "abc" in next(line for line in response.iter_lines() if "abc" in line)
     lost.process.kill()
     lost.process.wait()
     lost.close()
     for _ in range(12):
-        assert httpx.post(proxy + CHAT, json=ROW, timeout=30).status_code == 200
+        assert httpx.post(proxy + CHAT, json=ROW, timeout=60).status_code == 200
     moved = {session: _machine_of(proxy, session) for session in sessions}
     assert gone not in moved.values()
     assert all(moved[session] == home for session, home in homes.items() if home != gone)
-    chunked = httpx.post(proxy + CHAT, content=iter([b"{}"]), timeout=30)
+    chunked = httpx.post(proxy + CHAT, content=iter([b"{}"]), timeout=60)
     assert chunked.status_code == 411

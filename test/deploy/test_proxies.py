@@ -105,7 +105,7 @@ def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> It
 
 
 def test_answers_go_out_as_they_are_made(front: Front) -> None:
-    with httpx.stream("POST", front.url + CHAT, json=ENDLESS, timeout=20) as response:
+    with httpx.stream("POST", front.url + CHAT, json=ENDLESS, timeout=60) as response:
         assert response.status_code == 200
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         assert "abc" in "".join(next(lines) for _ in range(5))  # an endless answer: nobody waits for its end
@@ -130,7 +130,7 @@ def test_requests_come_whole_and_broken_ones_do_not_come(front: Front) -> None:
 
 
 def test_the_page_comes_through(front: Front) -> None:
-    page = httpx.get(front.url + "/")
+    page = httpx.get(front.url + "/", timeout=60)
     assert page.status_code == 200
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert httpx.get(front.url + "/web/app.js").status_code == 200
+    assert httpx.get(front.url + "/web/app.js", timeout=60).status_code == 200

@@ -116,9 +116,9 @@ def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) 
         )
     try:
         wait_for(lambda: httpx.get(f"{url}/readyz").status_code == 200, 60, f"ready; see {log}")
-        assert "<script" in httpx.get(url).text
+        assert "<script" in httpx.get(url, timeout=60).text
         body = {"contents": ["abc"], "max_tokens": 2, "stream": False}
-        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).status_code == 200, log.read_text()
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200, log.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
     finally:

@@ -77,9 +77,9 @@ class Machine:
             self.table = [one for one in self.table if one.wish.name != name]
         elif command.wish is not None and refusal is None:
             self.table.append(ServedModel(wish=command.wish, status=READY, address=f"new {name}", since=1))
+        self.models.answered(command.number, refusal)  # before the table, as the supervisor does
         if refusal is None:
             self.models.update(self.table)
-        self.models.answered(command.number, refusal)
 
     def load(self, name: str) -> int:
         body = LoadModelBody(model_filename="new.pth", model_viewname=name)
@@ -172,3 +172,33 @@ def test_work_waits_so_long_for_a_model_and_no_longer(tmp_path: Path) -> None:
     with pytest.raises(ServiceError) as refused:
         asyncio.run(machine.context.of_model_soon("small"))
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
+
+
+def test_what_is_told_between_a_look_and_the_wait_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, "", small=LOADING)
+    monkeypatch.setattr("routes.model_directory._TOLD_S", 3600.0)
+    look = machine.models._named
+
+    def look_too_early(asked: str) -> ServedModel | None:
+        seen = look(asked)
+        machine.models.update([msgspec.structs.replace(one, status=READY) for one in machine.table])
+        return seen
+
+    monkeypatch.setattr(machine.models, "_named", look_too_early)
+    asyncio.run(asyncio.wait_for(machine.models.wait_while_loading("small", 3600), 60))
+
+
+def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "")
+    tell = machine.tell
+
+    def tell_and_undo(command: ModelCommand) -> None:
+        tell(command)
+        machine.models.update(machine.table[:-1])
+
+    machine.models._tell = tell_and_undo
+    waits = machine.models.load(ModelWish(name="new", file="new.pth"), 3600)
+    with pytest.raises(ServiceError, match="was unloaded before it was ready"):
+        asyncio.run(asyncio.wait_for(waits, 60))

@@ -17,7 +17,7 @@ import pytest
 
 from supervisor.child import Child
 from supervisor.forks import MOST_UNFORKED, ForkedContext
-from test.serving import ROOT, wait_for
+from test.serving import ROOT, process_runs, wait_for
 
 WAIT_S = 60
 ELSEWHERE = """
@@ -51,6 +51,13 @@ def engine(folder: str, name: str, pipe: Connection) -> None:
     pipe.send(("ready", (os.getpid(), os.getppid(), "slow" in sys.modules)))
     with contextlib.suppress(EOFError):
         sys.exit(pipe.recv())
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a process takes its time to end, and its server to say how."""
+    monkeypatch.setattr("supervisor.child._END_S", WAIT_S)
+    monkeypatch.setattr("supervisor.forks._WORD_S", WAIT_S)
 
 
 @pytest.fixture()
@@ -161,7 +168,7 @@ def test_a_server_that_is_lost_takes_nobody_with_it_and_another_one_comes(gate: 
     server = said(first)[1]
     said(killed)
     os.kill(server, signal.SIGKILL)
-    wait_for(lambda: not _runs(server), WAIT_S, "the server is lost")
+    wait_for(lambda: not process_runs(server), WAIT_S, "the server is lost")
     assert not wait(first.waitables, 0.2) and first.is_alive and killed.is_alive
     again = child(context, tmp_path, "again")
     opened(gate)
@@ -184,7 +191,8 @@ def test_what_a_lost_server_had_not_forked_has_ended(gate: Path, tmp_path: Path)
     assert "exit code 255" in waits.reap()
 
 
-def test_a_server_that_is_stopped_holds_nobody_up(gate: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_holds_nobody_up(gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("supervisor.forks._WORD_S", 0.1)
     context = ForkedContext("slow")
     three = [child(context, tmp_path, name) for name in ("ends", "killed", "another")]
     opened(gate)
@@ -218,7 +226,7 @@ def test_where_the_system_cannot_say_when_one_ends_the_server_does(
     assert one.reap() == "exit code 7"
     os.kill(context._server._forkserver_pid, signal.SIGKILL)
     assert wait(lost.waitables, WAIT_S) and not lost.is_alive
-    wait_for(lambda: not _runs(number), WAIT_S, "what nobody can follow is ended")
+    wait_for(lambda: not process_runs(number), WAIT_S, "what nobody can follow is ended")
 
 
 def test_a_server_ends_with_the_service_whatever_it_imports(gate: Path, tmp_path: Path) -> None:
@@ -227,7 +235,7 @@ def test_a_server_ends_with_the_service_whatever_it_imports(gate: Path, tmp_path
     server = context._server._forkserver_pid
     waits.kill()
     context.end()
-    assert not _runs(server)
+    assert not process_runs(server)
 
 
 def test_a_server_ends_with_a_supervisor_that_is_killed_whatever_it_imports(gate: Path, tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ def test_a_server_ends_with_a_supervisor_that_is_killed_whatever_it_imports(gate
         try:
             supervisor.kill()
             supervisor.wait()
-            wait_for(lambda: not _runs(server), 20, "the server has ended")
+            wait_for(lambda: not process_runs(server), 20, "the server has ended")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server, signal.SIGKILL)
@@ -270,10 +278,3 @@ def test_those_that_wait_to_be_forked_are_bounded(gate: Path, tmp_path: Path) ->
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False

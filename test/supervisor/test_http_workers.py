@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from supervisor.http_workers import SPARES, HttpWorkers, Worker
-from test.serving import Service, raw_request, read_all, wait_for
+from test.serving import START_S, Service, children, process_runs, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1}
+NOTICED = "engine engine-0 is lost"
 MALFORMED = b"GET /healthz HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n"
 
 
@@ -75,7 +77,7 @@ def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service)
         stream.sendall(raw_request(CHAT, body))
         threading.Thread(target=read, args=(number,), daemon=True).start()
     wait_for(lambda: fake.status()["running_rows"] == 8, 10, "8 streams run")
-    lost = next(one for one in fake.status()["processes"]["http_workers"] if one["jobs"] < 8)
+    lost = next(one for one in fake.processes()["http_workers"] if one["jobs"] < 8)
     os.kill(lost["pid"], signal.SIGABRT)
     wait_for(lambda: sum(ended) == lost["jobs"], 30, "its streams end")
     before = list(words)
@@ -86,7 +88,8 @@ def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service)
     wait_for(lambda: going_on() == 8 - lost["jobs"], 30, "the others go on")
     assert sum(ended) == lost["jobs"]
     for stream in streams:
-        stream.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # reset by the one that was lost
+            stream.shutdown(socket.SHUT_RDWR)
     fake.wait_idle()
 
 
@@ -111,8 +114,8 @@ def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
         stream.sendall(raw_request(CHAT, body))
         assert stream.recv(65536)
         os.kill(origin, signal.SIGKILL)
-        wait_for(lambda: _stat(origin)[0] == "Z", 30, "it is lost")
-        idle = next(one for one in fake.status()["processes"]["http_workers"] if not one["jobs"])
+        wait_for(lambda: not process_runs(origin), 30, "it is lost")
+        idle = next(one for one in fake.processes()["http_workers"] if not one["jobs"])
         for lost in (*spares, idle["pid"]):
             os.kill(lost, signal.SIGKILL)
         wait_for(lambda: idle["pid"] not in workers(fake).values() and len(workers(fake)) == 2, 60, "one takes over")
@@ -140,13 +143,11 @@ def test_what_forks_workers_may_be_lost_before_it_has_forked_any(tmp_path: Path)
 
 def _imports(supervisor: int) -> int | None:
     """The process that forks workers, once there is one."""
-    children = map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split())
-    return next((one for one in children if b"forkserver" in Path(f"/proc/{one}/cmdline").read_bytes()), None)
+    return next((one for one, command in children(supervisor).items() if b"forkserver" in command), None)
 
 
 def _all_spares(origin: int, serving: dict[str, int]) -> set[int] | None:
-    children = Path(f"/proc/{origin}/task/{origin}/children").read_text().split()
-    spares = set(map(int, children)) - set(serving.values())
+    spares = set(children(origin)) - set(serving.values())
     return spares if len(spares) == SPARES else None
 
 
@@ -156,12 +157,7 @@ def _changed(service: Service, before: dict[str, int]) -> bool:
 
 
 def _parent(pid: int) -> int:
-    return int(_stat(pid)[1])
-
-
-def _stat(pid: int) -> list[str]:
-    """Its state, its parent, and more."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def test_a_hangup_without_a_file_of_keys_ends_nothing(fake: Service) -> None:
@@ -175,8 +171,9 @@ def test_a_hangup_without_a_file_of_keys_ends_nothing(fake: Service) -> None:
 def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
     wait_ready_once(fake)
     for _ in range(3):
+        noticed = fake.log.read_text().count(NOTICED) + 2
         os.kill(fake.pids()["engine"], signal.SIGKILL)
-        wait_for(lambda: fake.get("/readyz").status_code == 503, 10, "the loss is noticed")
+        wait_for(lambda n=noticed: fake.log.read_text().count(NOTICED) == n, 30, "both workers have noticed the loss")
         wait_ready_once(fake)
         assert [fake.post(CHAT, SHORT).status_code for _ in range(20)] == [200] * 20
 
@@ -211,6 +208,32 @@ def test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engi
     assert told() == [("all", True), ("all", False)]
 
 
+def test_all_that_a_lost_process_was_to_fork_is_one_failed_start_however_slowly_it_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = None
+    now = [0.0]
+    monkeypatch.setattr("supervisor.http_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
+
+    class Unforked:
+        was_forked = False
+
+        def __init__(self) -> None:
+            self.started = now[0]
+
+        def reap(self) -> str:
+            now[0] += 10
+            return "exit code 255"
+
+    for times in (1, 2):
+        now[0] += 1
+        workers.workers = [Worker(child=Unforked()) for _ in range(2 + SPARES)]  # type: ignore[arg-type]
+        for worker in list(workers.workers):
+            workers._reap(worker)
+        assert workers.failures == times
+
+
 def test_work_waits_for_an_engine_that_is_restarted(tmp_path: Path) -> None:
     service = Service(tmp_path, "--engine-wait-s", "60", program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -227,7 +250,7 @@ def test_work_waits_for_an_engine_that_is_restarted(tmp_path: Path) -> None:
 def test_when_no_worker_can_start_the_service_ends_with_the_reason(tmp_path: Path) -> None:
     service = Service(tmp_path, program="test/supervisor/no_http_app.py", PYTHONPATH=".")
     try:
-        assert service.process.wait(60) == 1
+        assert service.process.wait(START_S) == 1
         assert "error: no HTTP worker can start: no threads are left" in service.log.read_text()
     finally:
         service.close()

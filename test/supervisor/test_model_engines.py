@@ -20,10 +20,13 @@ from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
 from state_pool.config import PoolConfig
 from supervisor.engine_configs import model_config
 from supervisor.engines import SPARE_S, Engines, ModelLimits
-from test.serving import Service, wait_for
+from test.serving import Service, children, wait_for
 
 CHAT = "/v1/chat/completions"
 ADMIN = {"Authorization": "Bearer boss"}
+WAIT_S = 80
+ALL = 16
+"""Requests of which each HTTP worker gets some: the system deals them by chance."""
 WHO: dict[str, Any] = {"contents": ["who"], "max_tokens": 1}
 
 
@@ -47,15 +50,17 @@ def fake(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         running.close()
 
 
-def load(service: Service, file: str, name: str, wait_s: float = 30) -> dict[str, Any]:
-    answer = service.post("/v1/models/load", {"file": file, "name": name, "wait_s": wait_s}, headers=ADMIN)
+def load(service: Service, file: str, name: str) -> dict[str, Any]:
+    body = {"file": file, "name": name, "wait_s": WAIT_S}
+    answer = service.post("/v1/models/load", body, headers=ADMIN, timeout=2 * WAIT_S)
     assert answer.status_code == 200, answer.text
     value: dict[str, Any] = answer.json()
     return value
 
 
 def unload(service: Service, name: str) -> dict[str, Any]:
-    answer = service.post("/v1/models/unload", {"name": name, "wait_s": 30}, headers=ADMIN)
+    body = {"name": name, "wait_s": WAIT_S}
+    answer = service.post("/v1/models/unload", body, headers=ADMIN, timeout=2 * WAIT_S)
     assert answer.status_code == 200, answer.text
     value: dict[str, Any] = answer.json()
     return value
@@ -74,7 +79,7 @@ def everywhere(service: Service, model: str, want: str | int) -> None:
     """Every HTTP worker knows by now."""
 
     def ask() -> bool:
-        found = [service.post(CHAT, {**WHO, "model": model}) for _ in range(8)]
+        found = [service.post(CHAT, {**WHO, "model": model}) for _ in range(ALL)]
         if isinstance(want, int):
             return all(answer.status_code == want for answer in found)
         return all(a.status_code == 200 and want in a.text for a in found)
@@ -138,12 +143,13 @@ def test_a_name_is_taken_once_also_by_two_at_a_time(fake: Service) -> None:
     answers: list[Any] = []
 
     def ask() -> None:
-        answers.append(fake.post("/v1/models/load", {"file": "slow.pth", "name": "two", "wait_s": 30}, headers=ADMIN))
+        body = {"file": "slow.pth", "name": "two", "wait_s": WAIT_S}
+        answers.append(fake.post("/v1/models/load", body, headers=ADMIN, timeout=2 * WAIT_S))
 
     askers = [threading.Thread(target=ask) for _ in range(2)]
     for asker in askers:
         asker.start()
-    wait_for(lambda: fake.get("/v1/models/two").status_code == 200, 20, "it is known")
+    wait_for(lambda: all(fake.get("/v1/models/two").status_code == 200 for _ in range(ALL)), 20, "it is known")
     if fake.get("/v1/models/two").json()["status"] == "loading":
         assert fake.post(CHAT, {**WHO, "model": "two"}).status_code in (200, 503)
     for asker in askers:
@@ -241,16 +247,16 @@ def test_rounds_beside_streams_harm_none_and_leave_nothing(fake: Service) -> Non
 
 
 def test_an_idle_model_leaves_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
-    arguments = ("--models-dir", str(folder), "--model-idle-s", "3", "--http-workers", "1")
+    arguments = ("--models-dir", str(folder), "--model-idle-s", "4", "--http-workers", "1")
     service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
     try:
         service.wait_ready()
         load(service, "good.pth", "idle")
         load(service, "other.pth", "busy")
-        body = {"contents": ["abc"], "model": "busy", "max_tokens": 600, "chunk_size": 1, "stream": True}
+        body = {"contents": ["abc"], "model": "busy", "max_tokens": 550, "chunk_size": 1, "stream": True}
         with service.stream(CHAT, body) as stream:
             text = "".join(stream.iter_text())
-        assert text.count("abc") == 600 and '"error"' not in text  # six seconds, twice the limit
+        assert text.count("abc") == 550 and '"error"' not in text  # for longer than the limit
         wait_for(lambda: service.post(CHAT, {**WHO, "model": "idle"}).status_code == 404, 20, "the idle one left")
         assert service.terminate() == 0
         assert "Traceback" not in service.log.read_text()
@@ -445,17 +451,9 @@ def _held(service: Service) -> tuple[int, int]:
 
 def _engines(service: Service) -> set[int]:
     """Processes of engines: the own model's is spawned by the supervisor, others are forked from one that is not."""
-    children = _children(service.process.pid)
-    forked = [
-        fork for child, command in children.items() if b"test.fake_engine" in command for fork in _children(child)
-    ]
-    return {*forked, *(child for child, command in children.items() if b"spawn_main" in command)}
-
-
-def _children(pid: int) -> dict[int, bytes]:
-    """Children of a process, with their commands."""
-    numbers = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers}
+    own = children(service.process.pid)
+    forked = [fork for child, command in own.items() if b"test.fake_engine" in command for fork in children(child)]
+    return {*forked, *(child for child, command in own.items() if b"spawn_main" in command)}
 
 
 @pytest.mark.parametrize(

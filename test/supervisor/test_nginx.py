@@ -145,6 +145,8 @@ def test_the_limit_for_a_client_counts_the_address_that_nginx_saw(proxied: Servi
     try:
         for connection in connections:
             connection.sendall(raw_request(CHAT, json.dumps(ENDLESS).encode(), extra="X-Forwarded-For: 6.6.6.6\r\n"))
+        for connection in connections:  # nobody else has a place before they have theirs
+            assert connection.recv(12) in (b"HTTP/1.1 200", b"HTTP/1.1 429")
         wait_for(lambda: _streams(proxied) == 8, 10, "4 streams of each worker")
     finally:
         for connection in connections:
@@ -258,7 +260,7 @@ def _is_refused(port: int) -> bool:
 def test_two_services_with_nginx_do_not_share_a_port(proxied: Service, tiny_model: Path) -> None:
     command = [sys.executable, "app.py", "--port", str(proxied.port), "--front", "nginx", "--state-db", ""]
     ended = subprocess.run(
-        [*command, "--model-path", str(tiny_model)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [*command, "--model-path", str(tiny_model)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 1
     assert f"port {proxied.port}" in ended.stderr

@@ -20,7 +20,7 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --js-flags=--expose-gc"
 ).split()
-WAIT_MS = 30_000
+WAIT_MS = 100_000
 PASSWORD = "芝麻开门 sesame"
 Opener = Callable[..., Page]
 
@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
             pytest.fail(f"CI needs a Chromium at {CHROMIUM}: apt-get install chromium")
         pytest.skip(f"no Chromium at {CHROMIUM}")
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=WAIT_MS)
         yield started
         started.close()
 

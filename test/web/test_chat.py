@@ -92,8 +92,8 @@ def test_a_session_is_resumed_after_the_server_was_killed(own_demo: Service, ope
     greedy(page)
     say(page, "My name is Anna.")
     answers(page, 1)
-    before = service.pids()["engine"]
-    os.kill(before, signal.SIGKILL)
+    expect(page.locator("#tiers")).to_be_visible()  # it knows which engine there is
+    os.kill(service.pids()["engine"], signal.SIGKILL)
     expect(page.locator("#notice")).to_contain_text("restarted and is back")
     page.reload()
     page.locator(".sessions .name").first.click()

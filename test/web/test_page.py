@@ -37,7 +37,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def test_files_are_small_public_and_cached(locked: Service) -> None:
     assert sum(path.stat().st_size for path in WEB.rglob("*") if path.is_file()) < MOST_BYTES
-    locked_out = httpx.Client(base_url=locked.url)
+    locked_out = httpx.Client(base_url=locked.url, timeout=60)
     index = locked_out.get("/")
     assert index.status_code == 200
     assert index.headers["content-type"].startswith("text/html")
