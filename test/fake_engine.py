@@ -116,6 +116,7 @@ class FakeEngine:
 
     def stop(self) -> None:
         self._stopping = True
+        self._thread.join(10)  # what it was about to tell is told; one that hangs is left behind
 
     def when_delivered(self, act: Callable[[], None]) -> None:
         self._delivered = act
@@ -150,6 +151,7 @@ class FakeEngine:
             reply(
                 {
                     "fingerprint": "fake",
+                    "model": self._config.model_name,
                     "jobs": dict(jobs),
                     "running_rows": sum(len(one.texts) for one in running),
                     "waiting_rows": 0,

@@ -46,8 +46,9 @@ _TURNS_TO_DROP = 50
 """WakeUps of housekeeping from one search for ended threads to the next."""
 _TURNS_TO_TELL = 5
 """The same from one word of the models in use to the next."""
-_FLUSH_S = 0.3
-"""Time for the last bytes to leave Robyn after the last handler has returned."""
+_FLUSH_S, _FLUSH_TURNS = 0.3, 30
+"""Time for the last bytes to leave Robyn after the last handler has returned, and in how many turns of waiting: where
+Robyn's threads wait for a core, so does each turn."""
 
 
 class SupervisorLink:
@@ -217,5 +218,6 @@ def _follow(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: 
                 deadline = time.monotonic() + context.config.drain_timeout_s
                 while context.gate.inside and time.monotonic() < deadline:
                     time.sleep(0.02)
-                time.sleep(_FLUSH_S)
+                for _ in range(_FLUSH_TURNS):
+                    time.sleep(_FLUSH_S / _FLUSH_TURNS)
                 os._exit(0)

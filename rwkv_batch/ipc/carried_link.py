@@ -47,6 +47,11 @@ class CarriedLink(Generic[Incoming, Outgoing]):
 
     # As its owner sees it --------------------------------------------------------------------------------------
 
+    @property
+    def is_sending(self) -> bool:
+        """See Link."""
+        return bool(self._outbox)
+
     def send(self, *messages: Outgoing) -> None:
         """See Link."""
         body = self._encoder.encode(messages)

@@ -61,6 +61,8 @@ BATCHES = "batches"
 """A client of the engine that is no HTTP worker."""
 WATCH_S = 0.05
 """How soon the process follows its engine's thread: until then /readyz still says that it takes work."""
+LAST_FRAMES_S = 2.0
+"""How long a process that ends waits for workers to take what they were told last."""
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 PeerLink = Link[ToEngine, ToWorker]
 Ask = Callable[[EngineCall[Any], Callable[[Any], None]], None]
@@ -176,6 +178,11 @@ class Peer:
             self.jobs.discard(events.job_id)
         self._events.append(events)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether all that the worker is told has left this process."""
+        return not self._link.is_sending
+
     def beat(self) -> None:
         """Tell the worker that this process is there."""
         with self._order:
@@ -247,6 +254,12 @@ class EngineServer:
             peer.serve(self._ask)
         finally:
             self._peers.discard(peer)
+
+    def finish(self, timeout_s: float) -> None:
+        """Return when all that the workers are told has left this process, at the latest after so many seconds."""
+        deadline = time.monotonic() + timeout_s
+        while not all(peer.is_told for peer in self._peers.copy()) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _beat(self) -> None:
         while True:
@@ -330,13 +343,15 @@ def run_engine(
     except StartupError as error:
         supervisor.send(("failed", str(error)))
         sys.exit(1)
-    EngineServer(engine).listen(address)
+    workers = EngineServer(engine)
+    workers.listen(address)
     try:
         supervisor.send(("ready", None))
         _follow_supervisor(engine, config, supervisor)
     except (EOFError, OSError):
         logger.error("the supervisor is gone; storing the states and ending")
         engine.stop()
+    workers.finish(LAST_FRAMES_S)  # the end of a long answer may be more than a socket holds
     if config.gives_way:
         stand_back_to_the_end(config.only_idle_cores)  # to give a model's memory back takes a while, too
 

@@ -181,6 +181,10 @@ class Link(Protocol[Received_co, Sent_contra]):
     def num_pieces(self) -> int:
         """What `receive` has read: of a long frame each piece is counted as it comes."""
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether something that was sent has not left this process yet."""
+
     def send(self, *messages: Sent_contra) -> None:
         """Send messages as one frame. A closed link drops it: the receiving side's end tells everyone.
 
@@ -215,6 +219,11 @@ class SocketLink(Generic[Incoming, Outgoing]):
         self._name = name
         self.num_pieces = 0
         """What `receive` has read: a frame's pieces of `_READ_BYTES` are counted as they come."""
+
+    @property
+    def is_sending(self) -> bool:
+        """See Link."""
+        return bool(self._waiting)
 
     def send(self, *messages: Outgoing) -> None:
         """See Link."""

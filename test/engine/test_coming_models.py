@@ -80,4 +80,5 @@ def test_its_end_gives_way_once_nothing_is_left_to_store(gives_way: bool, monkey
     config = EngineConfig(model_path="", gives_way=gives_way, only_idle_cores=True)
     ours, theirs = Pipe()
     server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)
+    assert server.EngineServer.return_value.finish.called, "what workers are told last leaves before the process ends"  # type: ignore[attr-defined]
     assert ours.recv() == ("ready", None) and told == ["drained", "stands back True"][: 1 + gives_way]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+import pytest
 
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.server import EngineServer
-from rwkv_batch.ipc.wire import Admitted, EventBatch, Heartbeat, Hello, Submit
-from rwkv_batch.request import Job, JobEvents, Load, SessionTurn
+from rwkv_batch.ipc.wire import (
+    Admitted,
+    Arrived,
+    EventBatch,
+    Heartbeat,
+    Hello,
+    SocketLink,
+    Submit,
+    to_engine_decoder,
+    to_worker_decoder,
+)
+from rwkv_batch.request import Delta, Job, JobEvents, Load, SessionTurn
 from test.harness import ask
+from test.serving import wait_for
 
 HERE = Heartbeat(Load(0, 0))
 FULL = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full")
@@ -153,3 +169,42 @@ def test_a_worker_that_is_gone_leaves_nothing_behind() -> None:
     link.check()
     assert engine.cancelled == ["running"]
     assert workers() == []
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_process_that_ends_waits_until_its_workers_have_what_they_were_told(reads: bool) -> None:
+    """The end of a long answer is more than a socket holds. A worker that reads nothing holds nobody up."""
+    engine = Engine()
+    server = EngineServer(engine)  # type: ignore[arg-type]
+    ours, theirs = socket.socketpair()
+    worker: Any = SocketLink(theirs, to_worker_decoder, "worker")
+    serving = threading.Thread(target=server.serve, args=(SocketLink(ours, to_engine_decoder, "engine"),), daemon=True)
+    serving.start()
+    worker.send(Hello("http-0", 7), Submit(job("long")))
+    wait_for(lambda: "long" in engine.sinks, 60, "the job has come")
+    text = b"x" * (8 << 20)
+    engine.sinks["long"](JobEvents(job_id="long", deltas=[Delta(0, text, 1)], done=True))
+    server._tell_all()
+    (peer,) = server._peers
+    assert not peer.is_told
+    if reads:
+        ends = threading.Thread(target=server.finish, args=(3600,))
+        ends.start()
+        told = list(_until_batch(worker))
+        assert isinstance(told[-1], EventBatch) and told[-1].events[0].deltas[0].text == text
+        ends.join(60)
+        assert not ends.is_alive() and peer.is_told
+    else:
+        server.finish(0.01)
+        assert not peer.is_told
+    worker.close()
+    serving.join(60)
+
+
+def _until_batch(link: Any) -> Iterator[Any]:
+    with contextlib.closing(link.receive()) as messages:
+        for message in messages:
+            assert isinstance(message, Heartbeat | Arrived | Admitted | EventBatch)
+            yield message
+            if isinstance(message, EventBatch):
+                return

@@ -118,8 +118,8 @@ def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
         idle = next(one for one in fake.processes()["http_workers"] if not one["jobs"])
         for lost in (*spares, idle["pid"]):
             os.kill(lost, signal.SIGKILL)
-        wait_for(lambda: idle["pid"] not in workers(fake).values() and len(workers(fake)) == 2, 60, "one takes over")
-        assert set(workers(fake).values()) & set(serving.values())
+        now = wait_for(lambda: _others(fake, idle["pid"]), 60, "one takes over")
+        assert set(now.values()) & set(serving.values())
         for _ in range(100):
             assert stream.recv(65536)
     fake.wait_idle()
@@ -149,6 +149,11 @@ def _imports(supervisor: int) -> int | None:
 def _all_spares(origin: int, serving: dict[str, int]) -> set[int] | None:
     spares = set(children(origin)) - set(serving.values())
     return spares if len(spares) == SPARES else None
+
+
+def _others(service: Service, lost: int) -> dict[str, int] | None:
+    now = workers(service)
+    return now if len(now) == 2 and lost not in now.values() else None
 
 
 def _changed(service: Service, before: dict[str, int]) -> bool:
