@@ -29,7 +29,8 @@ from bench.mutants.warm import Wanted
 ROOT = Path(__file__).resolve().parent.parent.parent
 MUTANTS: tuple[Mutant, ...] = (*engine.MUTANTS, *pool.MUTANTS, *edges.MUTANTS)
 LINKED = (".venv", ".build")
-LEFT_OUT = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", "results", "*.db", *LINKED)
+LEFT_OUT = (".*", "__pycache__", "results", "*.db*")
+"""What no test needs, or what tests that run meanwhile write: it may be gone when it is to be copied."""
 WIDE = ("test/engine", "test/state_pool", "test/sampling", "test/simulation")
 TOO_LATE = "none within"
 """How `Outcome.seen_by` begins when the tests did not end in time."""
@@ -72,8 +73,9 @@ class WarmPython:
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("warm.py")
+        # Unbuffered: a line that was read ahead of is one for which `select` waits in vain.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", str(script)], bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def close(self) -> None:
@@ -89,7 +91,6 @@ class WarmPython:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
-        self._process.stdin.flush()
         pid = int(self._process.stdout.readline())
         ended, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         with contextlib.suppress(ProcessLookupError):  # also services that a test did not end

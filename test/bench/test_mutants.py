@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,9 +26,11 @@ from bench.mutants.runner import (
     first_failure,
     try_mutant,
 )
+from test.serving import wait_for
 
+pytestmark = pytest.mark.timeout(600)
 CI = [mutant for mutant in MUTANTS if mutant.in_ci]
-LIMITS = Limits(run_s=170.0)
+LIMITS = Limits(run_s=500.0)
 
 
 def test_every_mutant_applies() -> None:
@@ -128,6 +132,28 @@ def test_a_test_that_hangs_counts_at_once(tree: Tree, tmp_path: Path) -> None:
     hanging += "def test_it(it_ends):\n    it.works or threading.Event().wait()\n"
     change = changed(tree, tmp_path, "works = True\n", hanging)
     assert change.first_failure(["test/test_it.py"], Limits(100.0, 0.5)) == "test/test_it.py::test_it"
+
+
+def test_a_run_that_ends_before_anybody_looks_is_not_late(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine: its number and its exit status stand in the pipe together."""
+    process = tree.python._process
+    look = process.stdout.readline
+
+    def look_late() -> bytes:
+        wait_for(lambda: _stands_by(process.pid) and select.select([process.stdout], [], [], 0)[0], 60, "it has ended")
+        monkeypatch.setattr(process, "stdout", process.stdout.real)
+        return look()
+
+    monkeypatch.setattr(
+        process, "stdout", SimpleNamespace(readline=look_late, real=process.stdout, fileno=process.stdout.fileno)
+    )
+    assert first_failure(tree, ["test/test_documents.py::test_the_architecture_names_every_folder"], Limits(10.0)) == ""
+
+
+def _stands_by(pid: int) -> bool:
+    """Whether that process waits and has no child."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return not children and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def test_results_of_earlier_runs_are_merged(tmp_path: Path) -> None:

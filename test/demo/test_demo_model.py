@@ -85,7 +85,7 @@ def test_a_state_and_an_adapter_learn_and_leave_the_model_alone(tmp_path: Path) 
         torch.manual_seed(0)
         model = _disturbed(Shape(compact.rows, 2, 64, (8, 8, 8, 8)))
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        args = Namespace(seed=1, rows=2, time=128, workers=0, steps=3, minutes=1.0)
+        args = Namespace(seed=1, rows=2, time=128, workers=0, steps=3, minutes=60.0)
         path = save(name, tune(name, model, compact, args), tmp_path)
         after = {
             key.replace("parametrizations.weight.original", "weight"): value
