@@ -235,6 +235,7 @@ class Supervisor:
             self._front.tell("quit")  # it listens no more, and ends when the workers' last answers are out
         self._workers.finish()
         self._await(lambda: not self._workers.are_alive, deadline)
+        self._listeners.close()  # what nginx still reads is told that nobody answers, and does not wait for it
         self._await(lambda: self._front is None or not self._front.is_alive, deadline)
         if self._signals > 1:
             self._cut_off()

@@ -21,7 +21,7 @@ import pytest
 from settings import parse_settings
 from supervisor import nginx_config
 from supervisor.nginx_config import chosen_front
-from test.serving import ROOT, Service, free_port, raw_request, read_all, wait_for
+from test.serving import ROOT, Service, free_port, process_runs, raw_request, read_all, wait_for
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 CHAT = "/v1/chat/completions"
@@ -236,6 +236,25 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
         assert b"[DONE]" in received[0]
         assert service.process.wait(60) == 0
         assert not Path(f"/proc/{master}").exists()
+    finally:
+        service.close()
+
+
+def test_a_request_that_is_whole_when_the_workers_have_ended_is_told_at_once(tmp_path: Path) -> None:
+    """It would else wait where nobody listens any more, and the service with it, as long as requests may take."""
+    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
+    try:
+        workers = [pid for name, pid in service.wait_ready().pids().items() if name.startswith("http-")]
+        request = raw_request(CHAT, json.dumps(SHORT).encode(), extra="Expect: 100-continue\r\n")
+        with service.connect() as connection:
+            connection.sendall(request[:-1])
+            assert b"100 Continue" in connection.recv(100), "nginx has it"
+            service.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: not any(process_runs(pid) for pid in workers), 30, "the workers have ended")
+            connection.sendall(request[-1:])
+            answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 502") and b"send the request again" in answer
+        assert service.process.wait(60) == 0
     finally:
         service.close()
 
