@@ -17,6 +17,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # else each process that a te
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +27,10 @@ from test.serving import Service
 ROOM_MB = 500
 """By which memory may grow until what has ended is looked for."""
 _memory = {"most": ROOM_MB}
+ANSWER_S = 60.0
+"""How long a request waits that says nothing of it: httpx's five seconds are soon over on a busy machine."""
+for _part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
 M_MMAP_THRESHOLD = -3
 LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
