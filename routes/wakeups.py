@@ -38,6 +38,11 @@ class Box(Generic[Item]):
         self.bell = threading.Lock()
         self.bell.acquire()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its reader waits for items or for its turn to take them. Any thread."""
+        return self.reader is not _Reader.ELSEWHERE
+
 
 class WakeUps:
     """Puts items into boxes and calls their readers by turns. Any thread."""

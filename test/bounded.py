@@ -17,7 +17,7 @@ from typing import Any
 _PRELOADED = ("routes.translate", "routes.openai.chat", "routes.openai.completions", "routes.table")
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(list(_PRELOADED))
-_AT_MOST_S = 100.0
+_AT_MOST_S = 170.0
 MIB = 1 << 20
 
 

@@ -2,8 +2,8 @@
 
 A row's text is its prompt's bytes over and over; of a chat's prompt, what the user said last. Prompts that begin with
 a command word do more: "flood" sends 64 kB per step, "break" fails the job in its second step, "fail@n" in its nth
-without a word before, "who" says the model's name, "die" kills the engine's thread, "hang" stops it for ever, "say"
-gives what follows once, in pieces that cut it anywhere, and stops.
+without a word before, "held" when a job "release" comes, "who" says the model's name, "die" kills the engine's thread,
+"hang" stops it for ever, "say" gives what follows once, in pieces that cut it anywhere, and stops.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class _Running:
         self.texts = [b"%s " % model.encode() if text == b"who" else text for text in texts]
         self.steps = 0
         self.cancelled = False
+        self.released = False
 
 
 class FakeEngine:
@@ -177,8 +178,12 @@ class FakeEngine:
         if command == b"break" and running.steps == 2:
             self._send(running, [], error=BROKEN)
             return
-        if command.startswith(b"fail@"):
-            if running.cancelled or running.steps == int(command[5:]):
+        if command == b"release":
+            for one in list(self._jobs.values()):
+                one.released = True
+        if command == b"held" or command.startswith(b"fail@"):
+            fails = running.released if command == b"held" else running.steps == int(command[5:])
+            if running.cancelled or fails:
                 self._send(running, [], error=BROKEN)
             return
         deltas = [self._delta(running, row, request) for row, request in enumerate(running.job.rows)]

@@ -21,6 +21,8 @@ from native import cache_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0
+PATIENCE_S = 120.0
+"""For one answer, and for an end."""
 NO_TLS = False
 """Reading the certificates takes httpx 60 ms a request."""
 BUSY = 4.0
@@ -120,20 +122,24 @@ class Service:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET with a generous timeout."""
-        return httpx.get(self.url + path, timeout=30, headers=self.headers, verify=NO_TLS, **options)
+        return httpx.get(self.url + path, timeout=PATIENCE_S, headers=self.headers, verify=NO_TLS, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST a JSON body."""
-        options.setdefault("timeout", 60)
+        options.setdefault("timeout", PATIENCE_S)
         headers = {**self.headers, **options.pop("headers", {})}
         if body is not None:
             options["content"] = json.dumps(body)
         return httpx.post(self.url + path, headers=headers, verify=NO_TLS, **options)
 
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Any method, with the headers that are given alone."""
+        return httpx.request(method, self.url + path, timeout=PATIENCE_S, verify=NO_TLS, **options)
+
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
         """An open stream."""
-        with httpx.stream("POST", self.url + path, json=body, timeout=60, headers=self.headers) as response:
+        with httpx.stream("POST", self.url + path, json=body, timeout=PATIENCE_S, headers=self.headers) as response:
             yield response
 
     def status(self) -> dict[str, Any]:
@@ -171,9 +177,9 @@ class Service:
 
     def connect(self) -> socket.socket:
         """A bare TCP connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
-    def terminate(self, timeout_s: float = 60.0) -> int:
+    def terminate(self, timeout_s: float = PATIENCE_S) -> int:
         """SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)

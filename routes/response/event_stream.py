@@ -101,7 +101,9 @@ class EventStream:
             self._finished.set_result(None)
 
     def _is_stalled(self) -> bool:
-        idle = 0.0 if self._last_pull is None else time.monotonic() - self._last_pull
+        """A writer that waits for its turn is not held up by its client, however long this process stood still."""
+        last = None if self._box.is_awaited else self._last_pull
+        idle = 0.0 if last is None else time.monotonic() - last
         return idle > self._stall_timeout_s or len(self._box.items) > MAX_WAITING_EVENTS
 
 

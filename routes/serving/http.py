@@ -52,9 +52,12 @@ class Visit:
         self._client = client
         context.gate.enter(is_work, client)
 
-    def end(self, status: int, outcome: str) -> None:
-        """Leave; called once."""
+    def leave(self) -> None:
+        """Give the place back; called once."""
         self._context.gate.leave(self._client)
+
+    def report(self, status: int, outcome: str) -> None:
+        """Count and log how it ended."""
         report(self._context, self.exchange, status, outcome)
 
 
@@ -86,8 +89,9 @@ class OutgoingChunks:
         return chunk
 
     def __del__(self) -> None:
+        self._visit.leave()  # first: whoever sees that its rows are gone finds its place free
         self._chunks.close()
-        self._visit.end(200, (self._visit.exchange.failure or DONE) if self._chunks.ended else CLIENT_LEFT)
+        self._visit.report(200, (self._visit.exchange.failure or DONE) if self._chunks.ended else CLIENT_LEFT)
 
 
 def _headers(context: Context, exchange: Exchange) -> dict[str, str]:
@@ -244,7 +248,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
             return _streamed(context, reply, visit)
         reply = _unless_known(request, reply)
         exchange.wrote()
-        visit.end(reply.status, exchange.failure or DONE)
+        visit.leave()
+        visit.report(reply.status, exchange.failure or DONE)
         return _whole(context, exchange, reply)
 
     return handler

@@ -10,12 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from routes.api_keys import KeyRing, KeysError, KeysFile, load_keys
@@ -27,7 +27,7 @@ from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents
 from settings import SettingsError, parse_settings
 from test.harness import ask
-from test.serving import NO_TLS, ROOT, Service, raw_request, wait_for
+from test.serving import ROOT, Service, raw_request, wait_for
 
 CHAT = "/v1/chat/completions"
 PLAIN, FREE, HASHED, NARROW = "plain-key-1", "plain-key-2", "plain-key-3", "plain-key-4"
@@ -223,7 +223,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def log_lines(service: Service) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{"))
+    whole, _, _ = service.log.read_text().rpartition("\n")  # behind it one may be under way
+    lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line for line in lines if line["logger"] == "access"]
 
 
@@ -252,17 +253,20 @@ def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> No
     def status(number: int) -> Any:
         return keyed.post(CHAT, {"contents": ["a"], "max_tokens": 1}, headers=bearer(PLAIN))
 
+    begun = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(status, range(12)))
-    assert sorted(answer.status_code for answer in answers).count(429) >= 5
-    assert sum(answer.status_code == 200 for answer in answers) in (6, 7)  # a tenth of a minute refills one
+    refilled = int((time.monotonic() - begun) / 10) + 1  # each tenth of a minute one
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert 6 <= sum(answer.status_code == 200 for answer in answers) <= 6 + refilled
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert "the key few may send 6 requests a minute" in refused.json()["error"]
     assert 1 <= int(refused.headers["retry-after"]) <= 10
     assert keyed.post(CHAT, {"contents": ["a"], "max_tokens": 1}).status_code == 200, "another key is not concerned"
     figures = keyed.get("/metrics").text
     assert re.search(r'rwkv_client_requests_total\{client="few",outcome="refused"\} \d', figures)
-    assert re.search(r'rwkv_client_tokens_total\{client="few",kind="completion"\} [6-9]', figures)
+    taken = sum(answer.status_code == 200 for answer in answers)
+    assert re.search(rf'rwkv_client_tokens_total\{{client="few",kind="completion"\}} {taken}\b', figures)
 
 
 def test_rows_at_once_are_given_back_when_the_client_leaves(keyed: Service) -> None:
@@ -311,10 +315,11 @@ def test_keys_are_read_again_at_sighup(keyed: Service) -> None:
     new = FILE.replace(PLAIN, "another-key") + '\n[[key]]\nname = "new"\nkey = "brand-new-key"\n'
 
     def get(key: str) -> int:
-        return httpx.get(keyed.url + "/status", headers=bearer(key), timeout=30, verify=NO_TLS).status_code
+        return keyed.request("GET", "/status", headers=bearer(key)).status_code
 
     def all_answer(key: str, status: int) -> bool:
-        return all(get(key) == status for _ in range(8))
+        """Of each worker: which one is met is chance, and all of these would be the same one once in 10**9 times."""
+        return all(get(key) == status for _ in range(30))
 
     assert all_answer("brand-new-key", 401)
     file.write_text(new)

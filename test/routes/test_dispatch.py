@@ -38,12 +38,14 @@ class Engine:
 
     def __init__(self, refusal: ServiceError | None = None, silent: bool = False) -> None:
         self.jobs: list[Job] = []
+        self.sinks: list[Any] = []
         self.cancelled: list[str] = []
         self.asked = asyncio.Event()
         self.refusal, self.silent = refusal, silent
 
     def submit(self, job: Job, sink: Any, admitted: Any) -> None:
         self.jobs.append(job)
+        self.sinks.append(sink)
         self.asked.set()
         admitted(self.refusal)
         if self.refusal is None and not self.silent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from routes.context import Context, Gate
 from routes.dispatch import settled, whole_answer
 from routes.exchange import Exchange, work_on
 from routes.readiness import Readiness
+from routes.request.bodies import validate
+from routes.response.event_stream import EventStream
 from routes.response.generate import BLANK, HEARTBEAT, JsonChunks, PlainDialect, SseChunks
 from routes.response.reply import DONE, Answer, Reply
 from routes.response.transcript import RowUpdate, Transcript
@@ -23,8 +26,9 @@ from routes.session_files import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
 from test.routes.test_dispatch import BY_PATH, Engine, ask
+from test.serving import wait_for
 
-CHAT = "/v1/chat/completions"
+CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
 BUSY = ErrorInfo(kind=ErrorKind.SESSION_BUSY, message="session 's' is busy")
 FAILED = Finish(reason=FinishReason.ERROR, prompt_tokens=1, completion_tokens=0, error=BUSY)
 ENDED = Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)
@@ -94,6 +98,40 @@ def test_a_client_that_has_left_ends_the_work_behind_its_answer(visit: http.Visi
     assert visit._context.gate.inside == 0
 
 
+def test_whoever_sees_that_an_answers_rows_are_gone_finds_its_place_free(visit: http.Visit) -> None:
+    inside: list[int] = []
+
+    class Looks(Chunks):
+        def close(self) -> None:
+            inside.append(visit._context.gate.inside)
+
+    outgoing = http.OutgoingChunks(Looks(b"data"), visit)
+    next(outgoing)
+    del outgoing
+    assert inside == [0]
+
+
+def test_a_writer_that_waits_for_its_turn_is_not_taken_for_a_client_that_stalls() -> None:
+    """As after the whole process has stood still: items come before the writer has had a moment to ask for them."""
+    engine, job = Engine(), Job(job_id="j", rows=[])
+    piece = JobEvents(job_id="j", deltas=[])
+
+    async def made() -> EventStream:
+        return EventStream(context_of(engine, HttpConfig(stall_timeout_s=1)), job)
+
+    stream = asyncio.run(made())
+    reading = threading.Thread(target=lambda: stream.pull(600), daemon=True)
+    reading.start()
+    wait_for(lambda: stream._box.is_awaited, 30, "it waits")
+    assert stream._last_pull is not None
+    stream._last_pull -= 100
+    stream.sink(piece)
+    assert engine.cancelled == []
+    reading.join()
+    stream.sink(piece)  # it has gone to write, and has not come back
+    assert engine.cancelled == ["j"]
+
+
 class Request:
     """What Robyn tells of a request."""
 
@@ -137,6 +175,31 @@ class Failing(Engine):
 @pytest.mark.parametrize(("count", "status"), [(2, 409), (1, 200)])
 def test_an_answer_of_which_every_row_failed_is_a_failure(count: int, status: int) -> None:
     assert ask(Failing(count), CHAT, {"contents": ["a", "b"]}).status == status
+
+
+LOST = ErrorInfo(kind=ErrorKind.ENGINE_LOST, message="the engine process was lost", retry_after_s=2.0)
+TURN = {"contents": ["a"], "session_id": "s"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"contents": ["a"]}), (STATE, TURN), (STATE, {**TURN, "stream": True})]
+)
+def test_what_is_lost_before_the_first_token_has_a_true_status(path: str, body: dict[str, Any]) -> None:
+    """Within `whole_within_s`, which begins with the admission."""
+    engine, route = Engine(silent=True), BY_PATH[path]
+
+    async def lost() -> Reply:
+        context = context_of(engine)
+        context.whole_within_s = 600
+        work_on(Exchange())
+        asking = asyncio.ensure_future(settled(route, route.handle(context, validate(route.body, body))))
+        await engine.asked.wait()
+        engine.sinks[0](JobEvents(job_id=engine.jobs[0].job_id, deltas=[], done=True, error=LOST))
+        return await asking
+
+    answer = asyncio.run(lost())
+    assert isinstance(answer, Answer) and answer.status == 503
+    assert LOST.message.encode() in answer.body and engine.cancelled == []
 
 
 class News:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -160,7 +159,7 @@ def test_one_that_is_removed_is_gone(served: Service) -> None:
     body["name"] = "while"
     assert served.post("/v1/adapters", body, headers=ADMIN).status_code == 200
     assert texts(served, contents=[TO_SPANISH], adapter="while") == ["Muchas gracias."]
-    assert httpx.delete(f"{served.url}/v1/adapters/while").status_code == 401
-    assert httpx.delete(f"{served.url}/v1/adapters/while", headers=ADMIN).json()["name"] == "while"
-    assert httpx.delete(f"{served.url}/v1/adapters/while", headers=ADMIN).status_code == 404
+    assert served.request("DELETE", "/v1/adapters/while").status_code == 401
+    assert served.request("DELETE", "/v1/adapters/while", headers=ADMIN).json()["name"] == "while"
+    assert served.request("DELETE", "/v1/adapters/while", headers=ADMIN).status_code == 404
     assert served.post("/v1/chat/completions", {**GREEDY, "contents": ["a"], "adapter": "while"}).status_code == 404

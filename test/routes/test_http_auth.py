@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from test.serving import Service
@@ -39,7 +38,7 @@ def test_password_in_the_body(locked: Service) -> None:
 def test_a_password_beyond_ascii_is_a_bearer_when_percent_encoded(locked: Service) -> None:
     for token, status in ((SECRET, 200), (SECRET[:-1], 401)):
         headers = {"Authorization": f"Bearer {quote(token)}"}
-        assert httpx.get(locked.url + "/status", headers=headers).status_code == status
+        assert locked.request("GET", "/status", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("wrong", ["", "pass", SECRET + " ", 7, None, [SECRET]])
@@ -66,7 +65,7 @@ def test_public_and_protected_paths(locked: Service) -> None:
     assert locked.get("/readyz").status_code == 200  # a load balancer has no password
     for path in ("/status", "/metrics", "/v1/models", "/openapi.json"):
         assert locked.get(path).status_code == 401
-    assert httpx.options(locked.url + CHAT).status_code == 204
+    assert locked.request("OPTIONS", CHAT).status_code == 204
 
 
 def test_the_log_does_not_show_the_password(locked: Service) -> None:
@@ -94,5 +93,5 @@ def test_what_changes_the_service_wants_the_administrators_password(locked: Serv
         assert locked.post("/v1/states", {**STATE, "password": secret}).status_code == status
     headers = {"Authorization": f"Bearer {BOSS}"}
     assert locked.post("/v1/states", STATE, headers=headers).status_code == 422
-    assert httpx.get(locked.url + "/status", headers=headers).status_code == 200
+    assert locked.request("GET", "/status", headers=headers).status_code == 200
     assert locked.post(CHAT, {**BODY, "password": BOSS}).status_code == 200

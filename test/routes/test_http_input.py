@@ -118,7 +118,7 @@ def test_half_a_body_is_400(service: Service) -> None:
 
 def test_a_form_is_told_that_json_is_wanted(service: Service) -> None:
     """Robyn takes it apart before we see it, so its length is not the body's."""
-    answer = httpx.post(service.url + CHAT, files={"file": ("name", b"content")}, data=OK, timeout=30)
+    answer = service.request("POST", CHAT, files={"file": ("name", b"content")}, data=OK)
     assert answer.status_code == 400
     assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]
 
@@ -128,13 +128,13 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
     assert service.get("/").status_code in (200, 404)
     assert "/nowhere" in service.post("/nowhere/deep", {}).json()["error"]
     for method in ("GET", "PUT", "DELETE", "PATCH"):
-        answer = httpx.request(method, service.url + CHAT)
+        answer = service.request(method, CHAT)
         assert answer.status_code == 405
         assert answer.headers["allow"] == "OPTIONS, POST"
         assert "error" in answer.json()
     assert service.post("/v1/models", {}).status_code == 405
     assert service.post("/v1/models/rwkv7", {}).status_code == 405
-    assert httpx.head(service.url + "/healthz").status_code == 200
+    assert service.request("HEAD", "/healthz").status_code == 200
 
 
 def test_a_path_spelt_in_another_way_is_not_there(service: Service) -> None:

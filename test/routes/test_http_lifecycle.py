@@ -9,16 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from test.serving import ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
+from test.serving import PATIENCE_S, ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
 
-CHAT = "/v1/chat/completions"
+CHAT, BIG = "/v1/chat/completions", "/big_batch/completions"
 ENDLESS: dict[str, Any] = {
     "contents": ["a"],
     "max_tokens": 1_000_000,
@@ -44,7 +43,7 @@ def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         [sys.executable, str(ROOT / "app.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_S,
         env={**clean, **environment},
         check=False,
     )
@@ -146,7 +145,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_comes_back(mortal: Servi
     wait_for(lambda: mortal.status()["running_rows"] == 8, 30, "8 streams run")
     os.kill(mortal.pids()["engine"], signal.SIGKILL)
     for reader in readers:
-        reader.join(60)
+        reader.join(PATIENCE_S)
         assert not reader.is_alive(), "a stream waits for ever"
         text = reader.received.decode(errors="replace")
         assert '"error":"the engine process was lost' in text
@@ -195,20 +194,15 @@ def test_malformed_chunked_framing_costs_one_worker_at_most(mortal: Service) -> 
 
 
 def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path, tmp_path: Path) -> None:
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", "30")
+    service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", "150")
     try:
         service.wait_ready()
-        received: list[str] = []
+        received: dict[bool, str] = {}
 
-        def long_request() -> None:
-            received.append(service.post(CHAT, {**ENDLESS, "timeout_s": 6.0}).text)
+        def ask(stream: bool) -> None:
+            received[stream] = service.post(BIG, {**ENDLESS, "stream": stream}).text
 
-        whole: list[Any] = []
-
-        def whole_request() -> None:
-            whole.append(service.post(CHAT, {**ENDLESS, "stream": False, "timeout_s": 6.0}).json())
-
-        threads = [threading.Thread(target=long_request), threading.Thread(target=whole_request)]
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
         for thread in threads:
             thread.start()
         wait_for(lambda: service.status()["running_rows"] == 2, 30, "2 rows run")
@@ -224,12 +218,13 @@ def test_sigterm_refuses_new_work_finishes_old_and_ends_with_0(tiny_model: Path,
         assert refused.status_code == 503
         assert "shutting down" in refused.json()["error"]
         assert service.get("/healthz").status_code == 200
+        assert not received and service.status()["running_rows"] == 2, "they are not cut"
+        assert service.post("/big_batch/clean").json()["cancelled"] == 2
         for thread in threads:
-            thread.join(60)
-        events = sse_data(received[0])
-        assert events[-1]["choices"][-1]["finish_reason"] == "timeout"
-        assert whole[0]["choices"][0]["finish_reason"] == "timeout"
-        assert service.process.wait(60) == 0
+            thread.join()
+        assert sse_data(received[True])[-1]["choices"][-1]["finish_reason"] == "cancelled"
+        assert json.loads(received[False])["choices"][0]["finish_reason"] == "cancelled"
+        assert service.process.wait(PATIENCE_S) == 0
     finally:
         service.close()
 
@@ -244,13 +239,13 @@ def test_a_stream_that_is_cut_at_the_end_is_told_so(
         for _ in range(signals):
             service.process.send_signal(signal.SIGTERM)
             wait_for(lambda: "shutting down" in service.log.read_text(), 10, "it drains")
-        reader.join(60)
+        reader.join()
         text = reader.received.decode(errors="replace")
         assert "the service was shut down before this answer was complete" in text
         assert "[DONE]" in text
         assert "takes no new" not in text
         assert "restarted" not in text
-        assert service.process.wait(60) == 0
+        assert service.process.wait(PATIENCE_S) == 0
     finally:
         service.close()
 
@@ -277,10 +272,7 @@ def test_children_do_not_outlive_a_killed_supervisor(tiny_model: Path, tmp_path:
         pids = list(service.wait_ready().pids().values())
         service.process.kill()
         service.process.wait(60)
-        deadline = time.monotonic() + 20
-        while not all(map(_has_ended, pids)):
-            assert time.monotonic() < deadline, "a child lives on"
-            time.sleep(0.05)
+        wait_for(lambda: all(map(_has_ended, pids)), 30, "no child lives on")
     finally:
         service.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from test.serving import Service, row_texts, sse_data
+from test.serving import Service, row_texts, sse_data, wait_for
 
 CHAT = "/v1/chat/completions"
 TRANSLATE = "/translate/v1/batch-translate"
@@ -115,11 +115,13 @@ def test_timeout_ends_rows_with_what_they_have(service: Service) -> None:
 
 
 def test_a_slow_answer_is_json_after_white_space(service: Service) -> None:
-    body = {**GREEDY, "contents": ["Hello"] * 8, "max_tokens": 1_000_000, "timeout_s": 3.5}
-    answer = service.post(CHAT, body)
+    body = {**GREEDY, "contents": ["Hello"] * 8, "max_tokens": 1_000_000, "stream": False}
+    with service.stream("/big_batch/completions", body) as answer:
+        pieces = answer.iter_text()
+        assert next(pieces).strip() == ""
+        assert service.post("/big_batch/clean").json()["cancelled"] == 1
+        assert len(json.loads("".join(pieces))["choices"]) == 8
     assert answer.headers["content-type"] == "application/json"
-    assert answer.text.startswith(" ")
-    assert len(json.loads(answer.text)["choices"]) == 8
 
 
 @pytest.mark.parametrize(
@@ -179,8 +181,8 @@ def test_translate_prompt_names_the_languages(
 
 def test_a_repeated_translation_costs_no_tokens(service: Service) -> None:
     body = {"source_lang": "en", "target_lang": "de", "text_list": ["a text that was not seen before"]}
-    # Each HTTP worker remembers for itself: after a few requests all have computed it.
-    for _ in range(12):
+    # Each HTTP worker remembers for itself, and which one is met is chance: after so many all have computed it.
+    for _ in range(40):
         service.post(TRANSLATE, body)
     before = service.wait_idle()["generated_tokens"]
     for _ in range(4):
@@ -211,13 +213,13 @@ def test_models_status_ready_and_openapi(service: Service) -> None:
 def test_metrics_are_the_same_from_every_worker(service: Service) -> None:
     service.post(CHAT, {**GREEDY, "contents": ["a", "b"]})
     service.wait_idle()
+    asked = 'rwkv_http_requests_total{route="/v1/chat/completions",status="200"}'
+    wait_for(lambda: asked in service.get("/metrics").text, 20, "the one that answered has told of it")
     figures = set()
     for _ in range(8):
         lines = service.get("/metrics").text.splitlines()
         figures.add(next(line for line in lines if line.startswith("rwkv_completion_tokens_total")))
-        assert any(
-            line.startswith('rwkv_http_requests_total{route="/v1/chat/completions",status="200"}') for line in lines
-        )
+        assert any(line.startswith(asked) for line in lines)
         assert {'rwkv_running_rows{engine="engine-0"} 0.0', "rwkv_big_batch_jobs 0"} <= set(lines)
         assert any(line.startswith("rwkv_pool_prefix_cache_hits{") for line in lines)
     assert len(figures) == 1
@@ -245,6 +247,4 @@ def test_cors_and_preflight_on_every_route(service: Service) -> None:
 
 
 def service_options(service: Service, path: str) -> Any:
-    import httpx
-
-    return httpx.options(service.url + path, headers={"Origin": "http://a", "Access-Control-Request-Method": "POST"})
+    return service.request("OPTIONS", path, headers={"Origin": "http://a", "Access-Control-Request-Method": "POST"})

@@ -136,10 +136,10 @@ def test_loaded_by_path_and_removed(tuned: Service) -> None:
     assert said(tuned, state="clerk") not in (said(tuned), said(tuned, state="poet"))
     again = tuned.post("/v1/states", {**body, "password": "the boss"})
     assert again.status_code == 409 and "already" in again.json()["error"]
-    url = f"{tuned.url}/v1/states/clerk"
-    assert httpx.delete(url).status_code == 401
-    assert httpx.delete(url, headers=ADMIN).json()["name"] == "clerk"
-    assert httpx.delete(url, headers=ADMIN).status_code == 404
+    path = "/v1/states/clerk"
+    assert tuned.request("DELETE", path).status_code == 401
+    assert tuned.request("DELETE", path, headers=ADMIN).json()["name"] == "clerk"
+    assert tuned.request("DELETE", path, headers=ADMIN).status_code == 404
     assert "clerk" not in names(tuned)
 
 
@@ -147,26 +147,26 @@ def test_sent_as_a_form(tuned: Service, tmp_path: Path) -> None:
     file = write_state(tmp_path / "mine.safetensors", state_of(3).half())
     content, before = file.read_bytes(), said(tuned)
     for orientation in ("auto", "value_key"):
-        sent = httpx.post(
-            f"{tuned.url}/v1/states",
+        sent = tuned.request(
+            "POST",
+            "/v1/states",
             data={"name": f"mine-{orientation}", "orientation": orientation},
             files={"upload": ("mine.safetensors", content)},
             headers=ADMIN,
-            timeout=60,
         )
         assert sent.status_code == 200, sent.text
         assert sent.json()["orientation"] == {"auto": "key_value"}.get(orientation, orientation)
     texts = {said(tuned, state=f"mine-{orientation}") for orientation in ("auto", "value_key")}
     assert len(texts | {before}) == 3
     for orientation in ("auto", "value_key"):
-        httpx.delete(f"{tuned.url}/v1/states/mine-{orientation}", headers=ADMIN).raise_for_status()
+        tuned.request("DELETE", f"/v1/states/mine-{orientation}", headers=ADMIN).raise_for_status()
 
 
 @pytest.mark.parametrize("files", [{}, {"a": ("a", b"1"), "b": ("b", b"2")}, {"a": ("a.pth", b"nonsense")}])
 def test_a_form_without_one_good_file(tuned: Service, files: dict[str, Any]) -> None:
-    options = {"data": {"name": "bad"}, "headers": ADMIN, "timeout": 30}
+    options = {"data": {"name": "bad"}, "headers": ADMIN}
     options |= {"files": files} if files else {"files": {"name": (None, "bad")}, "data": {}}
-    answer = httpx.post(f"{tuned.url}/v1/states", **options)
+    answer = tuned.request("POST", "/v1/states", **options)
     assert answer.status_code == 422, answer.text
     assert answer.json()["field"] in ("content", "file")
     assert "bad" not in names(tuned)
@@ -189,7 +189,7 @@ def test_mixtures(tuned: Service) -> None:
     named = tuned.post("/v1/states", {"name": "duo", "states": duo}, headers=ADMIN)
     assert named.status_code == 200 and named.json()["mixture"] == [duo[0], {"name": "", "weight": 1}]
     assert said(tuned, state="duo") == said(tuned, model="rwkv7:duo") == expected
-    httpx.delete(f"{tuned.url}/v1/states/duo", headers=ADMIN).raise_for_status()
+    tuned.request("DELETE", "/v1/states/duo", headers=ADMIN).raise_for_status()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_decode_parameters_that_come_with_a_state(tuned: Service) -> None:
             assert text_of(tuned.post(path, {**body, "model": "rwkv7:mild"})) == expected
         shorter = text_of(tuned.post("/v1/chat/completions", {**body, "state": "mild", "max_tokens": 3}))
         assert len(shorter) < len(text_of(tuned.post("/v1/chat/completions", {**body, "state": "mild"})))
-        httpx.delete(f"{tuned.url}/v1/states/mild", headers=ADMIN).raise_for_status()
+        tuned.request("DELETE", "/v1/states/mild", headers=ADMIN).raise_for_status()
 
 
 @pytest.mark.parametrize(

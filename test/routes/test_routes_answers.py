@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 
 from routes.table import ROUTES
-from test.serving import Service, sse_data
+from test.serving import PATIENCE_S, Service, sse_data
 from test.state_files import random_state, write_state
 
 V1, STATE, BRANCH = "/v1/chat/completions", "/state/chat/completions", "/multi_state/chat/completions"
@@ -176,14 +176,14 @@ def test_a_tuned_state_that_comes_and_goes(service: Service, published: Publishe
     content = write_state(tmp_path / "s.pth", random_state(1, layers=2, width=64)).read_bytes()
     for status in (200, 409):
         form = {"data": {"name": "answers"}, "files": {"file": ("s.pth", content)}}
-        added = httpx.post(f"{service.url}/v1/states", **form, timeout=30)
+        added = service.request("POST", "/v1/states", **form)
         assert added.status_code == status
         published.check("POST", "/v1/states", added)
     published.check("POST", "/v1/states", service.post("/v1/states", {"name": "x", "file": "no.pth"}))
     for path in ("/v1/states", "/v1/models"):
         published.check("GET", path, service.get(path))
     for status in (200, 404):
-        removed = httpx.delete(f"{service.url}/v1/states/answers")
+        removed = service.request("DELETE", "/v1/states/answers")
         assert removed.status_code == status
         published.check("DELETE", "/v1/states/{name}", removed)
 
@@ -206,14 +206,14 @@ def test_a_failure_after_the_answer_has_begun(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert has_begun.wait(60)
+    assert has_begun.wait(PATIENCE_S)
     service.post("/state/delete", {"session_id": session})
-    asking.join(60)
+    asking.join()
     assert answers[0].status_code == 200
     assert "was deleted while its turn ran" in answers[0].text
     published.check("POST", path, answers[0])
 
 
 def test_an_adapter_that_is_not_there(service: Service, published: Published) -> None:
-    published.check("DELETE", "/v1/adapters/{name}", httpx.delete(f"{service.url}/v1/adapters/none", timeout=30))
+    published.check("DELETE", "/v1/adapters/{name}", service.request("DELETE", "/v1/adapters/none"))
     published.check("POST", "/v1/adapters", service.post("/v1/adapters", {"name": "x", "file": "no.pth"}))

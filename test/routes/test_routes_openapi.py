@@ -81,7 +81,7 @@ def test_random_input_is_answered_as_documented(service: Service, operation: Any
     )
     def run(case: Any) -> None:
         case.body = made_short(case.body)
-        case.call_and_validate(base_url=service.url, checks=list(CHECKS), timeout=60)
+        case.call_and_validate(base_url=service.url, checks=list(CHECKS), timeout=150)
 
     run()
 
@@ -136,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_curl_line_works(service: Service, folder: Path, section: Any) -> None:
     command = shlex.split(section.curl.replace(SERVER, service.url))
     ran = subprocess.run(
-        [*command, "-sS", "-m", "60", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, cwd=folder
+        [*command, "-sS", "-m", "150", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, cwd=folder
     )
     assert ran.stdout.splitlines()[-1] == "200" or section.title in ANSWER_404, ran.stdout
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.tokenizer import Tokenizer
-from test.serving import Service, row_texts, sse_data, wait_for
+from test.serving import PATIENCE_S, Service, row_texts, sse_data, wait_for
 
 STATE, MULTI, V1, RAW = (
     "/state/chat/completions", "/multi_state/chat/completions", "/v1/chat/completions", "/openai/v1/completions",
@@ -160,7 +160,7 @@ def test_two_turns_at_once_come_one_after_the_other(service: Service) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     orders = []
     for order in (prompts, prompts[::-1]):
         twin = new_id()
@@ -173,10 +173,10 @@ def test_two_turns_at_once_come_one_after_the_other(service: Service) -> None:
 def run_endless(service: Service, session: str, stream: bool, answers: list[Any]) -> threading.Thread:
     """A turn that does not end by itself, begun."""
     body = {**EXACT, "contents": ["on and on"], "session_id": session, "max_tokens": 1_000_000, "stream": stream}
-    before = service.status()["running_rows"]
-    thread = threading.Thread(target=lambda: answers.append(service.post(STATE, {**body, "timeout_s": 30})))
+    service.wait_idle()
+    thread = threading.Thread(target=lambda: answers.append(service.post(STATE, {**body, "timeout_s": 150})))
     thread.start()
-    wait_for(lambda: service.status()["running_rows"] > before, 20, "the turn runs")
+    wait_for(lambda: service.status()["running_rows"] == 1, 20, "the turn runs")
     return thread
 
 
@@ -189,7 +189,7 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         assert busy.status_code == 409
         assert session in busy.json()["error"]
         assert service.post("/state/delete", {"session_id": session}).json()["status"] == "success"
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert '"error":' in answers[0].text
         assert "deleted" in answers[0].text

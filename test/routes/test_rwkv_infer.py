@@ -132,7 +132,7 @@ def test_the_readmes_commands(infer: Service) -> None:
     assert names(infer) == [HERE]
     answer = infer.post(CHAT, {**BODY, "model": f"{MODEL} State Test"})
     assert answer.status_code == 404 and answer.json()["field"] == "state"
-    assert httpx.post(f"{infer.url}/removemodel", headers=ADMIN, timeout=300).json() == success
+    assert infer.request("POST", "/removemodel", headers=ADMIN).json() == success
     assert infer.post(CHAT, {**BODY, "model": MODEL}).status_code == 404 and names(infer) == ["rwkv7"]
     assert verb(infer, "removemodel").status_code == 404  # the service's own stays
 

@@ -78,7 +78,7 @@ def test_what_the_model_would_say_is_greedy(service: Service) -> None:
 
 def test_a_prompt_is_read_once(service: Service) -> None:
     content = "A long prompt that is read for all of its candidates. " * 40
-    before = service.status()["computed_tokens"]
+    before = service.wait_idle()["computed_tokens"]
     asked(service, contents=[content], candidates=[f" {i}" for i in range(50)], use_prefix_cache=False)
     read = service.status()["computed_tokens"] - before
     assert read < len(TOKENIZER.encode(content)) + 50 * 4

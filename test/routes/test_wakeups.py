@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,14 @@ def wait_until(holds: Callable[[], bool]) -> None:
 class Reading:
     """A box and a thread that takes from it."""
 
-    def __init__(self, wake_ups: WakeUps, timeout_s: float = LONG_S, read_before: bool = False) -> None:
+    def __init__(self, wake_ups: WakeUps, read_before: bool = False, bell: Any = None) -> None:
         self.box: Box[int] = Box()
+        self.box.bell = bell or self.box.bell
         self.got: list[int] = []
         if read_before:
             wake_ups.put(self.box, 0)
             assert wake_ups.take(self.box, 0) == [0]
-        self.thread = threading.Thread(target=lambda: self.got.extend(wake_ups.take(self.box, timeout_s)))
+        self.thread = threading.Thread(target=lambda: self.got.extend(wake_ups.take(self.box, LONG_S)))
         self.thread.start()
         wait_until(lambda: self.box.reader is _Reader.WAITS or not self.thread.is_alive())
 
@@ -78,10 +80,26 @@ def test_those_without_news_yet_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == [4, 3, 0, 1, 2]
 
 
+class MuffledBell:
+    """Nobody hears it; its reader tires when it is told to."""
+
+    def __init__(self) -> None:
+        self.tires = threading.Event()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        assert self.tires.wait(LONG_S)
+        return False
+
+    def release(self) -> None:
+        raise AssertionError("its turn never comes")
+
+
 def test_who_has_tired_of_waiting_takes_its_news_and_no_turn() -> None:
     wake_ups = WakeUps(at_a_time=0)
-    tired = Reading(wake_ups, timeout_s=0.05)
+    bell = MuffledBell()
+    tired = Reading(wake_ups, bell=bell)
     wake_ups.put(tired.box, 1)
+    bell.tires.set()
     assert tired.result() == [1]
     patient = Reading(wake_ups)
     wake_ups.put(patient.box, 2)
