@@ -44,6 +44,9 @@ class Models(Protocol):
     def table(self) -> Sequence[ServedModel]:
         """All that were asked for and have not left."""
 
+    def find(self, name: str) -> ServedModel | None:
+        """What is known of a model that was asked for."""
+
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError."""
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from cluster.journey import AWAY
 from routes.context import Context, Models
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
@@ -33,27 +34,40 @@ async def _listed(context: Context) -> list[dict[str, object]]:
     """A model, and it with each tuned state or adapter that can be used; without these while the engine is away."""
     name = context.config.model_name
     created = {name: context.started}
-    if context.engine.is_connected:
-        for info in await ask(context, ListStates()):
-            if not info.error:
-                created |= dict.fromkeys(state_names(name, info.name), info.created)
-        for adapter in await ask(context, ListAdapters()):
-            if not adapter.error:
-                created |= dict.fromkeys(adapter_names(name, adapter.name), adapter.created)
+    try:
+        states, adapters = await ask(context, ListStates()), await ask(context, ListAdapters())
+    except ServiceError as error:
+        if error.info.kind not in AWAY:
+            raise
+        states, adapters = [], []
+    for info in states:
+        if not info.error:
+            created |= dict.fromkeys(state_names(name, info.name), info.created)
+    for adapter in adapters:
+        if not adapter.error:
+            created |= dict.fromkeys(adapter_names(name, adapter.name), adapter.created)
     return [{"id": name, "object": "model", "created": at, "owned_by": "rwkv"} for name, at in created.items()]
 
 
 async def _served(context: Context) -> dict[str, dict[str, object]]:
     """Everything that a request's `model` may be, by name, then what was to be loaded and is not ready."""
     entries = await _listed(context)
-    for model in context.models.table if context.models is not None else ():
-        told = about(model)
-        if model.status is ModelStatus.READY:
-            first, *others = await _listed(context.of_model(model.wish.name))
-            entries += [{**first, **told}, *others]
-        else:
-            entries.append(told)
+    for name in [model.wish.name for model in context.models.table] if context.models is not None else ():
+        entries += await _loaded(context, name)
     return {str(entry["id"]): entry for entry in entries}
+
+
+async def _loaded(context: Context, name: str) -> list[dict[str, object]]:
+    """The same of a model that was loaded while serving, as it is by now: others were asked for theirs meanwhile."""
+    model = context.models.find(name) if context.models is not None else None
+    if model is None:
+        return []
+    try:
+        served = context.of_model(name)
+    except ServiceError:  # it is being loaded, has failed, or leaves
+        return [about(model)]
+    first, *others = await _listed(served)
+    return [{**first, **about(model)}, *others]
 
 
 def about(model: ServedModel) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.model_directory import ModelDirectory
-from routes.models import LoadBody, wish_of
+from routes.models import LoadBody, models, wish_of
 from routes.readiness import Readiness
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel
@@ -27,6 +28,7 @@ class Engine:
     """Of one machine, which has the files or has not."""
 
     num_jobs = 0
+    is_connected = True
 
     def __init__(self, has_files: bool) -> None:
         self.has_files = has_files
@@ -202,3 +204,22 @@ def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path)
     waits = machine.models.load(ModelWish(name="new", file="new.pth"), 3600)
     with pytest.raises(ServiceError, match="was unloaded before it was ready"):
         asyncio.run(asyncio.wait_for(waits, 60))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_models_are_listed_while_one_of_them_leaves_or_the_engine_is_lost(tmp_path: Path, leaves: bool) -> None:
+    machine = Machine(tmp_path, "", small=READY, large=READY)
+    own, small, large = machine.table
+
+    def lost(call: Any, reply: Any) -> None:
+        reply([] if leaves else ServiceError(ErrorKind.ENGINE_LOST, "lost"))
+
+    def leaving(call: Any, reply: Any) -> None:
+        if leaves:
+            machine.models.update([own, small, msgspec.structs.replace(large, status=ModelStatus.UNLOADING)])
+        lost(call, reply)
+
+    machine.own.call, machine.other.call = lost, leaving  # type: ignore[method-assign]
+    answer: Any = asyncio.run(models(machine.context, {}))
+    listed = {one["id"]: one.get("status") for one in json.loads(answer.body)["data"]}
+    assert listed == {"rwkv7": None, "small": "ready", "large": "unloading" if leaves else "ready"}
