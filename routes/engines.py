@@ -18,7 +18,7 @@ from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
 
 _DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$"
-_CONNECTED_S = 5.0
+_CONNECTED_S = 30.0
 """Within which a process has connected to an engine that has become ready."""
 _LOOK_S = 0.05
 

@@ -21,7 +21,7 @@ import pytest
 
 from bench.cpu_time import cpu_s
 from demo.ray_nodes import RayNodes, descendants
-from test.cluster.test_replicas import CHAT, Meanwhile, all_ready, body, engines, running, texts
+from test.cluster.test_replicas import CHAT, Meanwhile, all_ready, body, engines, pid_of, texts
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = [
@@ -58,13 +58,14 @@ def test_streams_over_ray_outlive_their_actor(nodes: RayNodes, tiny_model: Path,
     service = joined(nodes, tmp_path, tiny_model, "--engine-wait-s", "60", "--cluster-service", "short")
     try:
         expected = streams_of(all_ready(service))
+        pid = pid_of(service, "engine-0")
         (engine,) = engines(service).values()
         assert engine["node"] == "127.0.1.1" and engine["engine"] == "engine-0"
         streams = Meanwhile(service, [body(number) for number in range(9)])
-        running(service)
-        os.kill(engine["pid"], signal.SIGKILL)
+        streams.wait_begun()
+        os.kill(pid, signal.SIGKILL)
         assert streams.result() == expected
-        assert engines(service)["engine-0"]["pid"] != engine["pid"]
+        assert pid_of(service, "engine-0") != pid
         assert service.terminate() == 0
         wait_for(lambda: not actors(), 30, "the engine has left with its last service")
     finally:

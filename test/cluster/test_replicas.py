@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from test.serving import Service, row_texts, sse_data, wait_for
+from test.serving import START_S, Service, row_texts, sse_data, wait_for
 
+pytestmark = pytest.mark.timeout(600)
 CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
 ADMIN = {"Authorization": "Bearer boss"}
 TOKENS = 200
@@ -30,15 +32,21 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def all_ready(service: Service) -> Service:
-    """Every engine takes work, as every HTTP worker sees it."""
-    looks = range(8)
-    service.wait(lambda: all(service.get("/readyz").json() == {"status": "ready"} for _ in looks), 60)
+    """Every engine takes work, as every HTTP worker sees it; each connection meets one of them by chance."""
+    looks = range(12)
+    service.wait(lambda: all(service.get("/readyz").json() == {"status": "ready"} for _ in looks), START_S)
     return service
 
 
 def engines(service: Service) -> dict[str, dict[str, Any]]:
     """What /status says of each engine."""
     return {one["engine"]: one for one in service.status()["engines"]}
+
+
+def pid_of(service: Service, engine: str) -> int:
+    """Its process. Of one that was started again a worker is told a moment after it is connected."""
+    pid: int = wait_for(lambda: engines(service)[engine]["pid"], 30, f"{engine} has a process")
+    return pid
 
 
 def body(number: int, **fields: Any) -> dict[str, Any]:
@@ -60,12 +68,17 @@ def body(number: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def texts(service: Service, bodies: list[dict[str, Any]], path: str = CHAT) -> list[dict[int, str]]:
-    """The text of each row of each stream, all at once; no stream may tell of an error."""
+def texts(
+    service: Service, bodies: list[dict[str, Any]], path: str = CHAT, begins: Callable[[], None] = lambda: None
+) -> list[dict[int, str]]:
+    """The text of each row of each stream, all at once; no stream may tell of an error. `begins`: one has."""
 
     def one(asked: dict[str, Any]) -> dict[int, str]:
         with service.stream(path, asked) as answer:
-            said = "".join(answer.iter_text())
+            pieces = answer.iter_text()
+            said = next(pieces)
+            begins()
+            said += "".join(pieces)
         assert answer.status_code == 200, said
         assert '"error"' not in said, said[-400:]
         return row_texts(sse_data(said))
@@ -87,11 +100,17 @@ class Meanwhile(threading.Thread):
     def __init__(self, service: Service, bodies: list[dict[str, Any]], path: str = CHAT) -> None:
         super().__init__(daemon=True)
         self._service, self._bodies, self._path = service, bodies, path
+        self._begun = threading.Semaphore(0)
         self.texts: list[dict[int, str]] = []
         self.start()
 
     def run(self) -> None:
-        self.texts = texts(self._service, self._bodies, self._path)
+        self.texts = texts(self._service, self._bodies, self._path, self._begun.release)
+
+    def wait_begun(self, count: int = 6) -> None:
+        """Until so many streams have begun: told by themselves, for they may be over before a status could say it."""
+        for _ in range(count):
+            assert self._begun.acquire(timeout=120), "no stream begins"
 
     def result(self) -> list[dict[int, str]]:
         self.join(300)
@@ -99,16 +118,19 @@ class Meanwhile(threading.Thread):
         return self.texts
 
 
-def running(service: Service, rows: int = 8) -> None:
-    """Until some rows have begun on every engine that is there."""
-    wait_for(lambda: sum(one["rows"] for one in engines(service).values()) >= rows, 30, "rows run")
+def drawn(service: Service) -> dict[str, float]:
+    """Tokens that each engine has sent."""
+    found = re.findall(
+        r'^rwkv_completion_tokens_total\{engine="(.*)"\} (.*)$', service.get("/metrics").text, re.MULTILINE
+    )
+    return {engine: float(count) for engine, count in found}
 
 
 def test_both_engines_get_work(pair: Service) -> None:
-    streams = Meanwhile(pair, [body(number) for number in range(12)])
-    wait_for(lambda: all(one["rows"] for one in engines(pair).values()), 30, "both have rows")
-    streams.result()
-    status = pair.status()
+    before = drawn(pair)
+    texts(pair, [body(number) for number in range(12)])
+    assert all(after > before[name] for name, after in drawn(pair).items())
+    status = pair.wait_idle()
     assert [one["status"] for one in status["engines"]] == ["ready", "ready"]
     assert len({one["pid"] for one in status["engines"]}) == 2 and status["running_rows"] == 0
     metrics = pair.get("/metrics").text
@@ -124,11 +146,12 @@ def test_streams_and_turns_outlive_killed_engines(
     name = f"turn-{len(victims)}"
     turn = body(0, contents=["My name is Ada."], session_id=name)
     (expected,) = texts(pair, [{**turn, "session_id": f"{name}-alone"}], STATE)
+    pids = [pid_of(pair, victim) for victim in victims]
     streams = Meanwhile(pair, [body(number) for number in range(12)])
     turns = Meanwhile(pair, [turn], STATE)
-    running(pair)
-    for victim in victims:
-        os.kill(engines(pair)[victim]["pid"], signal.SIGKILL)
+    streams.wait_begun()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     assert streams.result() == undisturbed
     assert turns.result() == [expected]
     following = [{**body(0, contents=["And then?"]), "session_id": one} for one in (name, f"{name}-alone")]
@@ -139,9 +162,9 @@ def test_streams_and_turns_outlive_killed_engines(
 def test_an_engine_that_stands_still_is_lost_and_what_it_says_later_is_not_heard(
     pair: Service, undisturbed: list[dict[int, str]]
 ) -> None:
+    still = pid_of(pair, "engine-0")
     streams = Meanwhile(pair, [body(number) for number in range(12)])
-    running(pair)
-    still = engines(pair)["engine-0"]["pid"]
+    streams.wait_begun()
     os.kill(still, signal.SIGSTOP)
     try:
         wait_for(lambda: pair.get("/readyz").json() == {"status": "degraded", "lost": ["engine-0"]}, 20, "it is lost")
@@ -157,15 +180,15 @@ def test_an_engine_that_stands_still_is_lost_and_what_it_says_later_is_not_heard
 
 def test_no_request_fails_while_all_engines_are_started_anew(pair: Service, undisturbed: list[dict[int, str]]) -> None:
     before = {one["pid"] for one in engines(pair).values()}
-    asked = {"engine": "all", "wait_s": 60}
-    restart = threading.Thread(target=lambda: pair.post("/v1/engines/restart", asked, headers=ADMIN, timeout=90))
-    restart.start()
-    rounds = 0
-    while restart.is_alive() or not rounds:
-        assert texts(pair, [body(number) for number in range(12)]) == undisturbed
-        rounds += 1
+    asked = {"engine": "all", "wait_s": 300}
+    with ThreadPoolExecutor(1) as thread:
+        restart = thread.submit(pair.post, "/v1/engines/restart", asked, headers=ADMIN, timeout=330)
+        rounds = 0
+        while not restart.done() or not rounds:
+            assert texts(pair, [body(number) for number in range(12)]) == undisturbed
+            rounds += 1
+    assert not before & {one["pid"] for one in restart.result().json()["data"]}
     all_ready(pair)
-    assert not before & {one["pid"] for one in engines(pair).values()}
     assert pair.post("/v1/engines/restart", {"engine": "engine-0"}).status_code == 401
 
 
@@ -173,9 +196,9 @@ def test_engines_are_added_and_removed_while_others_serve(pair: Service) -> None
     name = "guest"
     texts(pair, [body(0, contents=["My name is Ada."], session_id=name)], STATE)
     streams = Meanwhile(pair, [body(number) for number in range(6)])
-    added = pair.post("/v1/engines/add", {"wait_s": 60}, headers=ADMIN, timeout=90).json()["data"]
+    added = pair.post("/v1/engines/add", {"wait_s": 300}, headers=ADMIN, timeout=330).json()["data"]
     assert [(one["id"], one["status"]) for one in added] == [(f"engine-{n}", "ready") for n in range(3)]
-    removed = pair.post("/v1/engines/remove", {"engine": "engine-0", "wait_s": 60}, headers=ADMIN, timeout=90)
+    removed = pair.post("/v1/engines/remove", {"engine": "engine-0", "wait_s": 300}, headers=ADMIN, timeout=330)
     assert [one["id"] for one in removed.json()["data"]] == ["engine-1", "engine-2"]
     assert len(streams.result()) == 6
     assert texts(pair, [body(0, contents=["And then?"], session_id=name)], STATE)
