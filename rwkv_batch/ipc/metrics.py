@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,6 +74,7 @@ class Metrics:
         self._times = TokenTimes()
         self._registry.register(self._times)
         self._gauges: dict[str, Gauge] = {}
+        self._rendering = threading.Lock()
 
     def observe_arrival(self, job_id: str) -> None:
         """A job was submitted to the engine."""
@@ -119,6 +121,11 @@ class Metrics:
 
     def render(self, status: dict[str, Any]) -> str:
         """Prometheus text; each number in the engine's `status` becomes a gauge, those of its pool by their path."""
+        with self._rendering:
+            self._set(status)
+            return generate_latest(self._registry).decode()
+
+    def _set(self, status: dict[str, Any]) -> None:
         jobs: dict[str, int] = status.get("jobs", {})
         self._jobs.clear()
         for label, count in jobs.items():
@@ -129,7 +136,6 @@ class Metrics:
                     self._devices[name].labels(device).set(value)
         for name, value in _numbers({**status, "model_shape": None, "jobs": None}):
             self._gauge(name).set(value)
-        return generate_latest(self._registry).decode()
 
     def _gauge(self, name: str) -> Gauge:
         if name not in self._gauges:

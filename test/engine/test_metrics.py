@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
+from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.metrics import Metrics
@@ -64,3 +67,19 @@ def test_refusals_and_devices_are_told() -> None:
     used = sample(text, 'rwkv_device_memory_used_bytes{device="cpu"}')
     assert 1e6 < used < sample(text, 'rwkv_device_memory_total_bytes{device="cpu"}')
     assert 'device="cuda:99"' not in text
+
+
+def test_two_may_ask_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, texts = Metrics(), []
+    other = threading.Thread(target=lambda: texts.append(metrics.render({"rows": 1})))
+
+    def make_late(*arguments: Any, **options: Any) -> Any:
+        if not other.ident:
+            other.start()
+            other.join(0.3)  # asks within, or as soon as this one has its answer
+        return Gauge(*arguments, **options)
+
+    monkeypatch.setattr("rwkv_batch.ipc.metrics.Gauge", make_late)
+    texts.append(metrics.render({"rows": 1}))
+    other.join()
+    assert [sample(text, "rwkv_rows") for text in texts] == [1, 1]
