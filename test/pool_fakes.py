@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,3 +248,15 @@ def session_of(driver: Driver, name: str, dialogue: int = -1) -> Session:
     found = driver.pool._index.get(SessionKey(name, dialogue))
     assert found is not None
     return found
+
+
+@contextmanager
+def writer_waiting(driver: Driver) -> Iterator[None]:
+    """The writer's thread waits for work and gets none meanwhile: nobody else uses its connection."""
+    changed = store_of(driver).writer._changed
+    while True:
+        with changed:
+            if changed._waiters:  # type: ignore[attr-defined]
+                yield
+                return
+        time.sleep(_LOOK_AGAIN_S)

@@ -58,7 +58,7 @@ class Server:
         with (self.folder / "log").open("ab") as log:
             command = self._command("postgres", "-D", str(self.folder / "data"), *options)
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd="/")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while subprocess.run(
             [str(BINARIES / "pg_isready"), "-q", "-h", str(self.folder), "-U", "rwkv", "-d", "postgres"], check=False
         ).returncode:

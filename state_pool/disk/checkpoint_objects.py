@@ -92,15 +92,20 @@ class CheckpointObjects:
 
         def work() -> None:
             outcome = self._try_put(key, state, session, host, order)
-            if not tell(outcome) and isinstance(outcome, StoredObject):
+            if not tell(lambda: outcome) and isinstance(outcome, StoredObject):
                 self.delete(key)
 
-        self._transfers.submit(work, lambda: tell(self._hung()))
+        self._transfers.submit(work, lambda: tell(self._hung))
 
     def get(self, place: ObjectPlace, done: OnFetched) -> None:
         """Fetch and verify a state; bounded by the pool, which loads so many sessions at once."""
         tell: Once[dict[str, bytes] | Exception] = Once(done)
-        self._transfers.submit(lambda: tell(self._try_get(place)), lambda: tell(self._hung()))
+
+        def work() -> None:
+            outcome = self._try_get(place)
+            tell(lambda: outcome)
+
+        self._transfers.submit(work, lambda: tell(self._hung))
 
     def delete(self, key: str) -> None:
         """Delete an object that no row names any more."""

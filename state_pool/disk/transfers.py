@@ -26,17 +26,17 @@ _Outcome = TypeVar("_Outcome")
 
 
 class Once(Generic[_Outcome]):
-    """Tells the first outcome of a job, and no other. Any thread."""
+    """Tells the first outcome of a job, and makes no other. Any thread."""
 
     def __init__(self, tell: Callable[[_Outcome], None]) -> None:
         self._tell = tell
         self._is_first = threading.Lock()
 
-    def __call__(self, outcome: _Outcome) -> bool:
+    def __call__(self, outcome: Callable[[], _Outcome]) -> bool:
         """Whether it was the first."""
         if not self._is_first.acquire(blocking=False):
             return False
-        self._tell(outcome)
+        self._tell(outcome())
         return True
 
 
@@ -74,14 +74,15 @@ class Workers:
 
     def give_up_hung(self) -> None:
         """Give up the jobs that take too long, and those behind them if no thread is left to begin them."""
-        hung = [job for number in range(len(self._threads)) if (job := self._hung(number)) is not None]
-        for job in hung:
+        for job in self._all_hung():
             job.give_up()
-        if len(hung) == len(self._threads):
-            with suppress(queue.Empty):
-                while (waiting := self._jobs.get_nowait()) is not None:
-                    waiting.give_up()
-                self._jobs.put(None)  # of `close`, with nothing but others behind it
+        with suppress(queue.Empty):
+            while self._none_is_left():
+                waiting = self._jobs.get_nowait()
+                if waiting is None or not self._none_is_left():
+                    self._jobs.put(waiting)  # of `close`, with nothing but others behind it; or a thread is back for it
+                    return
+                waiting.give_up()
 
     def close(self) -> None:
         """Finish what was asked and end the threads; those that hang are left. Blocks, for a bounded time a job."""
@@ -90,6 +91,12 @@ class Workers:
         for number, thread in enumerate(self._threads):
             while not thread.join(LOOK_S / 4) and self._hung(number) is None:
                 pass
+
+    def _all_hung(self) -> list[_Job]:
+        return [job for number in range(len(self._threads)) if (job := self._hung(number)) is not None]
+
+    def _none_is_left(self) -> bool:
+        return len(self._all_hung()) == len(self._threads)
 
     def _hung(self, number: int) -> _Job | None:
         """What that thread has been at for too long."""

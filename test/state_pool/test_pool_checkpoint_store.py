@@ -70,6 +70,12 @@ def stored_keys(driver: Driver) -> list[str]:
     return keys_in(objects_of(driver)._store, objects_of(driver)._home)
 
 
+def has_swept(driver: Driver) -> bool:
+    """Whether the first sweep is over."""
+    assert driver.pool._store is not None
+    return driver.pool._store._next_sweep > 0 and objects_of(driver)._sweeping is None
+
+
 def named_keys(tmp_path: Path) -> list[str]:
     """What the database names."""
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
@@ -111,7 +117,7 @@ def test_what_no_row_names_is_swept_when_it_is_old(
     for number in range(3):
         objects._store.put(f"{objects._home}/{number:016x}-left", b"by a crash")
     two = restarted(one, engines)
-    two.until(lambda: objects_of(two)._sweeping is None)
+    two.until(lambda: has_swept(two))
     assert len(stored_keys(two)) == 4  # they might be another engine's, on their way to their rows
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
     monkeypatch.setattr("state_pool.disk.folder.BATCH", 2)
@@ -264,12 +270,12 @@ def test_an_object_that_is_replaced_is_deleted_when_a_loss_of_power_cannot_bring
 ) -> None:
     """SQLite does not sync each commit: the row of before may come back, and then names the object of before."""
     one = engines()
-    writer, starts = one.pool._store.writer, []  # type: ignore[union-attr]
+    writer = one.pool._store.writer  # type: ignore[union-attr]
     assert writer._log._mover is not None
-    monkeypatch.setattr(writer._log._mover, "start", lambda: starts.append(1))
+    monkeypatch.setattr(writer._log._mover, "start", lambda: None)
     one.turn("s", [1])
     one.turn("s", [2])
-    one.until(lambda: bool(starts))
+    one.until(lambda: bool(writer._log._syncing))
     one.settle()
     assert len(stored_keys(one)) == 2
     writer._log._moved()

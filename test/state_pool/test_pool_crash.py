@@ -111,7 +111,7 @@ def test_killed_at_every_named_point(tmp_path: Path, durability: str) -> None:
     unreached = {"before_append", "after_append"} if durability == "turn" else set()
     for seed, point in enumerate(POINTS):
         child = start_child(tmp_path, durability, seed, f"{point}:{3 + 5 * (seed % 4)}")
-        code = child.wait(timeout=60)
+        code = child.wait(timeout=150)
         assert code == (0 if point in unreached else -signal.SIGKILL), f"{point} was not reached"
         ledger.check()
     assert ledger.known
@@ -124,7 +124,7 @@ def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, m
     ledger = Ledger(tmp_path, durability)
     for seed, point in enumerate(("before_checkpoint", "within_checkpoint", "before_commit", "after_checkpoint")):
         child = start_child(tmp_path, durability, seed, f"{point}:{5 + 3 * seed}")
-        assert child.wait(timeout=60) == -signal.SIGKILL, f"{point} was not reached"
+        assert child.wait(timeout=150) == -signal.SIGKILL, f"{point} was not reached"
         ledger.check()
     assert ledger.known
     monkeypatch.setattr(checkpoint_objects, "ORPHAN_AGE_S", -60.0)
@@ -159,4 +159,4 @@ def test_killed_at_random_moments(tmp_path: Path, durability: str) -> None:
 def test_an_unknown_crash_point_is_refused(tmp_path: Path) -> None:
     """A test that misspells a point must not pass by never crashing."""
     child = start_child(tmp_path, "log", 1, "after_lunch")
-    assert child.wait(timeout=60) == 1
+    assert child.wait(timeout=150) == 1

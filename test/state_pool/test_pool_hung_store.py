@@ -13,6 +13,7 @@ from state_pool.disk import checkpoint_objects, transfers
 from state_pool.disk.folder import FolderStore
 from state_pool.errors import SessionUnusable, TurnNotStored
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, state_of
+from test.serving import wait_for
 
 
 class Mount:
@@ -112,3 +113,21 @@ def test_an_engine_ends_all_the_same(tmp_path: Path, mount: Mount) -> None:
     closing.start()
     closing.join(60)
     assert not closing.is_alive()
+
+
+def test_what_waits_is_not_given_up_when_a_thread_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only then was it submitted, perhaps: while those that hung were told."""
+    goes_on, told = threading.Event(), []
+
+    def comes_back() -> None:
+        monkeypatch.setattr(transfers, "PATIENCE_S", 60.0)
+        workers.submit(lambda: told.append("done"), lambda: told.append("given up"))
+
+    workers = transfers.Workers("test-workers", 1, lambda: None)
+    workers.submit(goes_on.wait, comes_back)
+    wait_for(lambda: workers._under_way[0] is not None, 20, "the thread has begun")
+    monkeypatch.setattr(transfers, "PATIENCE_S", 0.0)
+    workers.give_up_hung()
+    goes_on.set()
+    workers.close()
+    assert told == ["done"]

@@ -85,6 +85,7 @@ def test_turns_that_the_disk_does_not_have_are_listed_once(tmp_path: Path, monke
         pages = {(limit, offset): driver.list_sessions(limit, offset) for limit in range(5) for offset in range(12)}
         for (limit, offset), page in pages.items():
             assert [entry.session_id for entry in page.sessions] == wanted[offset : offset + limit], (limit, offset)
+        driver.until(lambda: len(driver.pool._index.l1) <= 3 and not driver.pool._tiers.busy)  # and all stays there
         whole = driver.list_sessions()
         tiers = [(entry.session_id, entry.tier) for entry in whole.sessions]
         assert tiers == [(s.key.shown, s.tier) for s in map(driver.pool._index.get, map(SessionKey, wanted)) if s]

@@ -25,7 +25,7 @@ from state_pool.session_file import SessionFile, decode
 from state_pool.session_page import Tier
 from state_pool.sessions import Lease, LeaseState
 from state_pool.turns import acquisition
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of, store_of, writer_waiting
 
 Engines = Callable[..., Driver]
 
@@ -80,11 +80,12 @@ def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception
 
 def struck_off(driver: Driver) -> None:
     """Others take the engine for lost, as if it had been silent."""
-    store = driver.pool._store
-    assert store is not None and store.writer.member is not None
-    number, writer = store.writer.member.number, store.writer
-    with writer._changed:
-        writer._connection.execute("DELETE FROM engines WHERE id = ?", (number,))
+    writer = store_of(driver).writer
+    assert writer.member is not None
+    with writer_waiting(driver):
+        membership.begin_among_others(writer._connection)
+        writer._connection.execute("DELETE FROM engines WHERE id = ?", (writer.member.number,))
+        writer._connection.execute("COMMIT")
 
 
 def test_a_session_goes_on_wherever_its_next_turn_is_asked_for(engines: Engines) -> None:
@@ -340,10 +341,8 @@ def test_a_silent_engine_is_lost_and_its_sessions_go_on(engines: Engines, monkey
 
 def test_one_who_could_not_look_calls_nobody_lost(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
-    assert one.pool._store is not None and two.pool._store is not None
-    first, writer = one.pool._store.writer.member, two.pool._store.writer
-    assert first is not None
-    with writer._changed:  # neither writer beats by itself: both wait for this lock, or for work
+    writer = store_of(two).writer
+    with writer_waiting(one), writer_waiting(two):  # neither beats by itself
         looks = Membership(writer._connection, "three")
         writer._connection.execute("BEGIN IMMEDIATE")
         assert looks.beat() == []
@@ -425,24 +424,23 @@ class Child:
     def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
         command = [sys.executable, "-c", CHILD, str(folder), address, durability, name]
         environment = {**os.environ, **({"RWKV_CRASH_AT": crash_at} if crash_at else {})}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        self.told: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._told = folder / f"told-by-{name}"
+        with self._told.open("wb") as told:
+            self.process = subprocess.Popen(command, stdout=told, env=environment)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.told.extend(self.process.stdout)
+    @property
+    def told(self) -> list[str]:
+        """All of it: what was told before it was killed is in the file."""
+        return self._told.read_text().splitlines()
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join()
 
     def check(self, here: Driver) -> None:
         """What it acknowledged is there; of each session one turn more may be, whose answer was not told."""
         histories: dict[str, list[int]] = {}
-        for line in list(self.told):
+        for line in self.told:
             histories.setdefault(line.split()[0], []).append(int(line.split()[1]))
         for name, history in histories.items():
             lease = here.ready(here.pool.checkout(name))
@@ -464,16 +462,23 @@ def is_locked(path: Path) -> bool:
         return False
 
 
+def stop(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
+    """Returns when it does nothing more: a signal takes effect some time after it is sent."""
+    process.send_signal(how)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_what_a_killed_or_stopped_engine_acknowledged_is_there(tmp_path: Path, how: signal.Signals) -> None:
     here = Driver(FakeArena(), config_in(tmp_path, engine="parent", service="here"))
     child = Child("child", tmp_path)
     try:
         here.until(lambda: len(child.told) > 40)
-        child.process.send_signal(how)
+        stop(child.process, how)
         while how is signal.SIGSTOP and is_locked(tmp_path / "sessions.db"):
             child.process.send_signal(signal.SIGCONT)  # within a transaction: SQLite's lock is its own until it ends
-            child.process.send_signal(how)
+            time.sleep(0.01)
+            stop(child.process, how)
         child.check(here)
     finally:
         child.close()
@@ -497,8 +502,7 @@ def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest,
     ]
     try:
         for child in children:
-            assert child.process.wait(60) == -signal.SIGKILL
-            child._reader.join()
+            assert child.process.wait(150) == -signal.SIGKILL
             assert child.told
             child.check(here)
         here.settle()
