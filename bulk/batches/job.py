@@ -231,9 +231,9 @@ class BatchJob:
         """Results become files; done again from its beginning if it was cut short, as its status says by then."""
         output = await asyncio.to_thread(self._filed, ".jsonl", "output")
         errors = await asyncio.to_thread(self._filed, ".errors.jsonl", "error")
-        await self._becomes(self.batch.ends_as, output_file_id=output, error_file_id=errors)
-        for suffix in (".jsonl", ".errors.jsonl", ".progress"):
+        for suffix in (".jsonl", ".errors.jsonl", ".progress"):  # nobody needs them, and later nobody would come
             await asyncio.to_thread(self._path(suffix).unlink, missing_ok=True)
+        await self._becomes(self.batch.ends_as, output_file_id=output, error_file_id=errors)
 
     def _filed(self, suffix: str, kind: str) -> str | None:
         """The id of a result's file; None if it is empty."""

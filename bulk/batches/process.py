@@ -107,11 +107,12 @@ class Runner:
     async def _look(self) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, and so will be this process
             self._tell_used()
+        before = set(self._jobs)
         for batch in await asyncio.to_thread(self._store.under_way):
             job = self._jobs.get(batch.id)
             if job is not None:
                 job.is_cancelled = job.is_cancelled or batch.status is Status.CANCELLING
-            elif self._may_begin(batch):
+            elif batch.id not in before and self._may_begin(batch):  # what has just ended may have been read before
                 self._begin(batch)
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()

@@ -15,7 +15,7 @@ import zstandard
 
 from app import main
 from test.bulk.runs import batch, errors_of, read_jsonl, started, write_jsonl
-from test.serving import Service
+from test.serving import Service, wait_for
 
 
 def said(text: str) -> str:
@@ -185,6 +185,7 @@ def test_equal_lines_are_asked_once(fake: Service, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "text": f"n{i % 3}"} for i in range(90)])
     before = rows_asked(fake)
     assert batch(fake, source, tmp_path / "out.jsonl", "--dedupe") == 0
+    wait_for(lambda: rows_asked(fake) >= before + 3, 20, "they are in the log")
     assert rows_asked(fake) - before == 3
     assert read_jsonl(tmp_path / "out.jsonl") == [
         {"id": i, "text": f"n{i % 3}", "completion": said(f"n{i % 3}")} for i in range(90)

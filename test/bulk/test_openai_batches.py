@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -178,11 +179,12 @@ def test_a_cancelled_batch_keeps_what_was_answered(fake: Service) -> None:
 def test_a_batch_that_is_cancelled_before_it_was_looked_at_asks_nothing(fake: Service) -> None:
     client = client_of(fake)
     batch = begun(client, [{"custom_id": "no body"}, native_line(1)])
-    client.batches.cancel(batch.id)
+    with contextlib.suppress(openai.BadRequestError):  # it was looked at, and has failed, before
+        client.batches.cancel(batch.id)
     done = ended(client, batch.id)
     if done.in_progress_at is None and done.errors is None:
         assert done.status == "cancelled" and done.output_file_id is None
-    else:  # it was looked at before
+    else:
         assert [one.line for one in done.errors.data] == [1]
 
 
@@ -364,6 +366,52 @@ def test_a_batch_whose_failing_was_cut_short_fails_when_it_is_tried_again(
     assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]
     assert failed.output_file_id and store.content(failed.output_file_id).read_bytes() == ANSWERED
     assert not list(store.runs.iterdir())
+
+
+class LooksLate(Store):
+    """What is under way is told a while after it was read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 30, 100)
+        self.has_read, self.may_tell = threading.Event(), threading.Event()
+
+    def under_way(self) -> list[Batch]:
+        found = super().under_way()
+        self.has_read.set()
+        self.may_tell.wait(60)
+        return found
+
+
+def test_a_batch_that_ends_while_it_is_looked_for_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, begun = LooksLate(tmp_path), []
+    faulty_batch(store)
+
+    async def looked() -> None:
+        context: Any = None
+        runner, ends = Runner(store, context, lambda: None), asyncio.Event()
+
+        async def run(self: BatchJob) -> None:
+            begun.append(self.batch.id)
+            await ends.wait()
+            await self._becomes(Status.COMPLETED)
+
+        monkeypatch.setattr(BatchJob, "run", run)
+        store.may_tell.set()
+        await runner._look()
+        store.has_read.clear()
+        store.may_tell.clear()
+        looking = asyncio.create_task(runner._look())
+        await asyncio.to_thread(store.has_read.wait, 60)
+        ends.set()
+        await asyncio.gather(*runner._tasks.values())
+        store.may_tell.set()
+        await looking
+        await asyncio.gather(*runner._tasks.values())
+
+    asyncio.run(asyncio.wait_for(looked(), 60))
+    assert begun == ["batch_1"]
 
 
 def test_the_process_of_batches_is_in_the_status(fake: Service) -> None:
