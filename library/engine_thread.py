@@ -30,6 +30,28 @@ _READERS = 128
 """Streams that coroutines read at a time."""
 
 
+class _Calls:
+    """Asks the loop, and nothing more once it is to end: what came too late would never be answered.
+
+    Any thread; also again within a call of its own, when an object ends there that forgets its state.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._is_open = True
+        self._lock = threading.RLock()
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result] | None:
+        """None: it was closed, and `work` is not begun."""
+        with self._lock:
+            return asyncio.run_coroutine_threadsafe(work, self._loop) if self._is_open else None
+
+    def close(self) -> None:
+        """What has been begun is on the loop by now."""
+        with self._lock:
+            self._is_open = False
+
+
 class EngineThread:
     """A started engine; closed by `close`, when nobody has it any more, or with the program. Any thread may ask."""
 
@@ -40,9 +62,10 @@ class EngineThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="library", daemon=True)
         self.readers = ThreadPoolExecutor(_READERS, "library-reader")
+        self._calls = _Calls(self._loop)
         self._thread.start()
         self._end = weakref.finalize(
-            self, _end, self._own, self._loop, self._thread, self.readers, folder, self._process
+            self, _end, self._own, self._calls, self._loop, self._thread, self.readers, folder, self._process
         )
         try:
             self.wait(self._own.open())
@@ -67,10 +90,15 @@ class EngineThread:
 
         Raises LLMError if the engine was closed, or is in the process that this one was forked from.
         """
-        if not self._end.alive or os.getpid() != self._process:
+        if os.getpid() != self._process:
             work.close()
-            raise LLMError(_CLOSED if not self._end.alive else _FORKED, status=503)
-        return asyncio.run_coroutine_threadsafe(_in_our_name(work), self._loop)
+            raise LLMError(_FORKED, status=503)
+        named = _in_our_name(work)
+        if (future := self._calls.begin(named)) is None:
+            named.close()
+            work.close()
+            raise LLMError(_CLOSED, status=503)
+        return future
 
     def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         """What `work` returns. Raises LLMError."""
@@ -119,6 +147,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def _end(
     own: OwnEngine,
+    calls: _Calls,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     readers: ThreadPoolExecutor,
@@ -128,6 +157,7 @@ def _end(
     """Knows nothing of the EngineThread, whose end it is."""
     if os.getpid() != process:
         return  # a fork that ends: the engine and its sessions are its parent's
+    calls.close()
     own.stop()
     loop.call_soon_threadsafe(loop.stop)
     if threading.current_thread() is not thread:

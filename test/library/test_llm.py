@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from library import LLM, AsyncLLM, LLMError, Piece, SamplingParams
+from library import LLM, AsyncLLM, LLMError, Piece, SamplingParams, engine_thread
 from routes.response.event_stream import ask
 from rwkv_batch.calls import CountJobs
+from settings import parse_settings
 from test.serving import Service, wait_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -245,3 +246,35 @@ def test_what_cannot_be_started_leaves_no_folder(monkeypatch: pytest.MonkeyPatch
         with pytest.raises((LLMError, ValueError)):
             LLM(**wrong)
     assert not list(tmp_path.glob("rwkv-library-*"))
+
+
+def test_what_is_asked_while_it_is_closed_is_answered_or_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its end the loop would take the question, and nobody would ever come to it."""
+
+    class NoEngine:
+        def __init__(self, *given: object, **named: object) -> None: ...
+
+        async def open(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+    async def answer() -> str:
+        return "answered"
+
+    monkeypatch.setattr(engine_thread, "OwnEngine", NoEngine)
+    engine = engine_thread.EngineThread(parse_settings(["--model-path", "none"], {}), None)
+    closing = threading.Thread(target=engine.close)
+    submit = asyncio.run_coroutine_threadsafe
+
+    def closed_meanwhile(*given: Any) -> Any:
+        closing.start()
+        closing.join(0.3)
+        return submit(*given)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", closed_meanwhile)
+    told = engine.begin(answer())
+    closing.join(60)
+    assert not closing.is_alive() and told.done()
+    assert told.cancelled() or told.result() == "answered"
+    with pytest.raises(LLMError, match="closed"):
+        engine.begin(answer())
