@@ -24,7 +24,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -37,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from test.serving import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = 6
@@ -84,9 +85,7 @@ class Service:
     """`app.py` with all its processes."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, str(ROOT / "app.py"), "--port", str(port), "--http-workers", "1", *arguments]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
@@ -125,7 +124,10 @@ class Service:
 
 def descendants(pid: int) -> list[int]:
     """Children, their children and so on."""
-    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
     return [*found, *(further for child in found for further in descendants(child))]
 
 

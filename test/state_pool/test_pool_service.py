@@ -14,7 +14,7 @@ from demo.random_weights import write_random_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_acknowledged_turns_survive_kills_of_the_service(tmp_path: Path) -> None:
     """Every process of it, at random moments, under clients; each turn is compared with an uninterrupted run."""
     model = write_random_model(tmp_path / "tiny.pth", 2, 128)
