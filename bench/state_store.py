@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from state_pool.sessions import Lease, LeaseState
@@ -30,6 +31,7 @@ TOKENS = list(range(300))
 STATES = 8
 """Sessions whose states are stored in turn."""
 Figure = dict[str, float | int | str]
+_spawn = multiprocessing.get_context("spawn")  # a fork would have the locks of this process's other threads as they are
 
 
 def main() -> None:
@@ -68,10 +70,10 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def turns_of(engines: int, folder: str, address: str, asked: argparse.Namespace) -> Figure:
     """Durable turns; `engines` 0: one engine that has the file for itself, as without replicas."""
-    told: Queue[int] = multiprocessing.Queue()
+    told: Queue[int] = _spawn.Queue()
     names = [""] if engines == 0 else [f"engine-{number}" for number in range(engines)]
-    given = (folder, address, asked.seconds, asked.at_once, told)
-    processes = [multiprocessing.Process(target=_engine, args=(name, *given)) for name in names]
+    given = (folder, address, asked.seconds, asked.at_once, _spawn.Barrier(len(names)), told)
+    processes = [_spawn.Process(target=_engine, args=(name, *given)) for name in names]
     for process in processes:
         process.start()
     counts = sorted(told.get() for _ in processes)
@@ -85,10 +87,13 @@ def turns_of(engines: int, folder: str, address: str, asked: argparse.Namespace)
     }
 
 
-def _engine(name: str, folder: str, address: str, seconds: float, at_once: int, told: Queue[int]) -> None:
+def _engine(
+    name: str, folder: str, address: str, seconds: float, at_once: int, all_there: Barrier, told: Queue[int]
+) -> None:
     changes: dict[str, object] = {"engine": name, "service": "bench"} if name or address else {}
     changes |= {"state_db": address} if address else {}
     driver = Driver(FakeArena(num_slots=2 * at_once + 8), config_in(Path(folder), **changes))
+    all_there.wait()
     told.put(sum(_turns(driver, [f"{name} {number}" for number in range(at_once)], at_once, seconds)))
     driver.pool.close()
 
@@ -144,8 +149,8 @@ def states_in(folder: Path, address: str, store: str, asked: argparse.Namespace)
         "place": store.partition("?")[0] or ("postgres" if address else "sqlite"),
         "state_mb": asked.state_mb,
         "states_per_s": round(many, 1),
-        "put_ms": round(1e3 * put, 1),
-        "get_ms": round(1e3 * got, 1),
+        "put_ms": round(1e3 * put, 3),
+        "get_ms": round(1e3 * got, 3),
     }
 
 

@@ -139,7 +139,8 @@ class EngineActor:
     def leave(self, watcher: str) -> bool:
         """A watcher leaves; returns whether it was the last one, so that the engine leaves too."""
         self._watchers.pop(watcher, None)
-        is_last = not any(time.monotonic() - heard < SILENT_S for heard in self._watchers.values())
+        heard = list(self._watchers.values())  # at once: another one may just be asking
+        is_last = not any(time.monotonic() - at < SILENT_S for at in heard)
         if is_last:
             self._to_drain.put(False)
         return is_last

@@ -62,8 +62,9 @@ class Names:
 
     def forget(self, name: str) -> None:
         """Its actor has died: another one may have that name by now."""
-        if name in self.actors:
-            self.actors[name] = None
+        actors = self.actors  # the head's next word may take its place meanwhile
+        if name in actors:
+            actors[name] = None
 
     def _looked_up(self, name: str) -> Any:
         try:

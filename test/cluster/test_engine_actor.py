@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,6 +103,25 @@ def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended
         assert ended.process.wait(60) and ended.has_left.is_set()
     finally:
         hangs.set()
+
+
+def test_a_watcher_that_comes_while_another_leaves_breaks_nothing(
+    started: Callable[..., Any], ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = started(lambda: None)
+    actor.about("leaves")
+    actor._watchers = {"gone": -1e9, **actor._watchers}
+    clock, this = time.monotonic, threading.current_thread()
+
+    def comes_meanwhile() -> float:
+        if threading.current_thread() is this:
+            actor._watchers["comes"] = clock()
+        return clock()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", comes_meanwhile)
+        assert actor.leave("leaves"), "those that had come before are gone"
+    assert ended.process.wait(60)
 
 
 def test_an_engine_that_cannot_tell_the_head_that_it_leaves_ends(started: Callable[..., Any], ended: Ended) -> None:
