@@ -15,6 +15,7 @@ Prints one JSON line per size; the last line is JSON with all of them and the gr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sqlite3
 import sys
@@ -35,7 +36,7 @@ PARTS = {"stage0.wkv": ("float16", (64,))}
 
 
 def lines_of(act: Callable[[], Any]) -> int:
-    """Lines of Python that the calling thread runs in `act`; other threads are not counted."""
+    """Lines of Python that the calling thread runs in `act`; not those of other threads, nor of what ends meanwhile."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -44,11 +45,13 @@ def lines_of(act: Callable[[], Any]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         act()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

@@ -32,7 +32,7 @@ class ObjectServer:
         """The address of a new, empty bucket."""
         self._number += 1
         name = f"states{self._number}"
-        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=10).close()
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=60).close()
         return f"s3://{name}/some/prefix?endpoint={self.endpoint}"
 
     def close(self) -> None:

@@ -54,25 +54,26 @@ def test_pieces_of_a_state_that_is_deleted_half_written_are_collected(
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()
-    log, deleted = store_of(driver).writer._log, []
+    log, deleted, told = store_of(driver).writer._log, [], Outcome()
     keep_short = log.keep_short
 
     def delete(writer: Writer, row: int) -> None:
         with writer._changed:
             interrupt(writer)
             if at is not None:
-                writer.submit(Delete((row,)), Outcome())
+                writer.submit(Delete((row,)), told)
 
     def delete_between(idle: bool) -> str | None:
         """The writer has committed a piece and looks for what is next."""
         writer = store_of(driver).writer
         if at is None and not deleted and writer._staged.current is not None:
             deleted.append(writer._staged.current.number)
-            writer.submit(Delete((writer._staged.current.job.session.row,)), Outcome())
+            writer.submit(Delete((writer._staged.current.job.session.row,)), told)
         return keep_short(idle)
 
     monkeypatch.setattr(log, "keep_short", delete_between)
     half_written(driver, delete, at or 0, monkeypatch)
+    driver.until(lambda: told.known and not store_of(driver).writer.collecting)
     assert deleted == ([1] if at is None else [])
     assert pieces(tmp_path) == (0, 0)
     driver.pool.close()
