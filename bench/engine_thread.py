@@ -201,7 +201,7 @@ class OwnThread(Engine):
 
     def turn(self) -> None:
         """One round of the loop."""
-        self._drain_inbox()
+        self._inbox.do_all()
         self.step()
         self.rows += sum(len(part.rows) for part in self._in_flight[-1].parts) if self._in_flight else 0
 

@@ -80,7 +80,7 @@ class Trace:
         host: list[tuple[Any, str, str]] = [(machine, "read", "wait"), (machine.pipeline, "forward", "eager forward")]
         host += [(machine._drawing, "draw", "draw")]
         host += [(engine.jobs, name, name) for name in ("commit", "deliver", "launched", "expire")]
-        host += [(engine.scheduler, "schedule", "schedule"), (engine, "_drain_inbox", "inbox")]
+        host += [(engine.scheduler, "schedule", "schedule"), (engine._inbox, "do_all", "inbox")]
         host += [(links.Link, "send", "link.send"), (links.Link, "receive", "link.receive")]
         host += [(model_runner.HostCopy, "__init__", "host copy"), (torch.cuda.Event, "synchronize", "event wait")]
         host += [(machine.pool, "poll", "pool")]

@@ -24,6 +24,7 @@ from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.core.state_manager import StateManager, as_service_error
 from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.inbox import Inbox
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, Load
 from rwkv_batch.runner.adapter_library import AdapterLibrary
@@ -58,21 +59,13 @@ class Step(NamedTuple):
         return any(row.draws and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
 
-class Command(NamedTuple):
-    """What the engine's thread is to do."""
-
-    act: Callable[[], None]
-    is_arrival: bool = False
-    """whether it only adds a job, so that it may be done within a step"""
-
-
 class Engine:
     """Implements `EngineProtocol`. `start` loads the model; `stop` ends everything."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
+        self._inbox = Inbox(self._wake.set)
         self._stopping = False
         self._draining = False
         self._rounds = 0
@@ -84,11 +77,11 @@ class Engine:
         self.speed = Throughput()
         self._in_flight: deque[Step] = deque()
         self._next_step = 0
-        self._let_in: LetIn[Step] = LetIn(self._take_arrivals, self._first_tokens, self._launch, self._conclude)
-        self._files = SessionTransfer(self._put, self._refusal)
+        self._let_in: LetIn[Step] = LetIn(self._inbox.do_arrivals, self._first_tokens, self._launch, self._conclude)
+        self._files = SessionTransfer(self._inbox.put, self._refusal)
         self._desk = GrammarDesk(self._make_grammar_compiler, self._refusal)
-        self._states = StateLibrary(config, self._put, self._refusal)
-        self._adapters = AdapterLibrary(config, self._put, self._refusal)
+        self._states = StateLibrary(config, self._inbox.put, self._refusal)
+        self._adapters = AdapterLibrary(config, self._inbox.put, self._refusal)
         self._models = ModelChecks(self._refusal)
 
     # Life ----------------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ class Engine:
             def admit() -> None:
                 self._answer(admitted, lambda: self._admit(job, sink, arrived, grammars))
 
-            if not self._put(admit, is_arrival=True):
+            if not self._inbox.put(admit, is_arrival=True):
                 admitted(self._refusal())
 
         if any(row.constraint is not None for row in job.rows):
@@ -157,20 +150,12 @@ class Engine:
     def cancel(self, job_id: str) -> None:
         """See `EngineProtocol.cancel`."""
         self._desk.cancel(job_id)
-        self._put(lambda: self.jobs.cancel(job_id))
+        self._inbox.put(lambda: self.jobs.cancel(job_id))
 
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
         """See `EngineProtocol.call`."""
-        taken = self._put(lambda: self._handle_call(call, reply))
-        if not taken:
+        if not self._inbox.put(lambda: self._handle_call(call, reply)):
             reply(self._refusal())
-
-    def _put(self, act: Callable[[], None], is_arrival: bool = False) -> bool:
-        if self._dead is not None or self._stopping:
-            return False
-        self._inbox.append(Command(act, is_arrival))
-        self._wake.set()
-        return True
 
     def _refusal(self) -> ServiceError:
         return ServiceError.from_info(self._dead) if self._dead else _draining_error()
@@ -192,6 +177,9 @@ class Engine:
         self.jobs.admit(self._states.resolved(job), sink, arrived, grammars)
 
     def _handle_call(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
+        if self._dead is not None:
+            reply(self._refusal())
+            return
         pool = self.machine.pool
         match call:
             case calls.GetStatus():
@@ -277,6 +265,7 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - SystemExit too: whoever waits in `start` has to know
             self._failure = error
             self._dead = _lost(f"the engine could not be started: {_named(error)}")
+            self._inbox.close()
             return
         finally:
             self._loaded.set()
@@ -304,11 +293,12 @@ class Engine:
         try:
             while not self._stopping:
                 self._rounds += 1
-                self._drain_inbox()
+                self._inbox.do_all()
                 if not self.step():
                     self._wake.wait(POLL_S if self.machine.pool.pending else IDLE_POLL_S)
                     self._wake.clear()
-            self._drain_inbox()
+            self._inbox.close()
+            self._inbox.do_all()
             self.jobs.fail_all(_CUT_OFF)
             self._files.close()
             self._desk.close()
@@ -321,20 +311,9 @@ class Engine:
         except Exception as error:  # whatever it was, all who wait are told and the process is replaced
             logger.critical("the engine's thread died", exc_info=True)
             self._dead = _lost(f"the engine has died ({_named(error)}); it is restarted")
+            self._inbox.close()
             self.jobs.abandon_all(self._dead)
-            self._drain_inbox()
-
-    def _drain_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft().act()
-
-    def _take_arrivals(self) -> bool:
-        """Admit jobs within a step, up to a command that may not be done there; whether there were any."""
-        taken = False
-        while self._inbox and self._inbox[0].is_arrival:
-            self._inbox.popleft().act()
-            taken = True
-        return taken
+            self._inbox.do_all()
 
     def step(self) -> bool:
         """Schedule and launch a step, then conclude the oldest one if as many are in flight as may be.

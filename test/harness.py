@@ -94,7 +94,7 @@ def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> Running:
 def standing_still(engine: Engine) -> Iterator[None]:
     """What is submitted within comes to the engine at once, in order, when it goes on."""
     goes_on = threading.Event()
-    engine._put(lambda: goes_on.wait(WAIT_S) and None)
+    engine._inbox.put(lambda: goes_on.wait(WAIT_S) and None)
     try:
         yield
     finally:
@@ -130,11 +130,17 @@ def settles(engine: Engine, check: Callable[[], bool]) -> bool:
             held.append(check())
             looked.set()
 
-        if not engine._put(look):  # it has ended
+        if not engine._inbox.put(look):  # it has ended
             return check()
         assert looked.wait(WAIT_S)
         time.sleep(0.01)
     return any(held)
+
+
+def free_slots(engine: Engine) -> int:
+    """Slots that nobody holds once no row has work left: a turn's end may be told before its last token is read."""
+    assert settles(engine, lambda: not engine.load.rows)
+    return int(call(engine, "status")["free_slots"])
 
 
 def tiny_model(folder: Path, **fields: Any) -> Path:

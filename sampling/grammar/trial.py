@@ -38,24 +38,39 @@ class Trials:
         """As GrammarCompiler has them."""
         self._vocabulary = list(byte_table), vocab
         self._idle: list[_Process] = []
+        self._is_closed = False
 
     def check(self, constraint: Constraint) -> None:
         """Raises GrammarError if the grammar cannot be served."""
-        process = self._idle.pop() if self._idle else _Process(self._vocabulary)
+        process = self._next() or _Process(self._vocabulary)
         try:
             refusal = process.ask(constraint)
         except (OSError, EOFError, pickle.UnpicklingError):
             process.close()
             raise GrammarError(_ENDED) from None
         self._idle.append(process)
+        if self._is_closed:
+            self.close()
         if refusal is not None:
             message, place, field = refusal
             raise GrammarError(message, place, field)
 
     def close(self) -> None:
-        """End the processes."""
-        while self._idle:
-            self._idle.pop().close()
+        """End the processes; one that tries a grammar ends behind it."""
+        self._is_closed = True
+        while process := self._next():
+            process.close()
+
+    def _next(self) -> _Process | None:
+        """An idle process, for the caller alone; None: there is none. One that has ended is no grammar's fault."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:  # another thread may have taken the last one
+                return None
+            if process.is_alive:
+                return process
+            process.close()
 
 
 class _Process:
@@ -80,6 +95,11 @@ class _Process:
         send(self._to, constraint)
         refusal: tuple[str, str, str] | None = receive(self._from)
         return refusal
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End the process."""

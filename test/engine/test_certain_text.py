@@ -23,7 +23,7 @@ from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
 from state_pool.config import PoolConfig
 from test.engine.test_constraints import LOOPS, PERSON, by_row, choice, lark, regex, schema
-from test.harness import TOKENIZER, Running, ask, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, Running, ask, free_slots, run, settles, started_engine, submit, tiny_model, turn
 
 PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_decay=0.9)
 FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
@@ -147,15 +147,15 @@ def test_sessions_keep_what_was_shown(engine: Engine, drawn_one_by_one: Any) -> 
 
 
 def test_cancelled_in_the_middle_leaves_nothing_behind(engine: Engine) -> None:
-    free = engine.machine.pool.num_free
+    free = free_slots(engine)
     endless = lark('start: ("again and again, " /[a-z]/ ", ")*')
     jobs = [submit(engine, ask(f"{i}", constraint=endless, ignore_eos=True, max_tokens=10**6)) for i in range(6)]
     for job in jobs:
-        job.started.wait(60)
+        assert job.started.wait(60)
         engine.cancel(job.job.job_id)
     assert all(job.wait() for job in jobs)
     run(engine, ask("x", max_tokens=1, use_prefix_cache=False))
-    assert engine.machine.pool.num_free <= free
+    assert free_slots(engine) == free
     assert settles(engine, lambda: engine.machine.pool.check_integrity() == [])
 
 

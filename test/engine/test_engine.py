@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core import batch_share
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
 from rwkv_batch.runner.drawing import Drawing, Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
 
 SAMPLED = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.8, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.99, seed=7
@@ -34,15 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with started_engine(model, overlap_on_cpu=request.param == "overlapped") as engine:
         yield engine
-
-
-def wait_until_idle(engine: Engine) -> dict[str, int]:
-    deadline = time.monotonic() + 30
-    while True:
-        status = call(engine, "status")
-        if (status["running_rows"], status["waiting_rows"]) == (0, 0) or time.monotonic() > deadline:
-            return status
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SAMPLED], ids=["greedy", "sampled"])
@@ -135,14 +129,14 @@ def test_a_job_that_another_engine_has_admitted_is_not_refused(model: Path) -> N
 
 
 def test_cancel_frees_every_slot(engine: Engine) -> None:
-    before = wait_until_idle(engine)["free_slots"]
+    before = free_slots(engine)
     jobs = [submit(engine, *[ask("cancel me", max_tokens=100000, ignore_eos=True)] * 3) for _ in range(40)]
     assert jobs[0].started.wait(60)
     for job in jobs:
         engine.cancel(job.job.job_id)
     for job in jobs:
         assert {finish.reason for finish in job.wait().finishes.values()} == {FinishReason.CANCELLED}
-    assert wait_until_idle(engine)["free_slots"] == before
+    assert free_slots(engine) == before
 
 
 def test_timeout_ends_the_rows(engine: Engine) -> None:
@@ -217,13 +211,13 @@ def test_mixed_parameters_share_a_step(engine: Engine) -> None:
 
 
 def test_a_failing_step_ends_its_jobs_and_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = wait_until_idle(engine)["free_slots"]
+    free = free_slots(engine)
     with monkeypatch.context() as patch:
         patch.setattr(engine.machine, "launch", lambda *_: 1 / 0)
         failed = submit(engine, ask("x")).wait()
     assert failed.events[-1].error is not None and "ZeroDivisionError" in failed.events[-1].error.message
     assert run(engine, ask("x", max_tokens=2)).finishes[0].completion_tokens == 2
-    assert wait_until_idle(engine)["free_slots"] == free
+    assert free_slots(engine) == free
 
 
 def test_stopped_engine_refuses(model: Path) -> None:
@@ -258,10 +252,17 @@ def test_a_lost_device_ends_the_engine_and_tells_everyone(model: Path, monkeypat
     with started_engine(model) as engine:
         running = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True))
         assert running.started.wait(60)
+        answers: queue.Queue[Any] = queue.Queue()
+
+        def lost(*_: object) -> Launched:
+            engine.call(calls.ListSessions(10, 0), answers.put)  # too late for an engine that still runs
+            raise RuntimeError("the device is lost")
+
         monkeypatch.setattr(engine.machine, "is_lost", lambda: True)
-        monkeypatch.setattr(engine.machine, "launch", lambda *_: 1 / 0)
-        lost = running.wait().events[-1].error
-        assert lost is not None and lost.kind is ErrorKind.ENGINE_LOST
+        monkeypatch.setattr(engine.machine, "launch", lost)
+        error = running.wait().events[-1].error
+        assert error is not None and error.kind is ErrorKind.ENGINE_LOST
+        assert answers.get(timeout=60).info.kind is ErrorKind.ENGINE_LOST
         engine._thread.join(60)
         assert not engine.is_alive
         late = submit(engine, ask("x"))
@@ -309,6 +310,7 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
                 told.append((rows[0].sequence.job.is_batch, between is not None))
             return launch(rows, after)
 
+        monkeypatch.setattr(batch_share, "LULL_S", math.inf)  # however long it takes from one job to the next
         monkeypatch.setattr(type(engine.machine), "has_pieces", True)
         monkeypatch.setattr(engine.machine, "launch", launched)
         for rows in (9, 1, 9):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.model.adapter_table import AdapterTable
@@ -26,7 +26,8 @@ from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.adapter_files import random_experts, write_adapter
-from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import Running, ask, call, free_slots, run, standing_still, started_engine, submit, tiny_model, turn
+from test.serving import wait_for
 from test.state_files import random_state, write_state
 
 BOTH = [("poet", 1.0), ("", 1.0)]
@@ -168,8 +169,7 @@ def test_constrained_rows_draw_apart_from_the_graph(
 
 def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
     bulk = crowd(engine, max_tokens=10**6)
-    while graphs(engine).steps[-1:] != [20]:
-        time.sleep(0.001)
+    wait_for(lambda: graphs(engine).steps[-1:] == [20], 30, "all of them decode")
     graphs(engine).steps.clear()
     run(engine, ask("a long prompt " * 60, max_tokens=3))
     assert graphs(engine).steps[:4] == [20] * 4, "the prompt's chunks leave the decoding rows alone"
@@ -267,7 +267,7 @@ def test_a_graph_that_cannot_be_captured_is_done_without(wanted_of_mixture: list
 
 
 def test_too_little_memory_for_prompts_ends_those_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = call(engine, "status")["free_slots"]
+    free = free_slots(engine)
     forward = engine.machine.pipeline.forward
 
     def refusing(inputs: StepInputs, out: Tensor | None = None) -> Tensor:
@@ -286,24 +286,27 @@ def test_too_little_memory_for_prompts_ends_those_alone(engine: Engine, monkeypa
 
 
 def test_a_failing_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with rows in both parts, a row that was cancelled in flight, a session that is closing."""
-    free = call(engine, "status")["free_slots"]
+    """A job with rows in both parts, sessions that are closing, sessions whose prompts are read."""
+    free = free_slots(engine)
     launch, failing = engine.machine.launch, threading.Event()
 
     def sometimes(rows: list[ScheduledRow], *after: Any) -> Launched:
+        if any(row.sequence.phase is Phase.CLOSING for row in rows):
+            failing.set()  # while the long prompt is read, and those of some sessions
         if failing.is_set() and any(row.num_tokens > 1 for row in rows):
             raise RuntimeError("broken")
         return launch(rows, *after)
 
     monkeypatch.setattr(engine.machine, "launch", sometimes)
-    both = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), ask("y " * 5000, max_tokens=2))
-    jobs: list[Running] = [submit(engine, turn(f"c{i}", "hello " * 40, max_tokens=4)) for i in range(4)]
-    assert both.answered.wait(60)
-    failing.set()
+    with standing_still(engine):
+        both = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True), ask("y " * 5000, max_tokens=2))
+        prompts = ["hello " * count for count in (40, 40, 400, 1000)]
+        jobs = [submit(engine, turn(f"c{i}", prompt, max_tokens=4)) for i, prompt in enumerate(prompts)]
     assert both.wait().events[-1].error is not None
     for job in jobs:
         job.wait()
-    failing.clear()
+    assert [job.events[-1].error is None for job in jobs] == [True, True, False, False]
+    monkeypatch.setattr(engine.machine, "launch", launch)
     run(engine, ask("x", max_tokens=2))
     call(engine, "session_delete", session_id="c", delete_prefix=True)
     assert call(engine, "status")["free_slots"] == free
@@ -325,7 +328,7 @@ def test_rows_that_a_failed_mask_has_ended_are_in_no_later_part(
             raise RuntimeError("no mask")
         return draw(step)
 
-    free = call(engine, "status")["free_slots"]
+    free = free_slots(engine)
     monkeypatch.setattr(engine.machine, "launch", watched)
     monkeypatch.setattr(engine.machine, "draw_constrained", failing)
     words = Constraint(form=Form.CHOICE, source='["yes", "no"]')

@@ -21,7 +21,19 @@ from rwkv_batch.request import FinishReason
 from rwkv_batch.runner.drawing import Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, Running, ask, call, run, standing_still, started_engine, submit, tiny_model, turn
+from test.harness import (
+    TOKENIZER,
+    Running,
+    ask,
+    call,
+    free_slots,
+    run,
+    standing_still,
+    started_engine,
+    submit,
+    tiny_model,
+    turn,
+)
 from test.serving import wait_for
 
 
@@ -180,7 +192,7 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
     pool = PoolConfig(state_db=db, durability=words, l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, overlap_on_cpu=overlap) as engine:
         conversation(engine, "s", ["one"], max_tokens=6)
-        free, launch = call(engine, "status")["free_slots"], engine.machine.launch
+        free, launch = free_slots(engine), engine.machine.launch
 
         def failing(rows: list[ScheduledRow], *after: Any) -> Launched:
             if any(row.sequence.phase is Phase.CLOSING for row in rows):
@@ -200,7 +212,7 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_an_error(
             == conversation(engine, "twin", prompts, max_tokens=6)[-1:]
         )
         call(engine, "session_delete", session_id="twin")
-        assert call(engine, "status")["free_slots"] == free
+        assert free_slots(engine) == free
 
 
 @contextmanager

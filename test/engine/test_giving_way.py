@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.core.fair_queue import FairQueue
+from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -18,7 +19,7 @@ from rwkv_batch.request import FinishReason, GenerateRequest, Priority
 from rwkv_batch.runner.drawing import Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import Running, ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import Running, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
 
 STEPS_BETWEEN = 8
 
@@ -120,7 +121,7 @@ def test_sessions_that_gave_way_go_on_as_if_nothing_had_been(engine: Engine, pau
 
 @pytest.mark.parametrize("way", ["cancel", "timeout"])
 def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence], way: str) -> None:
-    free = call(engine, "status")["free_slots"]
+    free = free_slots(engine)
     endless = [ask("endless", max_tokens=10**6, ignore_eos=True)] * 10
     job = submit(engine, *endless, client="bulk", timeout_s=1000.0 if way == "timeout" else None)
     assert job.started.wait(60)
@@ -131,7 +132,7 @@ def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence
     if way == "cancel":
         engine.cancel(job.job.job_id)
     else:
-        engine._put(lambda: engine.jobs.expire(time.monotonic() + 2000.0))
+        engine._inbox.put(lambda: engine.jobs.expire(time.monotonic() + 2000.0))
     reason = FinishReason.CANCELLED if way == "cancel" else FinishReason.TIMEOUT
     assert {finish.reason for finish in job.wait().finishes.values()} == {reason}
     for chat in chats:
@@ -172,12 +173,20 @@ def test_nobody_waits_for_the_prefix_of_a_row_that_gave_way(model: Path, paused:
     pool = PoolConfig(state_db="")
     with started_engine(model, pool, max_running=4, prefill_tokens_per_step=8, prefill_chunk=8) as engine:
         run(engine, ask(system + "first", max_tokens=1))
+        launch, chats = engine.machine.launch, list[Running]()
+
+        def launching(rows: list[ScheduledRow], *more: Any) -> Launched:
+            if any(row.sequence.cache_points for row in rows) and not chats:  # it has begun to read
+                chats.extend(submit(engine, ask("hi", **endless), client=name) for name in ("a", "b"))
+            return launch(rows, *more)
+
         rows = [ask("x", **endless), ask("y", **endless), ask(system + "second", **endless)]
-        jobs = [submit(engine, *rows, client="bulk", priority=Priority.BATCH)]
-        assert jobs[0].started.wait(60)
-        for name in ("a", "b"):
-            jobs.append(submit(engine, ask("hi", **endless), client=name))
-            assert jobs[-1].started.wait(60)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine.machine, "launch", launching)
+            jobs = [submit(engine, *rows, client="bulk", priority=Priority.BATCH)]
+            assert jobs[0].started.wait(60)
+        jobs += chats
+        assert len(jobs) == 3 and all(job.started.wait(60) for job in jobs)
         assert [sequence.row for sequence in paused] == [2] and paused[0].cache_points, "it was reading"
         assert submit(engine, ask(system + "third", max_tokens=1), client="c").done.wait(60), "another reads it"
         for job in jobs:

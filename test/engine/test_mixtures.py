@@ -19,7 +19,7 @@ from rwkv_batch.request import GenerateRequest, JobEvents, PromptLogprobs
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, run, settles, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, ask, call, free_slots, run, settles, started_engine, submit, tiny_model, turn
 from test.model.test_model import oracle
 from test.state_files import random_state, write_state
 
@@ -126,14 +126,15 @@ def test_continuations_and_a_limit_that_is_reached(engine: Engine) -> None:
 
 def test_slots_come_back_from_mixtures_that_are_cancelled(model: Path) -> None:
     with engine_with_states(model, max_running=4) as engine:
-        free = engine.machine.pool.num_free
+        free = free_slots(engine)
         jobs = [submit(engine, ask("go on", mixture=MIXES[2], max_tokens=10_000, ignore_eos=True)) for _ in range(6)]
-        jobs[0].started.wait(60)
+        assert jobs[0].started.wait(60)
         for job in jobs:
             engine.cancel(job.job.job_id)
             job.wait()
         run(engine, ask("hello"))
-        assert engine.machine.pool.num_free + len(engine.machine.pool.tuned.slots) == free
+        pool = engine.machine.pool
+        assert settles(engine, lambda: pool.num_free + len(pool.tuned.slots) == free)
 
 
 def test_many_mixtures_share_few_slots(model: Path) -> None:

@@ -17,7 +17,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, Running, ask, submit, tiny_model, turn
+from test.harness import TOKENIZER, WAIT_S, Running, ask, submit, tiny_model, turn
 
 HEADER = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
 ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
@@ -36,17 +36,17 @@ class Stepped:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.engine._drain_inbox()
+            self.engine._inbox.do_all()
             self.engine.step()
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        for _ in range(2000):
-            if condition():
-                return
+        steps, deadline = 0, time.monotonic() + WAIT_S
+        while not condition():
             self.step()
+            steps += len(self.rows) > 0
             if not self.rows:
                 time.sleep(0.002)  # the pool's threads are at work
-        raise AssertionError(f"not within 2000 steps: {what}")
+            assert steps < 2000 and time.monotonic() < deadline, f"not within {steps} steps: {what}"
 
     def end(self, job: Running) -> Running:
         self.until(job.done.is_set, "the job ends")
@@ -54,7 +54,7 @@ class Stepped:
 
     def cancel(self, job: Running) -> None:
         self.engine.cancel(job.job.job_id)
-        self.engine._drain_inbox()
+        self.engine._inbox.do_all()
 
     @property
     def rows(self) -> list[Sequence]:

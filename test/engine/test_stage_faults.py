@@ -13,7 +13,7 @@ import torch
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from state_pool.config import PoolConfig
-from test.harness import ask, call, run, started_engine, submit, tiny_model, turn
+from test.harness import ask, call, free_slots, run, started_engine, submit, tiny_model, turn
 
 STAGES: dict[str, Any] = {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True, "max_running": 12}
 PARTS = pytest.mark.parametrize("stage", [0, 1, 2], ids=["first stage", "middle stage", "last stage"])
@@ -50,7 +50,7 @@ class Faulty:
 def test_too_little_memory_on_any_stage_is_a_429(engine: Engine, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs ends with it, in every group; sessions are as before; what comes later is served."""
     wanted = run(engine, turn("s", "hello", max_tokens=8)).texts[0]
-    free = call(engine, "status")["free_slots"]
+    free = free_slots(engine)
     faulty = Faulty(engine, stage, monkeypatch)
     jobs = [submit(engine, ask(f"row {i}", max_tokens=10**6, ignore_eos=True)) for i in range(9)]
     for job in jobs:

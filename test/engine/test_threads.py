@@ -4,60 +4,74 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from routes.serving.thread_states import CAN_KEEP, drop_ended, keep_state
+from test.serving import wait_for
 
 pytestmark = pytest.mark.skipif(not CAN_KEEP, reason="only where threads can be listed")
 
 
-def num_states() -> int:
-    """Thread states of this interpreter."""
+def states() -> set[int]:
+    """Numbers of this interpreter's thread states, of which none is given twice: other tests' threads may end."""
     python = ctypes.PyDLL(None)
     for name in ("PyInterpreterState_Main", "PyInterpreterState_ThreadHead", "PyThreadState_Next"):
         getattr(python, name).restype = ctypes.c_void_p
-    state = python.PyInterpreterState_ThreadHead(ctypes.c_void_p(python.PyInterpreterState_Main()))
-    count = 0
-    while state:
-        count += 1
-        state = python.PyThreadState_Next(ctypes.c_void_p(state))
-    return count
+    python.PyThreadState_GetID.restype = ctypes.c_uint64
+    found, interval = set(), sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # no other thread runs, and ends, from here on
+    try:
+        state = python.PyInterpreterState_ThreadHead(ctypes.c_void_p(python.PyInterpreterState_Main()))
+        while state:
+            found.add(python.PyThreadState_GetID(ctypes.c_void_p(state)))
+            state = python.PyThreadState_Next(ctypes.c_void_p(state))
+    finally:
+        sys.setswitchinterval(interval)
+    return found
 
 
 def on_foreign_thread(work: Callable[[], None]) -> None:
-    """Run `work` on a thread that the C library makes, and wait until that has ended."""
-    libc = ctypes.CDLL(None)
-    start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: work())
+    """Run `work` on a thread that the C library makes, and wait until that has ended for the kernel too."""
+    libc, numbers = ctypes.CDLL(None), list[int]()
+
+    def body(_: object) -> None:
+        numbers.append(threading.get_native_id())
+        work()
+
+    start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(body)
     thread = ctypes.c_ulong()
     assert libc.pthread_create(ctypes.byref(thread), None, start, None) == 0
     assert libc.pthread_join(thread, None) == 0
+    wait_for(lambda: not Path(f"/proc/self/task/{numbers[0]}").exists(), 30, "it is no longer listed")
 
 
 def test_a_kept_state_stays_until_its_thread_has_ended() -> None:
     drop_ended()
-    before = num_states()
+    before = states()
     on_foreign_thread(lambda: None)
-    assert num_states() == before, "Python drops a state that nobody keeps"
+    assert not states() - before, "Python drops a state that nobody keeps"
     on_foreign_thread(keep_state)
     on_foreign_thread(lambda: (keep_state(), keep_state())[0])
-    assert num_states() == before + 2
+    assert len(states() - before) == 2
     drop_ended()
-    assert num_states() == before
+    assert not states() - before
 
 
 def test_the_state_of_a_living_thread_is_not_dropped() -> None:
     drop_ended()
-    before, seen = num_states(), []
+    before, seen = states(), list[int]()
     kept, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
         keep_state()
         kept.set()
         may_end.wait(60)
-        seen.append(num_states())
+        seen.append(len(states() - before))
 
     thread = threading.Thread(target=on_foreign_thread, args=(work,))
     thread.start()
@@ -65,14 +79,14 @@ def test_the_state_of_a_living_thread_is_not_dropped() -> None:
     drop_ended()
     may_end.set()
     thread.join()
-    assert seen == [before + 2]
+    assert seen == [2], "the thread's and that of the one that waits for it"
     drop_ended()
-    assert num_states() == before
+    assert not states() - before
 
 
 def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     drop_ended()
-    before, listed = num_states(), os.listdir
+    before, listed = states(), os.listdir
     kept, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -91,11 +105,11 @@ def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monk
     with monkeypatch.context() as patched:
         patched.setattr(os, "listdir", list_then_start)
         drop_ended()
-    assert num_states() == before + 2, "the thread's and that of the one that waits for it"
+    assert len(states() - before) == 2, "the thread's and that of the one that waits for it"
     may_end.set()
     thread.join()
     drop_ended()
-    assert num_states() == before
+    assert not states() - before
 
 
 def test_who_drops_stays_able_to_call_and_be_called() -> None:

@@ -14,6 +14,7 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.wire import EventBatch, SocketLink, in_frames
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogprob
+from test.serving import wait_for
 
 DECODER = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 LARGE = b"x" * 300_000
@@ -67,10 +68,7 @@ def test_a_frame_that_comes_as_the_last_one_goes_is_sent_once(links: Ends) -> No
     sender.send((0, LARGE))
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    for _ in range(2000):
-        if len(got) == 3:
-            break
-        ended.wait(0.01)
+    wait_for(lambda: len(got) == 3, WAIT_S, "all three have come")
     assert got == [(0, len(LARGE)), (1, len(LARGE)), (2, 4)]
     sender.close()
     assert ended.wait(WAIT_S)

@@ -178,7 +178,7 @@ def breaking(engine):
 with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_tokens_per_step=256) as engine:
     job = submit(engine, ask("x", max_tokens=10**6, ignore_eos=True, chunk_size=1))
     assert job.started.wait(60)
-    engine._put(lambda: breaking(engine))
+    engine._inbox.put(lambda: breaking(engine))
     print("ended", job.wait().events[-1].error.kind, flush=True)
     engine._thread.join(60)
     late = submit(engine, ask("x"))

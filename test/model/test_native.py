@@ -87,7 +87,7 @@ def test_processes_that_start_together_build_once(library: build.Library) -> Non
     children = [context.Process(target=_build_in_child, args=(library, paths)) for _ in range(3)]
     for child in children:
         child.start()
-    assert len({paths.get(timeout=30) for _ in children}) == 1
+    assert len({paths.get(timeout=120) for _ in children}) == 1
     for child in children:
         child.join()
     assert len(list(build.cache_folder().glob("*.so"))) == 1

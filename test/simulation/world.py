@@ -276,7 +276,7 @@ class World:
         self.counts["steps"] += 1
         self.faults.step()
         self.tasks.now += self.draw.choice((0.001, 0.003, 0.02, 0.1))
-        self.engine._drain_inbox()
+        self.engine._inbox.do_all()
         try:
             worked = self.engine.step()
         except PoolLost:  # the process ends, and is started again

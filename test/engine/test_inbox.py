@@ -1,0 +1,63 @@
+"""Commands for the engine's thread: each that is taken is done, whatever comes between; the others are refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from rwkv_batch.inbox import Command, Inbox
+from test.harness import WAIT_S
+
+
+class Slow(deque[Command]):
+    """A command is on its way to it for as long as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def append(self, command: Command) -> None:
+        self.begun.set()
+        assert self.goes_on.wait(WAIT_S)
+        super().append(command)
+
+
+def test_what_is_on_its_way_when_the_inbox_is_closed_is_done() -> None:
+    """Nobody looks again after the last look: who was told that it is taken would wait for ever."""
+    inbox, done, taken = Inbox(lambda: None), list[int](), list[bool]()
+    inbox._commands = slow = Slow()
+
+    def end() -> None:
+        inbox.close()
+        inbox.do_all()
+
+    putting = threading.Thread(target=lambda: taken.append(inbox.put(lambda: done.append(1))))
+    ending = threading.Thread(target=end)
+    putting.start()
+    assert slow.begun.wait(WAIT_S)
+    ending.start()
+    ending.join(0.1)  # where nothing keeps it from ending, it does
+    slow.goes_on.set()
+    for thread in (putting, ending):
+        thread.join(WAIT_S)
+    assert (taken, done) == ([True], [1])
+
+
+def test_nothing_is_taken_by_a_closed_inbox() -> None:
+    woken, done = list[int](), list[int]()
+    inbox = Inbox(lambda: woken.append(1))
+    assert inbox.put(lambda: done.append(1))
+    inbox.close()
+    assert not inbox.put(lambda: done.append(2))
+    inbox.do_all()
+    assert (woken, done) == ([1], [1])
+
+
+def test_within_a_step_only_arrivals_are_taken_up_to_another_command() -> None:
+    inbox, done = Inbox(lambda: None), list[str]()
+    for name in ("a", "b", "status", "c"):
+        inbox.put(lambda name=name: done.append(name), is_arrival=name != "status")  # type: ignore[misc]
+    assert inbox.do_arrivals() and done == ["a", "b"]
+    assert not inbox.do_arrivals() and done == ["a", "b"]
+    inbox.do_all()
+    assert done == ["a", "b", "status", "c"]
