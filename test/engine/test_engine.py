@@ -104,7 +104,7 @@ def test_many_shared_prompts_over_few_slots(model: Path) -> None:
 
 
 def test_bulk_does_not_starve_an_interactive_request(engine: Engine) -> None:
-    bulk = submit(engine, *[ask("bulk row " * 20, max_tokens=12, ignore_eos=True) for _ in range(1000)])
+    bulk = submit(engine, *[ask("bulk row " * 20, max_tokens=10**4, ignore_eos=True) for _ in range(1000)])
     assert bulk.answered.wait(60) and bulk.refusal is None
     quick = run(engine, ask("hi", max_tokens=4))
     assert quick.finishes[0].completion_tokens == 4
