@@ -56,6 +56,7 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if sys.platform == "linux":
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        supervisor.send(("started", os.getpid()))  # before it is nginx: whatever is killed then, none of it is left
 
     nginx = subprocess.Popen(
         command,
@@ -65,7 +66,6 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
         process_group=0,
         preexec_fn=end_with_parent,  # noqa: PLW1509  # no other thread runs yet
     )
-    supervisor.send(("started", nginx.pid))
     threading.Thread(target=_follow_supervisor, args=(nginx, supervisor), daemon=True).start()
     code = nginx.wait()
     _kill_group(nginx.pid)  # a master that was killed leaves its workers

@@ -115,7 +115,12 @@ def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) 
             command, cwd=installed.folder, env=installed.environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        wait_for(lambda: httpx.get(f"{url}/readyz").status_code == 200, 60, f"ready; see {log}")
+
+        def is_ready() -> bool:
+            assert process.poll() is None, log.read_text()
+            return httpx.get(f"{url}/readyz").status_code == 200
+
+        wait_for(is_ready, 60, f"ready; see {log}")
         assert "<script" in httpx.get(url, timeout=60).text
         body = {"contents": ["abc"], "max_tokens": 2, "stream": False}
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200, log.read_text()
