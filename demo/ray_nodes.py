@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import signal
 import socket
@@ -12,17 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-START_S = 45.0
-ATTEMPTS = 3
+START_S = 90.0
+ATTEMPTS = 5
 """Ray gives its own processes some 15 s to start, which a busy machine may not have."""
 OBJECT_STORE_BYTES = 80_000_000
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, and that no client's connection is given as its own until somebody does."""
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for port in random.SystemRandom().sample(range(20_000, max(first, 30_000)), 100):  # Ray's own begin below
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 class RayNodes:
@@ -44,9 +48,9 @@ class RayNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(folder / "ray"),
             "RAY_memory_monitor_refresh_ms": "0",  # others of this machine may need much memory
-            # A lost node is given up after about 4 s instead of 66.
+            # A node whose processes have ended is given up after about 4 s instead of 66; a busy machine's is not.
             "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_timeout_ms": "10000",
             "RAY_health_check_failure_threshold": "3",
             # What takes part ends if the head is away for so long, else for a minute.
             "RAY_gcs_rpc_server_reconnect_timeout_s": "600",

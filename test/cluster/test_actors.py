@@ -55,7 +55,7 @@ def streams_of(service: Service) -> list[dict[int, str]]:
 
 
 def test_streams_over_ray_outlive_their_actor(nodes: RayNodes, tiny_model: Path, tmp_path: Path) -> None:
-    service = joined(nodes, tmp_path, tiny_model, "--engine-wait-s", "60", "--cluster-service", "short")
+    service = joined(nodes, tmp_path, tiny_model, "--engine-wait-s", "300", "--cluster-service", "short")
     try:
         expected = streams_of(all_ready(service))
         pid = pid_of(service, "engine-0")
@@ -66,8 +66,8 @@ def test_streams_over_ray_outlive_their_actor(nodes: RayNodes, tiny_model: Path,
         os.kill(pid, signal.SIGKILL)
         assert streams.result() == expected
         assert pid_of(service, "engine-0") != pid
-        assert service.terminate() == 0
-        wait_for(lambda: not actors(), 30, "the engine has left with its last service")
+        assert service.terminate(240) == 0
+        wait_for(lambda: not actors(), 60, "the engine has left with its last service")
     finally:
         service.close()
 
@@ -151,7 +151,7 @@ def test_streams_outlive_a_machine_and_engines_outlive_a_service(tiny_model: Pat
 def test_every_engine_is_restarted_without_a_request_that_fails(
     nodes: RayNodes, tiny_model: Path, tmp_path: Path
 ) -> None:
-    service = joined(nodes, tmp_path, tiny_model, "--engine-wait-s", "60", "--cluster-service", "rolling")
+    service = joined(nodes, tmp_path, tiny_model, "--engine-wait-s", "300", "--cluster-service", "rolling")
     try:
         expected = streams_of(all_ready(service))
         before = engines(service)["engine-0"]["pid"]

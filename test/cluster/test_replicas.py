@@ -23,7 +23,7 @@ TOKENS = 200
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    arguments = ("--model-path", str(tiny_model), "--replicas", "2", "--threads", "1", "--engine-wait-s", "60")
+    arguments = ("--model-path", str(tiny_model), "--replicas", "2", "--threads", "1", "--engine-wait-s", "300")
     running = Service(tmp_path_factory.mktemp("pair"), *arguments, "--admin-password", "boss")
     try:
         yield all_ready(running)
@@ -113,7 +113,7 @@ class Meanwhile(threading.Thread):
             assert self._begun.acquire(timeout=120), "no stream begins"
 
     def result(self) -> list[dict[int, str]]:
-        self.join(300)
+        self.join(500)
         assert not self.is_alive(), "a stream waits for ever"
         return self.texts
 
