@@ -311,7 +311,7 @@ MUTANTS: list[Mutant] = [
                 "test/routes/test_http_faults.py::test_whole_answers_and_refusals_give_their_places_back",
             ),
             (
-                "        visit.end(reply.status, exchange.failure or DONE)\n",
+                "        visit.leave()\n",
                 "",
                 "the gate is not left after whole answers",
                 "test/routes/test_http_faults.py::test_whole_answers_and_refusals_give_their_places_back",
