@@ -44,8 +44,9 @@ logger = logging.getLogger("supervisor")
 
 _LAST_WORDS_S = 5.0
 """What processes get beyond --drain-timeout-s before they are killed."""
-_CUT_OFF_S = 1.0
-"""What HTTP workers get after a second signal to tell their clients that the answer ends here."""
+_CUT_OFF_S = 5.0
+"""What HTTP workers get after a second signal to tell their clients that the answer ends here; they end before that
+unless a client does not read, or the machine is busy."""
 ENGINE_FACTORY = "rwkv_batch.engine:Engine"
 
 
@@ -234,6 +235,7 @@ class Supervisor:
         if self._front is not None:
             self._front.tell("quit")  # it listens no more, and ends when the workers' last answers are out
         self._workers.finish()
+        deadline = max(deadline, time.monotonic() + _LAST_WORDS_S)  # engines may have taken all of it
         self._await(lambda: not self._workers.are_alive, deadline)
         self._listeners.close()  # what nginx still reads is told that nobody answers, and does not wait for it
         self._await(lambda: self._front is None or not self._front.is_alive, deadline)

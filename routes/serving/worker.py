@@ -46,6 +46,8 @@ _TURNS_TO_DROP = 50
 """WakeUps of housekeeping from one search for ended threads to the next."""
 _TURNS_TO_TELL = 5
 """The same from one word of the models in use to the next."""
+_LAST_WORDS_S = 5.0
+"""What clients get at least to be told that their answer ends here, however short --drain-timeout-s is."""
 _FLUSH_S, _FLUSH_TURNS = 0.3, 30
 """Time for the last bytes to leave Robyn after the last handler has returned, and in how many turns of waiting: where
 Robyn's threads wait for a core, so does each turn."""
@@ -215,7 +217,7 @@ def _follow(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: 
             case ("model", number, refusal):
                 models.answered(number, refusal)
             case "finish":
-                deadline = time.monotonic() + context.config.drain_timeout_s
+                deadline = time.monotonic() + max(context.config.drain_timeout_s, _LAST_WORDS_S)
                 while context.gate.inside and time.monotonic() < deadline:
                     time.sleep(0.02)
                 for _ in range(_FLUSH_TURNS):
