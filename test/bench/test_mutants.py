@@ -28,9 +28,8 @@ from bench.mutants.runner import (
 )
 from test.serving import wait_for
 
-pytestmark = pytest.mark.timeout(600)
 CI = [mutant for mutant in MUTANTS if mutant.in_ci]
-LIMITS = Limits(run_s=500.0)
+LIMITS = Limits(run_s=500.0, test_s=300.0)
 
 
 def test_every_mutant_applies() -> None:

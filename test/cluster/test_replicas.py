@@ -15,7 +15,6 @@ import pytest
 
 from test.serving import START_S, Service, row_texts, sse_data, wait_for
 
-pytestmark = pytest.mark.timeout(600)
 CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
 ADMIN = {"Authorization": "Bearer boss"}
 TOKENS = 200
