@@ -372,10 +372,13 @@ class Fleet:
 
     def _look_after(self) -> None:
         while not self._stopped.wait(LOOK_S):
-            for member in self.members:
-                member.look()
+            self._look_at_engines()
             self._tell_change()
             self._send_waiting()
+
+    def _look_at_engines(self) -> None:
+        for member in self.members:
+            member.look(is_last=not any(one.takes_work for one in self.members if one is not member))
 
     def _send_waiting(self) -> None:
         """Hand jobs that wait to engines that are there, and end those that have waited too long."""

@@ -17,6 +17,8 @@ LOOK_S = 0.25
 SILENT_LOOKS = 8
 """An engine of which nothing was heard in so many looks is lost: after two seconds, unless this process stood still
 too, which counts looks and not time."""
+LAST_SILENT_LOOKS = 40
+"""The same where no other engine takes work: its loss helps nobody, and a busy machine may hold up its process."""
 
 
 class Member:
@@ -86,11 +88,11 @@ class Member:
         with self._lock:
             self.is_failing = self.is_failing or connection == self.connection
 
-    def look(self) -> None:
-        """Called every `LOOK_S`: an engine that says nothing is given up."""
+    def look(self, is_last: bool = False) -> None:
+        """Called every `LOOK_S`: an engine that says nothing is given up, later if no other one takes work."""
         heard, self._heard = self._heard, self.client.num_heard
         self._silent_looks = 0 if heard != self._heard or not self.client.is_connected else self._silent_looks + 1
-        if self._silent_looks >= SILENT_LOOKS:
+        if self._silent_looks >= (LAST_SILENT_LOOKS if is_last else SILENT_LOOKS):
             self._silent_looks = 0
             self.client.drop()
 
