@@ -166,6 +166,7 @@ class HttpWorkers:
 
     def _reap(self, worker: Worker) -> None:
         self.workers.remove(worker)
+        self._tell_readiness()  # before all else: until the others hear of it, they call all ready
         was_forked, cause = worker.child.was_forked, worker.child.reap()
         if worker.serves:
             logger.error("process %s ended (%s); a spare takes its place", worker.child.name, cause)

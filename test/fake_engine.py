@@ -110,7 +110,8 @@ class FakeEngine:
         self._thread.start()
 
     def drain(self, timeout_s: float) -> None:
-        self._draining = True
+        with self._lock:
+            self._draining = True
         deadline = time.monotonic() + timeout_s
         while self._jobs and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -123,11 +124,11 @@ class FakeEngine:
         self._delivered = act
 
     def submit(self, job: Job, sink: Sink, admitted: Admitted) -> None:
-        if self._draining:
-            admitted(ServiceError(ErrorKind.DRAINING, "draining"))
-            return
-        admitted(None)
-        with self._lock:
+        with self._lock:  # a job that is admitted is among those that `drain` waits for
+            if self._draining:
+                admitted(ServiceError(ErrorKind.DRAINING, "draining"))
+                return
+            admitted(None)
             self._jobs[job.job_id] = _Running(job, sink, self._tokenizer, self._config.model_name)
 
     def cancel(self, job_id: str) -> None:

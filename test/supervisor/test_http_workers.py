@@ -49,7 +49,7 @@ def wait_ready_once(service: Service) -> None:
 
 
 def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fake: Service) -> None:
-    wait_ready_once(fake)
+    fake.wait_ready()
     before = workers(fake)
     for _ in range(16):
         with fake.connect() as connection:  # never refused: the sockets listen whoever reads them
@@ -62,7 +62,7 @@ def test_malformed_packets_in_a_row_refuse_no_connection_and_wait_for_nothing(fa
 
 
 def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service) -> None:
-    wait_ready_once(fake)
+    fake.wait_ready()
     body = json.dumps({"contents": ["abc"], "max_tokens": 1_000_000, "chunk_size": 1, "stream": True}).encode()
     streams = [fake.connect() for _ in range(8)]
     words, ended = [0] * 8, [False] * 8
@@ -73,28 +73,29 @@ def test_a_stream_of_another_worker_goes_on_while_one_is_replaced(fake: Service)
                 words[number] += piece.count(b"abc")
         ended[number] = True
 
-    for number, stream in enumerate(streams):
-        stream.sendall(raw_request(CHAT, body))
-        threading.Thread(target=read, args=(number,), daemon=True).start()
-    wait_for(lambda: fake.status()["running_rows"] == 8, 10, "8 streams run")
-    lost = next(one for one in fake.processes()["http_workers"] if one["jobs"] < 8)
-    os.kill(lost["pid"], signal.SIGABRT)
-    wait_for(lambda: sum(ended) == lost["jobs"], 30, "its streams end")
-    before = list(words)
-
     def going_on() -> int:
         return sum(now > then + 50 for now, then in zip(words, before, strict=True))
 
-    wait_for(lambda: going_on() == 8 - lost["jobs"], 30, "the others go on")
-    assert sum(ended) == lost["jobs"]
-    for stream in streams:
-        with contextlib.suppress(OSError):  # reset by the one that was lost
-            stream.shutdown(socket.SHUT_RDWR)
+    try:
+        for number, stream in enumerate(streams):
+            stream.sendall(raw_request(CHAT, body))
+            threading.Thread(target=read, args=(number,), daemon=True).start()
+        wait_for(lambda: fake.status()["running_rows"] == 8, 10, "8 streams run")
+        lost = next(one for one in fake.processes()["http_workers"] if one["jobs"] < 8)
+        os.kill(lost["pid"], signal.SIGABRT)
+        wait_for(lambda: sum(ended) == lost["jobs"], 30, "its streams end")
+        before = list(words)
+        wait_for(lambda: going_on() == 8 - lost["jobs"], 30, "the others go on")
+        assert sum(ended) == lost["jobs"]
+    finally:
+        for stream in streams:
+            with contextlib.suppress(OSError):  # reset by the one that was lost
+                stream.shutdown(socket.SHUT_RDWR)
     fake.wait_idle()
 
 
 def test_a_lost_spare_is_replaced(fake: Service) -> None:
-    wait_ready_once(fake)
+    fake.wait_ready()
     serving = workers(fake)
     origin = _parent(serving["http-0"])
     lost = wait_for(lambda: _all_spares(origin, serving), 30, "all spares").pop()
@@ -105,7 +106,7 @@ def test_a_lost_spare_is_replaced(fake: Service) -> None:
 
 def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
     """Streams go on, and who takes over from a worker comes from another such process."""
-    wait_ready_once(fake)
+    fake.wait_ready()
     serving = workers(fake)
     origin = _parent(serving["http-0"])
     spares = wait_for(lambda: _all_spares(origin, serving), 30, "all spares")
@@ -123,7 +124,7 @@ def test_what_forks_workers_is_lost_without_harm_to_any(fake: Service) -> None:
         for _ in range(100):
             assert stream.recv(65536)
     fake.wait_idle()
-    wait_ready_once(fake)
+    fake.wait_ready()
     assert all(fake.post(CHAT, SHORT).status_code == 200 for _ in range(8))
 
 
@@ -174,7 +175,7 @@ def test_a_hangup_without_a_file_of_keys_ends_nothing(fake: Service) -> None:
 
 
 def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
-    wait_ready_once(fake)
+    fake.wait_ready()
     for _ in range(3):
         noticed = fake.log.read_text().count(NOTICED) + 2
         os.kill(fake.pids()["engine"], signal.SIGKILL)
