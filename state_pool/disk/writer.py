@@ -355,6 +355,7 @@ class Writer:
             self._garbage.popleft()  # the next start finds it again
             return
         self._discard(hidden)
+        self._try_to_measure()  # there may be no other commit any more, where a full database takes no new session
         if empty:
             self._garbage.popleft()
         self._log.written(_TRANSACTION_BYTES)
@@ -380,6 +381,9 @@ class Writer:
         self._away_since = None
         self.stats.degraded = None
         self._log.written(num_bytes)
+        self._try_to_measure()
+
+    def _try_to_measure(self) -> None:
         try:
             self._measure()
         except sqlite3.Error as error:  # what was written stays so

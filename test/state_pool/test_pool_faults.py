@@ -372,6 +372,18 @@ def test_the_disk_cap_refuses_new_sessions(tmp_path: Path) -> None:
     driver.pool.close()
 
 
+def test_a_full_database_takes_new_sessions_when_all_are_deleted(tmp_path: Path) -> None:
+    """Nothing is committed behind the delete but that its pieces are collected."""
+    driver = reopen(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
+    with pytest.raises(PoolFull):
+        for i in range(60):
+            driver.turn(f"s{i}", [i])
+    driver.delete("s", prefix=True)
+    driver.until(lambda: not store_of(driver).shrinking)
+    driver.turn("new", [1])
+    driver.pool.close()
+
+
 def test_lazy_turns_lost_with_a_broken_disk_are_not_hidden(tmp_path: Path) -> None:
     driver = reopen(tmp_path, durability="lazy", l1_sessions=1, l2_sessions=1, transfer_states=1)
     driver.turn("a", [1])
