@@ -83,12 +83,12 @@ class ModelDirectory:
                 self._here[model.address][1].update([model])
             elif model.status is ModelStatus.READY:
                 self._here[model.address] = self._connect(model)
-        for address in set(self._here) - addresses:
-            self._here.pop(address)[1].stop()
         with self._lock:
             self.table = tuple(table)
             self._num_told += 1
             wakes, self._changed = self._changed, set()
+        for address in set(self._here) - addresses:  # now: a model that the table has as ready is here
+            self._here.pop(address)[1].stop()
         for wake in wakes:
             wake()
 

@@ -146,6 +146,14 @@ def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_
         assert refused.value.info.field == "adapters"
 
 
+def test_a_model_that_has_left_is_unknown_before_its_engine_is_let_go(tmp_path: Path) -> None:
+    """A request that comes between the two would be told that it is being loaded."""
+    machine, seen = Machine(tmp_path, "", small=READY), list[object]()
+    machine.other.stop = lambda: seen.append(machine.models.find("small"))  # type: ignore[method-assign]
+    machine.models.update(machine.table[:1])
+    assert seen == [None]
+
+
 LOADING = ModelStatus.LOADING
 
 
