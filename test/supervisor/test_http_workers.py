@@ -214,6 +214,24 @@ def test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engi
     assert told() == [("all", True), ("all", False)]
 
 
+def test_the_others_are_told_of_a_lost_worker_before_its_end_is_looked_into() -> None:
+    nothing: Any = None
+    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing, is_ready=True)
+    other = Told()
+
+    class Lost(Told):
+        name, was_forked = "http-0", True
+
+        def reap(self) -> str:
+            assert other.told == [("all", False)]
+            return "SIGABRT"
+
+    children: list[Any] = [Lost(), other]
+    workers.workers = [Worker(child, True, number, True, True) for number, child in enumerate(children)]
+    workers._reap(workers.workers[0])
+    assert [worker.child for worker in workers.workers] == [other]
+
+
 def test_all_that_a_lost_process_was_to_fork_is_one_failed_start_however_slowly_it_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
