@@ -47,6 +47,9 @@ class Models(Protocol):
     def find(self, name: str) -> ServedModel | None:
         """What is known of a model that was asked for."""
 
+    def context_of(self, model: ServedModel) -> Context | None:
+        """To look at a model, which is no use of it; None: it is being loaded, has failed, or leaves."""
+
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError."""
 

@@ -103,17 +103,22 @@ class ModelDirectory:
         """What is known of a model that was asked for."""
         return next((model for model in self.table if model.wish.name == name), None)
 
+    def context_of(self, model: ServedModel) -> Context | None:
+        """To look at a model, which is no use of it; None: it is being loaded, has failed, or leaves."""
+        here = self._here.get(model.address)
+        return here[0] if here is not None and model.status is ModelStatus.READY else None
+
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError if it is not to be had."""
         model = self._named(asked)
         if model is None:
             return self._own(context, asked)
-        name, here = model.wish.name, self._here.get(model.address)
+        name, context_here = model.wish.name, self.context_of(model)
         match model.status:
-            case ModelStatus.READY if here is not None:
+            case ModelStatus.READY if context_here is not None:
                 with self._lock:
                     self._used.add(name)
-                return here[0]
+                return context_here
             case ModelStatus.FAILED:
                 raise _unknown(f"model: {name!r} could not be loaded: {model.error}", asked)
             case ModelStatus.UNLOADING:

@@ -60,11 +60,10 @@ async def _served(context: Context) -> dict[str, dict[str, object]]:
 async def _loaded(context: Context, name: str) -> list[dict[str, object]]:
     """The same of a model that was loaded while serving, as it is by now: others were asked for theirs meanwhile."""
     model = context.models.find(name) if context.models is not None else None
-    if model is None:
+    if context.models is None or model is None:
         return []
-    try:
-        served = context.of_model(name)
-    except ServiceError:  # it is being loaded, has failed, or leaves
+    served = context.models.context_of(model)
+    if served is None:
         return [about(model)]
     first, *others = await _listed(served)
     return [{**first, **about(model)}, *others]

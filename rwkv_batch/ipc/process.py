@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 
 import msgspec
@@ -99,12 +100,14 @@ class _LongCollections:
 
 
 def become_child(process: str, style: LogStyle) -> None:
-    """Start of a supervised process, before it has threads: signals of a group are the supervisor's business.
+    """Start of a supervised process, before it has threads: signals of a group are the supervisor's business, and a
+    thread that dies ends it.
 
     It stays in the supervisor's session: Linux gives sessions like shares of the cores (sched_autogroup), whatever
     their threads' priorities. In one of its own, a single thread that stands back would go before each of many others.
     """
     share_heaps()
+    threading.excepthook = _end_with_a_thread
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -113,6 +116,20 @@ def become_child(process: str, style: LogStyle) -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     set_up_logging(process, style)
+
+
+def _end_with_a_thread(died: threading.ExceptHookArgs) -> None:
+    """A thread has died of an exception: without it the process would go on and do half of its work, unseen.
+
+    The supervisor starts it anew.
+    """
+    if died.exc_type is SystemExit or sys.is_finalizing():
+        return
+    name = died.thread.name if died.thread is not None else "of no name"
+    error = died.exc_value if died.exc_value is not None else died.exc_type()
+    logger.critical("the thread %s has died; its process ends, to be started anew", name, exc_info=error)
+    logging.shutdown()
+    os._exit(1)
 
 
 def set_compute_environment() -> None:

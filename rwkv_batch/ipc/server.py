@@ -269,11 +269,7 @@ class EngineServer:
 
     def _accept_loop(self, listener: socket.socket) -> None:
         while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                logger.exception("the engine's socket failed; HTTP workers cannot connect any more")
-                return
+            connection, _ = listener.accept()
             link: PeerLink = SocketLink(connection, to_engine_decoder, "worker")
             threading.Thread(target=self.serve, args=(link,), name="worker-receive", daemon=True).start()
 

@@ -231,3 +231,6 @@ def test_models_are_listed_while_one_of_them_leaves_or_the_engine_is_lost(tmp_pa
     answer: Any = asyncio.run(models(machine.context, {}))
     listed = {one["id"]: one.get("status") for one in json.loads(answer.body)["data"]}
     assert listed == {"rwkv7": None, "small": "ready", "large": "unloading" if leaves else "ready"}
+    assert machine.models.take_used() == (), "a list is no use of models, which are unloaded when nobody uses them"
+    machine.context.of_model("small")
+    assert machine.models.take_used() == ("small",)
