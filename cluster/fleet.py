@@ -239,13 +239,13 @@ class Fleet:
     def _let_wait(self, journey: Journey, error: ErrorInfo) -> None:
         with self._lock:
             self._put(journey, None)
-            is_cancelled = journey.is_cancelled
-            if not is_cancelled:
+            over = CANCELLED if journey.is_cancelled else error if self._stopped.is_set() else None
+            if over is None:
                 journey.error = error
                 journey.deadline = time.monotonic() + self._limits.wait_s
                 self._waiting[journey.job.job_id] = journey
-        if is_cancelled:
-            self._fail(journey, CANCELLED)
+        if over is not None:  # nobody would look after it
+            self._fail(journey, over)
 
     def _answered(self, journey: Journey, attempt: Attempt, refusal: ServiceError | None) -> None:
         """An engine has admitted a job, or not."""

@@ -21,6 +21,9 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
+_TOLD_S = 2.0
+"""Within which every HTTP worker has been told what one of them has."""
+
 
 class ServingEngine(EngineProtocol, Protocol):
     """An engine that can be away, and that keeps the figures of all workers."""
@@ -159,7 +162,10 @@ class Context:
         return self.models.chosen(self, asked) if self.models is not None and isinstance(asked, str) else self
 
     async def of_model_soon(self, asked: object) -> Context:
-        """The same; while it is being loaded, --engine-wait-s for it."""
+        """The same; one that is being loaded is waited for as long as it takes until every worker is told.
+
+        No longer: who waits has a place, and a model may load for minutes while others serve.
+        """
         if self.models is not None and isinstance(asked, str):
-            await self.models.wait_while_loading(asked, self.config.engine_wait_s)
+            await self.models.wait_while_loading(asked, min(_TOLD_S, self.config.engine_wait_s))
         return self.of_model(asked)

@@ -67,6 +67,8 @@ class ActorLink(CarriedLink[ToWorker, ToEngine]):
             self._actor.hang_up.remote(self._peer)
         except self._ray.exceptions.RayError as error:
             logger.debug("an engine's actor takes no messages: %r", error)
+        except Exception:  # whatever else Ray raises: the link is made anew
+            logger.exception("an engine's actor cannot be told")
         finally:
             self.close()
 

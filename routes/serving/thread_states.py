@@ -34,7 +34,10 @@ def keep_state() -> None:
 
 
 def drop_ended() -> None:
-    """Drop the states of threads that have ended."""
+    """Drop the states of threads that have ended.
+
+    Raises OSError or RuntimeError, and drops none, where the system has no file descriptor or no thread left.
+    """
     if not CAN_KEEP:
         return
     with _lock:
@@ -47,7 +50,12 @@ def drop_ended() -> None:
     if ended:
         # From Python 3.12 on a thread that drops another's state is not known as Python's any more: let it end.
         dropping = threading.Thread(target=_drop, args=([state for _, state in ended],))
-        dropping.start()
+        try:
+            dropping.start()
+        except RuntimeError:  # the system has no thread for it; next time
+            with _lock:
+                _kept.extend(ended)
+            raise
         dropping.join()
 
 

@@ -46,7 +46,7 @@ _TURNS_TO_DROP = 50
 """WakeUps of housekeeping from one search for ended threads to the next."""
 _TURNS_TO_TELL = 5
 """The same from one word of the models in use to the next."""
-_LAST_WORDS_S = 5.0
+_LAST_WORDS_S = 4.5
 """What clients get at least to be told that their answer ends here, however short --drain-timeout-s is."""
 _FLUSH_S, _FLUSH_TURNS = 0.3, 30
 """Time for the last bytes to leave Robyn after the last handler has returned, and in how many turns of waiting: where
@@ -151,24 +151,32 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
 
     def housekeeping() -> None:
         for turn in range(sys.maxsize):
-            if turn < _WIDENINGS:
-                _widen(cpus)
-            # Entering Robyn's native side releases the streams whose clients have gone.
-            Headers({})
-            if turn % _TURNS_TO_DROP == 0:
-                drop_ended()
-            if turn % _TURNS_TO_TELL == 0 and (used := models.take_used()):
-                supervisor.tell("used", used)
+            _keep_house(turn, cpus, supervisor, models)
             time.sleep(_HOUSEKEEPING_S)
 
     def started() -> None:
-        threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
         supervisor.tell("serving")
+        threading.Thread(target=housekeeping, name="housekeeping", daemon=True).start()
 
     app = Robyn(__file__)
     register(app, context, ROUTES)
     app.startup_handler(started)
     return app
+
+
+def _keep_house(turn: int, cpus: set[int], supervisor: SupervisorLink, models: ModelDirectory) -> None:
+    """One turn of housekeeping."""
+    # Entering Robyn's native side releases the streams whose clients have gone.
+    Headers({})
+    if turn % _TURNS_TO_TELL == 0 and (used := models.take_used()):
+        supervisor.tell("used", used)
+    try:
+        if turn < _WIDENINGS:
+            _widen(cpus)
+        if turn % _TURNS_TO_DROP == 0:
+            drop_ended()
+    except (OSError, RuntimeError) as error:  # clients may hold all descriptors, or the system all threads, for a while
+        logger.warning("housekeeping is put off: %s", error)
 
 
 def _set_limits() -> None:

@@ -74,3 +74,13 @@ def test_a_job_that_is_cancelled_while_it_is_handed_on_ends(monkeypatch: pytest.
     else:
         error = running.events[-1].error
         assert error is not None and error.kind is ErrorKind.CANCELLED and fleet.num_jobs == 0
+
+
+def test_a_job_that_comes_to_wait_behind_the_fleets_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model that is unloaded while its engine is lost: nobody looks after the waiting ones any more."""
+    play(monkeypatch, Played)
+    fleet, engines = made(FleetLimits(wait_s=3600.0), 1)
+    running = submit(fleet)
+    monkeypatch.setattr(fleet, "_choice", lambda journey: fleet.stop())
+    having(engines).lose()
+    assert running.events[-1].error is not None and fleet.num_jobs == 0

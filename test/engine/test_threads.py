@@ -8,9 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from routes.model_directory import ModelDirectory
+from routes.serving import worker
 from routes.serving.thread_states import CAN_KEEP, drop_ended, keep_state
 from test.serving import wait_for
 
@@ -108,6 +111,27 @@ def test_a_thread_that_comes_up_while_others_are_looked_for_keeps_its_state(monk
     assert len(states() - before) == 2, "the thread's and that of the one that waits for it"
     may_end.set()
     thread.join()
+    drop_ended()
+    assert not states() - before
+
+
+@pytest.mark.parametrize("lacks", ["descriptors", "threads"])
+def test_states_are_dropped_when_the_system_has_again_what_that_takes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+) -> None:
+    """Clients may hold all descriptors of an HTTP worker, which goes on all the same."""
+    drop_ended()
+    before = states()
+    on_foreign_thread(keep_state)
+
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files") if lacks == "descriptors" else RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((os, "listdir") if lacks == "descriptors" else (threading.Thread, "start")), refuse)
+        models = ModelDirectory(lambda command: None, lambda model: pytest.fail("no model is there"))
+        worker._keep_house(0, os.sched_getaffinity(0), SimpleNamespace(), models)  # type: ignore[arg-type]
+    assert "put off" in caplog.text and len(states() - before) == 1
     drop_ended()
     assert not states() - before
 

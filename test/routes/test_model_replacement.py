@@ -176,9 +176,14 @@ def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(t
     assert "is not a model" in large.info.message
 
 
-def test_work_waits_so_long_for_a_model_and_no_longer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine_wait_s", "told_s"), [(0.01, 3600.0), (3600.0, 0.01)])
+def test_work_waits_so_long_for_a_model_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_wait_s: float, told_s: float
+) -> None:
+    """It has a place meanwhile, which others want for models that are there."""
     machine = Machine(tmp_path, "", small=LOADING)
-    machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=0.01)
+    machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=engine_wait_s)
+    monkeypatch.setattr("routes.context._TOLD_S", told_s)
     with pytest.raises(ServiceError) as refused:
         asyncio.run(machine.context.of_model_soon("small"))
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
