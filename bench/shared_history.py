@@ -114,6 +114,7 @@ def _acknowledged(notes: Path) -> int:
 
 
 def _engine(name: str, folder: Path, address: str, notes: Path, sessions: int, number: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whoever started this process may ignore it, which is inherited
     draw = random.Random(number)
     config = config_in(folder, state_db=address, engine=name, service="bench", retain_tokens=-1, l1_sessions=64)
     driver = Driver(FakeArena(num_slots=128, vocab=1 << 31), config)
