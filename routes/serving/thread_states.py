@@ -9,9 +9,12 @@ Python is not told when such a thread ends, so what ended threads have left is d
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import threading
+
+logger = logging.getLogger(__name__)
 
 CAN_KEEP = sys.platform == "linux" and sys.implementation.name == "cpython"
 """Elsewhere nobody tells which threads have ended."""
@@ -34,12 +37,16 @@ def keep_state() -> None:
 
 
 def drop_ended() -> None:
-    """Drop the states of threads that have ended.
-
-    Raises OSError or RuntimeError, and drops none, where the system has no file descriptor or no thread left.
-    """
+    """Drop the states of threads that have ended; later, if the system has no file descriptor or thread for it."""
     if not CAN_KEEP:
         return
+    try:
+        _try_to_drop_ended()
+    except (OSError, RuntimeError) as error:  # clients may hold all descriptors for a while
+        logger.warning("what ended threads have left is dropped later: %s", error)
+
+
+def _try_to_drop_ended() -> None:
     with _lock:
         kept = list(_kept)
     # Looked at after that: a thread that comes up meanwhile is not among those asked for.

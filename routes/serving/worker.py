@@ -170,13 +170,10 @@ def _keep_house(turn: int, cpus: set[int], supervisor: SupervisorLink, models: M
     Headers({})
     if turn % _TURNS_TO_TELL == 0 and (used := models.take_used()):
         supervisor.tell("used", used)
-    try:
-        if turn < _WIDENINGS:
-            _widen(cpus)
-        if turn % _TURNS_TO_DROP == 0:
-            drop_ended()
-    except (OSError, RuntimeError) as error:  # clients may hold all descriptors, or the system all threads, for a while
-        logger.warning("housekeeping is put off: %s", error)
+    if turn < _WIDENINGS:
+        _widen(cpus)
+    if turn % _TURNS_TO_DROP == 0:
+        drop_ended()
 
 
 def _set_limits() -> None:
@@ -203,9 +200,10 @@ def _let_others_finish() -> None:
 
 def _widen(cpus: set[int]) -> None:
     """Let every thread of this process run on all its CPUs again."""
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(int(thread), cpus)
+    with contextlib.suppress(OSError):  # clients may hold all descriptors
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(thread), cpus)
 
 
 def _follow(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: ModelDirectory) -> None:
