@@ -21,9 +21,6 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
-_TOLD_S = 2.0
-"""Within which every HTTP worker has been told what one of them has."""
-
 
 class ServingEngine(EngineProtocol, Protocol):
     """An engine that can be away, and that keeps the figures of all workers."""
@@ -57,7 +54,8 @@ class Models(Protocol):
         """The context of the model that a request names. Raises ServiceError."""
 
     async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
-        """Return when the model that a request names is not being loaded any more; at the latest after so long."""
+        """Return when the model that a request names is not being loaded any more; at the latest after so long, or
+        when every worker must have been told."""
 
     async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
         """Have a model loaded, and wait so long for it. Raises ServiceError if that cannot be begun."""
@@ -162,10 +160,7 @@ class Context:
         return self.models.chosen(self, asked) if self.models is not None and isinstance(asked, str) else self
 
     async def of_model_soon(self, asked: object) -> Context:
-        """The same; one that is being loaded is waited for as long as it takes until every worker is told.
-
-        No longer: who waits has a place, and a model may load for minutes while others serve.
-        """
+        """The same; one that is being loaded is waited for a moment."""
         if self.models is not None and isinstance(asked, str):
-            await self.models.wait_while_loading(asked, min(_TOLD_S, self.config.engine_wait_s))
+            await self.models.wait_while_loading(asked, self.config.engine_wait_s)
         return self.of_model(asked)

@@ -129,13 +129,16 @@ class ModelDirectory:
 
     async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
         """Return when the model that a request names is not being loaded any more, as far as this worker has been told;
-        at the latest after so long. Another worker may have been told that it is ready a moment ago."""
+        at the latest after so long, or when it must have been: another may have been told that it is ready just now.
+
+        No longer: who waits has a place, and a model may load for minutes while others serve.
+        """
 
         def is_loaded() -> bool:
             model = self._named(asked)
             return model is None or model.status is not ModelStatus.LOADING
 
-        await self._until(is_loaded, timeout_s)
+        await self._until(is_loaded, min(timeout_s, _TOLD_S))
 
     def take_used(self) -> tuple[str, ...]:
         """The models that have been asked for since the last call, or answer right now."""

@@ -183,7 +183,7 @@ def test_work_waits_so_long_for_a_model_and_no_longer(
     """It has a place meanwhile, which others want for models that are there."""
     machine = Machine(tmp_path, "", small=LOADING)
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=engine_wait_s)
-    monkeypatch.setattr("routes.context._TOLD_S", told_s)
+    monkeypatch.setattr("routes.model_directory._TOLD_S", told_s)
     with pytest.raises(ServiceError) as refused:
         asyncio.run(machine.context.of_model_soon("small"))
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
