@@ -20,6 +20,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import Admitted, Sink
 from rwkv_batch.request import Job, Priority
+from rwkv_batch.tokenizer import make_tables
 from settings import Settings
 
 _MOST_IN_FLIGHT = 4096
@@ -90,6 +91,7 @@ class _Engine:
         """Loads the model. Raises StartupError."""
         from rwkv_batch.engine import Engine
 
+        make_tables()
         self._engine = Engine(settings.engine)
         self._engine.start()
         self.places = self._engine.scheduler.limits.max_running

@@ -26,8 +26,9 @@ from routes import web_page  # noqa: E402
 from routes.docs.openapi import openapi_document  # noqa: E402
 from routes.serving import http, listening  # noqa: E402, F401  # Robyn with them
 from routes.table import ROUTES  # noqa: E402
-from rwkv_batch.tokenizer import Tokenizer  # noqa: E402
+from rwkv_batch.tokenizer import Tokenizer, make_tables  # noqa: E402
 
+make_tables()
 TOKENIZER = Tokenizer()
 OPENAPI_DOCUMENT = openapi_document(ROUTES)
 WEB_FILES = web_page.read_files()

@@ -13,7 +13,7 @@ import signal
 from native.priority import at_low_priority
 from rwkv_batch.ipc import server  # noqa: F401
 from rwkv_batch.ipc.process import set_compute_environment
-from rwkv_batch.tokenizer import make_tables
+from rwkv_batch.tokenizer import make_byte_tables
 
 # A manager that signals the whole group means the supervisor, which ends the others in order.
 for _signal in (signal.SIGTERM, signal.SIGHUP):
@@ -24,7 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would not live
 
 def _make() -> None:
     importlib.import_module("rwkv_batch.engine")
-    make_tables()
+    make_byte_tables()
 
 
 at_low_priority(_make)

@@ -35,7 +35,7 @@ from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
 from rwkv_batch.runner.stage_graphs import graph_stages
 from rwkv_batch.runner.state_copy import PipelineArena
-from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
 from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_AT_FIRST_USE
 from sampling.sampler import Sampler
@@ -55,6 +55,7 @@ class ModelRunner:
         if threads := config.threads or cpu_part(config.replicas):
             torch.set_num_threads(threads)
         self.tokenizer = Tokenizer()
+        make_byte_tables()
         behind = partial(behind_others, only_idle_cores=config.only_idle_cores)
         self.weights, self.pipeline = behind(self._load) if config.gives_way else self._load()
         self.vocab = self.weights.shape.vocab

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from rwkv_batch import tokenizer as tokenizers
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 
 RANGES = (
@@ -107,4 +108,16 @@ def test_countless_ids_are_digits_and_blanks(tokenizer: Tokenizer) -> None:
 
 def test_its_tables_are_made_once_in_a_process() -> None:
     one, other = Tokenizer(), Tokenizer()
-    assert one._rust is other._rust and one.byte_table is other.byte_table
+    assert one.byte_table is other.byte_table and one.id_by_bytes is other.id_by_bytes
+    assert one.encode("a") == other.encode("a") and tokenizers._encoder() is tokenizers._encoder()
+
+
+def test_engines_encode_without_the_tables_of_whole_texts(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take 230 MB, and what an engine is forked from is copied page by page."""
+    rng = random.Random(2)
+    texts = [random_text(rng) for _ in range(300)]
+    expected = [tokenizer.encode(text) for text in texts]
+    monkeypatch.delattr(tokenizers, "_encoder")
+    assert [tokenizer.encode_bytes(text.encode()) for text in texts] == expected
