@@ -3,7 +3,7 @@
     python -m bench.model_rounds --rounds 50 --second 12x768
     python -m bench.model_rounds --rounds 3 --streams 8 --second 2x128 --period-s 0.5       # the short form
 
-What is known so far is printed every ten seconds of the rounds, a line of JSON each; the last line has everything.
+One line of JSON; a run that is ended by SIGTERM in its rounds says what is known of these.
 
 `--streams` clients stream from the service's own model, a token a delta. First nothing else happens, for half as long
 as the rounds are to take; then a second model is loaded and unloaded every `--period-s`, each time under a name of its
@@ -15,14 +15,13 @@ Told: the gaps between a stream's deltas in the three times, and the longest one
 how much each stream's gaps in the rounds are longer than in the two other times together: the longest of all, the
 median of the longest of every `--period-s` (one long gap that had another cause does not change it), the 99th of a
 hundred, the median; and the same of the time after by the time before, which is what the machine does by itself.
-The same of one stream more, straight from the engine's socket (`engine_stream`): without what HTTP workers and the
-client add.
+The same of one stream more, straight from the engine's socket (`engine_stream`): without what HTTP workers add. Who
+receives notes what comes and nothing else; when a delta came says the system where it does (`bench/gap_clients.py`).
 Errors of streams. Memory (PSS without pages of files) of all processes and of each kind, and what rounds leave of it
 beyond what the tokens take that the streams draw meanwhile: the service keeps a stream's tokens until it ends. What
 says something on a machine that others use, too: how often a second the serving engine's threads lost their core
 (where the system counts it), and the CPU seconds of a round's engine, from its fork to its end. Bounds: on a CPU the
-models share memory bandwidth with the streams, and the cores but for those that `--threads` leaves; a process of its
-own receives.
+models share memory bandwidth with the streams, and the cores but for those that `--threads` leaves.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
-import selectors
 import signal
 import statistics
 import sys
@@ -40,17 +37,13 @@ import tempfile
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
-from array import array
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.engine_stream import EngineStream
-from bench.gaps import Gap, Span, figures
-from bench.http_load import Exchange, Load, _open, _request, fetch, served_tokens
+from bench.gap_clients import Receiver, address, receive, receive_from_engine
+from bench.gaps import Span, figures
+from bench.http_load import Load, fetch, served_tokens
 from bench.serve import machine, percentile, service
 from bench.streams import ENGINE_FORKS, _parent, memory_mb
 from demo.random_weights import write_random_model
@@ -59,7 +52,6 @@ PASSWORD = "rounds"
 MAX_TOKENS = 60_000
 """Of a stream: none ends between the two looks at memory."""
 LOOKS = ("begin", "rounds_begin", "rounds_end", "end")
-TELL_S = 10.0
 SETTLE_S = 3.0
 """After the streams have begun, and after the rounds, before memory is looked at."""
 
@@ -75,66 +67,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--second", default="12x768", help="layers x width of the second model")
     parser.add_argument("--commit", default="", help="of the code, where git is not at hand")
     return parser.parse_known_args()
-
-
-def receive(load: Load, host: str, port: int, parent: Connection) -> None:
-    """Main function of the client's process: streams that are opened anew when they end, until told to stop."""
-    selector = selectors.DefaultSelector()
-    gaps = array("d")
-    failures: list[str] = []
-
-    def begin(number: int) -> None:
-        exchange = _open(host, port, _request(load, host, number))
-        selector.register(exchange.connection, selectors.EVENT_READ, (number, exchange))
-
-    for number in range(load.concurrency):
-        begin(number)
-    is_over = False
-    while not is_over:
-        if parent.poll():
-            is_over = parent.recv() == "stop"
-            parent.send_bytes(gaps.tobytes())  # as they are: to pickle so many would be a gap in every stream
-            parent.send(failures)
-            del gaps[:]
-        for key, _ in selector.select(timeout=0.1):
-            number, exchange = key.data
-            piece = key.fileobj.recv(262144)  # type: ignore[union-attr]
-            if piece:
-                _note(number, exchange, piece, gaps)
-                continue
-            if exchange.failed or b"[DONE]" not in exchange.tail:
-                failures.append(exchange.failed or "the stream ended without [DONE]")
-            selector.unregister(key.fileobj)
-            exchange.connection.close()
-            begin(number)
-
-
-def _note(number: int, exchange: Exchange, piece: bytes, gaps: array[float]) -> None:
-    known = len(exchange.gaps)
-    exchange.take(piece, b'"content"')
-    if len(exchange.gaps) > known:
-        gaps.extend((number, time.monotonic(), exchange.gaps[-1]))
-
-
-class Client:
-    """The process that receives, and what it has told by now."""
-
-    def __init__(self, load: Load, url: str) -> None:
-        address = urllib.parse.urlsplit(url)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = (load, address.hostname, address.port, theirs)
-        self._process = context.Process(target=receive, args=arguments, daemon=True)
-        self._process.start()
-        self.gaps: list[Gap] = []
-        self.failures: list[str] = []
-
-    def ask(self, command: str = "tell") -> None:
-        """Have it say what is new; "stop": for the last time."""
-        self._pipe.send(command)
-        told = array("d", self._pipe.recv_bytes())
-        self.failures = self._pipe.recv()
-        self.gaps += [(int(told[at]), told[at + 1], told[at + 2]) for at in range(0, len(told), 3)]
 
 
 class Look(NamedTuple):
@@ -228,9 +160,8 @@ def _command(pid: int) -> bytes:
     return b""
 
 
-def rounds(service: Service, args: argparse.Namespace, tell: Callable[[int], None]) -> tuple[list[float], list[str]]:
-    """Seconds of each round, and what went wrong. `tell` is called every `TELL_S` with how many have ended."""
-    seconds: list[float] = []
+def rounds(service: Service, args: argparse.Namespace, seconds: list[float]) -> list[str]:
+    """What went wrong. `seconds` is given those of each round when it ends."""
     wrong: list[str] = []
     places = threading.Semaphore(args.at_once)
 
@@ -247,19 +178,15 @@ def rounds(service: Service, args: argparse.Namespace, tell: Callable[[int], Non
         places.release()
 
     threads = []
-    told = time.monotonic()
     for number in range(args.rounds):
         due = time.monotonic() + args.period_s
         places.acquire()
         threads.append(threading.Thread(target=one, args=(number,), daemon=True))
         threads[-1].start()
-        if time.monotonic() > told + TELL_S:
-            told = time.monotonic()
-            tell(len(seconds))
         time.sleep(max(0.0, due - time.monotonic()))
     for thread in threads:
         thread.join()
-    return seconds, wrong
+    return wrong
 
 
 def faults(service: Service) -> dict[str, str]:
@@ -311,12 +238,13 @@ def undisturbed(service: Service, seconds: float) -> tuple[Span, int]:
 class Times:
     """When what happened: gaps of the streams, and of one straight from the engine, by what happened beside them."""
 
-    def __init__(self, client: Client, direct: EngineStream, second_s: float) -> None:
+    def __init__(self, client: Receiver, direct: Receiver, second_s: float) -> None:
         self._client, self._direct, self._second_s = client, direct, second_s
 
     def told(self, before: Span, in_rounds: Span, after: Span | None = None) -> dict[str, Any]:
         """Figures of all gaps by now; `after`: None, where that time is yet to come."""
-        self._client.ask()
+        self._client.look()
+        self._direct.look()
         spans = before, in_rounds, after or (in_rounds[1], in_rounds[1])
         direct = figures(self._direct.gaps, *spans, self._second_s)
         return {**figures(self._client.gaps, *spans, self._second_s), "engine_stream": direct}
@@ -325,10 +253,11 @@ class Times:
 def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     served = Service(url, folder)
-    client = Client(Load("/v1/chat/completions", args.streams, 1, 1, MAX_TOKENS, 16, 1, True, ""), url)
+    load = Load("/v1/chat/completions", args.streams, 1, 1, MAX_TOKENS, 16, 1, True, "")
+    client = Receiver(receive, folder / "gaps", load, *address(url))
     while served.status()["running_rows"] < args.streams:
         time.sleep(0.1)
-    direct = EngineStream(served.engine, MAX_TOKENS)
+    direct = Receiver(receive_from_engine, folder / "engine-gaps", served.engine, MAX_TOKENS)
     times = Times(client, direct, args.period_s)
     served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
     time.sleep(SETTLE_S)
@@ -339,25 +268,27 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     looks.append(served.look())
     used, lost, begun = served.ended_cpu_s(), served.lost_cores(), time.monotonic()
 
-    def tell(ended: int) -> None:
-        print(json.dumps({"rounds": ended, **times.told(before, (begun, time.monotonic()))}), flush=True)
-
-    seconds, wrong = rounds(served, args, tell)
+    seconds: list[float] = []
+    try:
+        wrong = rounds(served, args, seconds)
+    except SystemExit:  # a time limit
+        print(json.dumps({"rounds": len(seconds), **times.told(before, (begun, time.monotonic()))}), flush=True)
+        raise
     in_rounds = begun, time.monotonic()
     lost = served.lost_cores() - lost
     used = served.ended_cpu_s() - used
-    tell(len(seconds))
     time.sleep(SETTLE_S)
     looks.append(served.look())
     after, lost_after = undisturbed(served, quiet_s)
     looks.append(served.look())
     told = {} if args.no_faults else faults(served)
     faults_end = time.monotonic()
+    client.stop()
+    direct.stop()
     found = times.told(before, in_rounds, after)
-    direct.close()
-    client.ask("stop")
     return {
         "streams": args.streams,
+        "stamped_by": client.stamped_by,
         "rounds": len(seconds),
         "round_s_p50": round(statistics.median(seconds), 2),
         "rounds_s": round(in_rounds[1] - in_rounds[0], 1),
