@@ -1,4 +1,4 @@
-"""Work for a model that comes while others serve: on few threads, and behind theirs."""
+"""Threads that compute, and work for a model that comes while others serve: on few of them, and behind theirs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ CORES_OF_A_THREAD = 8
 T = TypeVar("T")
 
 
+def set_compute_threads(count: int) -> None:
+    """So many threads compute for the calling one.
+
+    In a process's first call torch makes a pool of that many threads beside those of OpenMP, for kernels that are not
+    used here; each keeps a core for 16 ms before it sleeps, which all who compute on these cores wait for. One needs none.
+    """
+    torch.set_num_threads(1)
+    torch.set_num_threads(count)
+
+
 def behind_others(work: Callable[[], T], only_idle_cores: bool = False) -> T:
     """What `work` returns or raises, from one thread for every eight compute threads, which all others go before.
 
@@ -22,10 +32,10 @@ def behind_others(work: Callable[[], T], only_idle_cores: bool = False) -> T:
     threads = torch.get_num_threads()
 
     def on_few_threads() -> T:
-        torch.set_num_threads(max(1, threads // CORES_OF_A_THREAD))
+        set_compute_threads(max(1, threads // CORES_OF_A_THREAD))
         return work()
 
     try:
         return at_low_priority(on_few_threads, only_idle_cores)
     finally:
-        torch.set_num_threads(threads)
+        set_compute_threads(threads)

@@ -22,7 +22,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
 from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
-from rwkv_batch.runner.giving_way import behind_others
+from rwkv_batch.runner.giving_way import behind_others, set_compute_threads
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.graph_pieces import piece_layers
 from rwkv_batch.runner.host_copy import HostCopy
@@ -53,7 +53,7 @@ class ModelRunner:
         """`wake` is called from the pool's threads when the engine's thread should look at the pool."""
         self._config = config
         if threads := config.threads or cpu_part(config.replicas):
-            torch.set_num_threads(threads)
+            set_compute_threads(threads)
         self.tokenizer = Tokenizer()
         make_byte_tables()
         behind = partial(behind_others, only_idle_cores=config.only_idle_cores)
