@@ -16,8 +16,8 @@ T = TypeVar("T")
 def set_compute_threads(count: int) -> None:
     """So many threads compute for the calling one.
 
-    In a process's first call torch makes a pool of that many threads beside those of OpenMP, for kernels that are not
-    used here; each keeps a core for 16 ms before it sleeps, which all who compute on these cores wait for. One needs none.
+    At its first call in a process torch makes a pool of that many threads beside those of OpenMP, for kernels that are
+    not used here; each keeps a core for 16 ms before it sleeps, and who computes there waits. A pool of one has none.
     """
     torch.set_num_threads(1)
     torch.set_num_threads(count)

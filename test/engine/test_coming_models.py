@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
@@ -34,6 +36,18 @@ def test_what_gives_way_is_done_by_few_threads_and_others_have_theirs(threads: i
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_no_thread_is_started_before_there_is_something_to_compute() -> None:
+    """Of torch's pool that is not used (`set_compute_threads`): in a process of its own, that has none yet."""
+    counted = (
+        "import os, torch; from rwkv_batch.runner.giving_way import set_compute_threads as use\n"
+        "before = os.listdir('/proc/self/task'); use(5)\n"
+        "print(os.listdir('/proc/self/task') == before, torch.get_num_threads())"
+    )
+    told = subprocess.run([sys.executable, "-c", counted], check=True, capture_output=True, text=True)
+    assert told.stdout.split() == ["True", "5"]
 
 
 def priority() -> tuple[int, int]:
