@@ -332,10 +332,11 @@ class Engine:
         may_wait = len(self._in_flight) < self.machine.steps_in_flight and not self._awaits_masks()
         concludes = bool(self._in_flight) and not (rows and may_wait)
         while concludes:
-            self._conclude(self._in_flight.popleft())
+            self._conclude(self._in_flight.popleft(), self._let_in.look)
             self._draw_constrained()
             if not (self._in_flight and self._is_awaited(self._in_flight[-1])):
                 break
+        self._let_in.end()
         self.jobs.deliver()  # of rows that ended without a step
         return bool(rows) or concludes
 
@@ -343,7 +344,7 @@ class Engine:
         """Start a step, part by part; a failure ends the jobs of its part and not the engine.
 
         `between`: what to call between pieces of it. While interactive requests come, prompts of batch rows have pieces
-        too; they are read slower then.
+        too.
         """
         launched: list[Launched] = []
         number, self._next_step = self._next_step, self._next_step + 1
@@ -355,8 +356,12 @@ class Engine:
             part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:
                 continue
+            has_pieces = between is not None and (
+                part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
+            )
+            if has_pieces:
+                self._let_in.look()
             try:
-                has_pieces = part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
                 step = self.machine.launch(part, oldest, between if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
                 if self.scheduler.limits.masks_take_turns:
@@ -409,8 +414,9 @@ class Engine:
         for sequence, failure in failures:
             self.jobs.fail_grammar(sequence, failure)
 
-    def _conclude(self, concluded: Step) -> None:
-        """Read what a step has drawn, act on it and tell of it, each part as soon as it is there."""
+    def _conclude(self, concluded: Step, look: Callable[[], None] = lambda: None) -> None:
+        """Read what a step has drawn, act on it and tell of it, each part as soon as it is there. `look`: called before
+        it is told."""
         for step in concluded.parts:
             try:
                 drawn, scores = self.machine.read(step), self.machine.read_scores(step)
@@ -424,6 +430,7 @@ class Engine:
             if self.jobs.certain_tokens > before:
                 self.speed.count_certain(self.jobs.certain_tokens - before)
             self._draw_constrained()  # before anybody is told: the device waits for it
+            look()
             self.jobs.deliver()
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:

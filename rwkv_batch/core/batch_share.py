@@ -3,8 +3,8 @@
 While an interactive row reads its prompt, batch rows stand aside in all but one of a few steps, since a step that also
 has theirs takes much longer. While interactive requests come, and for a while after the last one, steps are short: so
 many batch rows decode in each and take turns, and few tokens of their prompts are read. Or steps are launched in
-pieces (`core/let_in.py`), and a prompt that takes as long in pieces as many do is read when there are many. Without
-interactive requests all batch rows are in every step.
+pieces (`core/let_in.py`): then as many tokens of their prompts are read as such a step holds, when there are so many.
+Without interactive requests all batch rows are in every step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ LULL_S = 10.0
 TOKENS_PER_ROW = 4
 """Prompt tokens that take about as long as a row that decodes, for which logits are made and a token is drawn."""
 
-GATHERED_TOKENS, GATHERED_STEPS = 512, 8
-"""Prompts of batch rows are read in pieces when they have so many tokens, or every so many steps in which rows decode:
-with fewer tokens the host takes as long to launch the kernels."""
+PIECES_ROWS, PIECES_TOKENS = 32, 480
+"""Most rows, and tokens in all, of the batch's prompts that are read in one step in pieces."""
+GATHERED_STEPS = 8
+"""Fewer tokens than PIECES_TOKENS are read every so many steps in which rows decode: the weights are read for them
+alone, which takes as long for one token as for a hundred."""
 
 
 class BatchShare:
@@ -83,17 +85,28 @@ class BatchShare:
 
     def reads_now(self, prompt_tokens: int) -> bool:
         """Whether batch rows that have so many tokens to read next do that in this step, in which rows decode."""
-        if not (self._has_pieces and self.is_beside and prompt_tokens):
+        if not (self._is_in_pieces and prompt_tokens):
             return True
         self._steps_gathered += 1
-        if prompt_tokens < GATHERED_TOKENS and self._steps_gathered < GATHERED_STEPS:
+        if prompt_tokens < PIECES_TOKENS and self._steps_gathered < GATHERED_STEPS:
             return False
         self._steps_gathered = 0
         return True
 
     def prompt_tokens(self, budget: int) -> int:
         """Most prompt tokens of batch rows in this step, of a budget of so many."""
-        return min(budget, TOKENS_PER_ROW * max(1, self._rows_left)) if self._is_short else budget
+        if self._is_short:
+            budget = min(budget, TOKENS_PER_ROW * max(1, self._rows_left))
+        return min(budget, PIECES_TOKENS) if self._is_in_pieces else budget
+
+    def prompt_rows(self, rows: int) -> int:
+        """Most batch rows whose prompts are read in this step, of so many."""
+        return min(rows, PIECES_ROWS) if self._is_in_pieces else rows
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        """Whether prompts of batch rows are read in pieces."""
+        return self._has_pieces and self.is_beside
 
 
 def is_waited_for(sequence: Sequence) -> bool:

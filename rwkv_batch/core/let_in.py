@@ -3,7 +3,8 @@
 A step that runs cannot be left, and one with a batch's rows takes longer than a short prompt. So it is launched a few
 layers at a time, each piece when the one before begins. When an interactive request comes meanwhile, a step of its own
 reads its prompt before the next piece: what the rows of the step under way have so far stays in memory that no other
-touches, so nothing is computed twice.
+touches, so nothing is computed twice. What the host does for many rows takes as long as a piece: there is a look before
+a step's inputs are made, too, and one before clients are told what a step has drawn.
 
 Within a step jobs are only added: what may end one of its rows waits until all pieces are launched, since the rest of
 the step would write to a slot that has been given to another row by then.
@@ -28,7 +29,8 @@ Step = TypeVar("Step")
 
 
 class LetIn(Generic[Step]):
-    """The engine's, for one step at a time: `begin`, a call between every two pieces, `end`."""
+    """The engine's, for one step at a time: `begin`, `look`, a call between every two pieces, `end`; then `look` when
+    the step before it was read, and `end`."""
 
     def __init__(
         self,
@@ -55,25 +57,31 @@ class LetIn(Generic[Step]):
 
     def begin(self, rows: list[ScheduledRow]) -> Between | None:
         """A step over these rows is launched next; what to call between its pieces. None: it need not be in pieces."""
+        self._left, self._looks = 0, False
         if not any(row.sequence.job.is_batch for row in rows):
             return None
         self._under_way = frozenset(row.sequence.job for row in rows)
-        self._left, self._looks = MOST_LET_IN, False
+        self._left = MOST_LET_IN
         return self._between
 
+    def look(self) -> None:
+        """No piece is being launched: prompts go before the next, and are concluded when it is on its way."""
+        if self._step is None:
+            self._let_in()
+
     def end(self) -> None:
-        """All pieces were launched."""
+        """All pieces were launched, or nothing more is for now."""
         if self._step is not None:
             step, self._step = self._step, None
             self._conclude(step)
 
     def _between(self) -> None:
         self.has_failed = True
+        self.end()  # the piece behind it is on its way, so the device does not wait for the host
         self._let_in()
         self.has_failed = False
 
     def _let_in(self) -> None:
-        self.end()  # the piece behind it is on its way, so the device does not wait for the host
         if not self._left or not (self._take_arrivals() or self._looks):
             return
         rows = self._plan(self._under_way)

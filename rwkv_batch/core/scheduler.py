@@ -245,7 +245,8 @@ class Scheduler:
         kept = min(wanted, self._batch_share.prompt_tokens(budget // BATCH_PART))
         first = share_out(interactive, budget - kept, self._chunk, self._steps)
         rest = self._batch_share.prompt_tokens(budget - sum(count for _, count in first))
-        chunks = [*first, *share_out(batch, rest, self._chunk, self._steps)]
+        shared = share_out(batch, rest, self._chunk, self._steps)
+        chunks = [*first, *shared[: self._batch_share.prompt_rows(len(shared))]]
         self._reads_on = len(chunks) < len(reading)
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 

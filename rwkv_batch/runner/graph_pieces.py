@@ -2,7 +2,8 @@
 
 One stage on one GPU. Decode steps are graphs of some layers each; what a piece leaves for the next lies in memory of
 its own. All else is that of `DecodeGraphs`, rows, tokens and logits too: a step that is launched between two pieces
-must not be one of those. Steps that read prompts are launched kernel by kernel, as those that no graph holds are.
+must not be one of those. So are steps that read short prompts (`prompt_pieces.py`); others are launched kernel by
+kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Piece = TypeVar("Piece")
 FEWEST_ROWS, SPACING, LARGE, LARGE_SPACING = 32, 16, 512, 128
 """Sizes that have pieces: multiples of SPACING, beyond LARGE of LARGE_SPACING. With fewer rows a step is short."""
 PROMPT_TOKENS = 512
-"""Prompt tokens over which as many layers take about as long as in a step of many rows that decode. Over more a piece
-has fewer layers; over less it does not have more, since the host takes as long to launch them."""
+"""Prompt tokens over which as many layers take about as long as in a step of many rows that decode. Without graphs, a
+piece has fewer layers over more; over less it does not have more, since the host takes as long to launch them."""
 
 MANY_PARAMETERS = 5 * 10**9
 """Of a model whose steps have pieces unless told otherwise: with fewer, a step of many rows is short, and the last two
@@ -96,14 +97,14 @@ class GraphPieces:
     def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
         """`piece_layers`: in each but the last, which may have fewer."""
         self._decode = decode
-        self._place = place = decode.places[0]
+        self.place = place = decode.places[0]
         layers = len(place.stage.layers)
         self._piece_layers = piece_layers
         self.parts = _parts(layers, piece_layers)
         self.sizes = [size for size in decode.sizes if _has_pieces(size) or size == decode.sizes[-1]]
-        shape = 2, decode.sizes[-1], place.stage.width
+        shape = 2, max(decode.sizes[-1], PROMPT_TOKENS), place.stage.width
         self._kept = torch.empty(shape, dtype=place.stage.precision.activations, device=place.device)
-        """[2, rows, C]: x behind the last piece, v_first"""
+        """[2, tokens, C]: x behind the last piece, v_first; of one step, since two in pieces are never under way"""
         self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         """by size, piece, and whether it draws (the last one's only)"""
         self._ended: Callable[[], None] = lambda: None
@@ -114,7 +115,7 @@ class GraphPieces:
         if rows < FEWEST_ROWS // 2:
             return None
         size = next(size for size in self.sizes if size >= rows)
-        return Pieces(size, self._graphs(size, sampled), self._launch)
+        return Pieces(size, self._graphs(size, sampled), self.launch)
 
     def run(self, pieces: Pieces[Piece], between: Callable[[], None]) -> None:
         """See `Pieces.run`."""
@@ -123,8 +124,8 @@ class GraphPieces:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
         """`Pipeline.hidden` in pieces, for rows without an adapter: the residual stream [T, C] and the inputs there."""
-        stage, tokens = self._place.stage, len(inputs.tokens)
-        here = inputs.to(self._place.device)
+        stage, tokens = self.place.stage, len(inputs.tokens)
+        here = inputs.to(self.place.device)
         x, v_first = stage.embed(here.tokens), None
 
         def launch(part: range) -> Callable[[], None]:
@@ -144,15 +145,15 @@ class GraphPieces:
                 self._graphs(size, sampled)
         logger.info("captured %d pieces of decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
 
-    def _launch(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    def launch(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
         """Launch a piece; returns what waits until it is done."""
-        with self._place.current():
+        with self.place.current():
             graph.replay()
         return self._mark()
 
     def _mark(self) -> Callable[[], None]:
         """What waits until all that was launched so far is done."""
-        wait: Callable[[], None] = torch.cuda.current_stream(self._place.device).record_event().synchronize
+        wait: Callable[[], None] = torch.cuda.current_stream(self.place.device).record_event().synchronize
         return wait
 
     def _graphs(self, size: int, sampled: bool) -> list[torch.cuda.CUDAGraph]:
@@ -161,25 +162,31 @@ class GraphPieces:
     def _graph(self, size: int, number: int, sampled: bool) -> torch.cuda.CUDAGraph:
         key = (size, number, sampled and number == len(self.parts) - 1)
         if key not in self._captured:
-            with self._place.current():
+            with self.place.current():
                 self._decode.fill_padding(size)
-                name = f"piece {number} of a decode graph of {size} rows on {self._place.device}"
-                self._captured[key] = self._place.recorder.record(lambda: self._step(*key), name)
+                name = f"piece {number} of a decode graph of {size} rows on {self.place.device}"
+                self._captured[key] = self.place.recorder.record(lambda: self._step(*key), name)
         return self._captured[key]
 
     def _step(self, size: int, number: int, sampled: bool) -> None:
         """What a graph holds."""
-        stage, part = self._place.stage, self.parts[number]
         inputs, fed = self._decode.inputs(0, size)
         assert fed is not None
-        x, v_first = self._kept[0, :size], self._kept[1, :size]
-        x, first = stage.run_part(part, x if number else stage.embed(fed), v_first if number else None, inputs)
-        if number == len(self.parts) - 1:
+        x = self.compute(number, fed, inputs)
+        if x is not None:
             self._decode.finish(x, inputs, sampled)
-            return
-        self._kept[0, :size].copy_(x)
+
+    def compute(self, number: int, tokens: Tensor, inputs: StepInputs) -> Tensor | None:
+        """Inside a graph: the piece of this number, of a step over `tokens` [T]. Returns x [T, C] behind the last."""
+        stage, part = self.place.stage, self.parts[number]
+        x, v_first = self._kept[0, : len(tokens)], self._kept[1, : len(tokens)]
+        after, first = stage.run_part(part, x if number else stage.embed(tokens), v_first if number else None, inputs)
+        if number == len(self.parts) - 1:
+            return after
+        x.copy_(after)
         if not number:
             v_first.copy_(first)
+        return None
 
 
 def _parts(layers: int, piece_layers: int) -> list[range]:

@@ -32,6 +32,7 @@ from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slot
 from rwkv_batch.runner.model_files import under_adapters
 from rwkv_batch.runner.pipeline import Pipeline, own_devices
 from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
+from rwkv_batch.runner.prompt_pieces import PromptPieces
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
 from rwkv_batch.runner.stage_graphs import graph_stages
 from rwkv_batch.runner.state_copy import PipelineArena
@@ -90,6 +91,7 @@ class ModelRunner:
         self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
         self._graphs = None if self.graph_refusal else self._make_graphs()
         self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
+        self._prompt_pieces = None if self._graphs is None else self._make_prompt_pieces(self._graphs)
         self._mixed_graphs = None if self._graphs is None else self._make_mixed_graphs(self._graphs)
         self._require_pieces()
         self._tokens = self._graphs.tokens if self._graphs is not None else self._make_last_tokens()
@@ -172,6 +174,9 @@ class ModelRunner:
     def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
         return PrefillGraphs(graphs.places, graphs.logits, self.steps_in_flight)
 
+    def _make_prompt_pieces(self, graphs: DecodeGraphs) -> PromptPieces | None:
+        return None if graphs.pieces is None else PromptPieces(graphs.pieces, graphs.logits, self.steps_in_flight)
+
     def _make_last_tokens(self) -> LastTokens:
         first, last = self.pipeline.devices[0], self.device
         if first.type != last.type:  # the host carries them
@@ -194,6 +199,8 @@ class ModelRunner:
                 for graphs in (self._prefill_graphs, self._mixed_graphs):
                     if graphs is not None:
                         graphs.warm_up()
+                if self._prompt_pieces is not None and self.has_pieces:
+                    self._prompt_pieces.warm_up()
             except CaptureError as error:
                 self._give_up_graphs(error)
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
@@ -218,7 +225,7 @@ class ModelRunner:
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         logger.error("steps go on without graphs: %s", error)
-        self._graphs = self._prefill_graphs = self._mixed_graphs = None
+        self._graphs = self._prefill_graphs = self._mixed_graphs = self._prompt_pieces = None
         self.graph_refusal = str(error)
 
     # Steps ---------------------------------------------------------------------------------------------------
@@ -288,8 +295,8 @@ class ModelRunner:
         """Start one of `parts`: read the rows' tokens, draw for those that draw. Does not wait for the device.
 
         `after`: the oldest step that the host has not read, in which tokens of these rows may be drawn. `between`: is
-        called between pieces of it, where it has any (a step over prompts is launched so, and by no graph), and may
-        launch other steps of rows that read; then most of the step is done when this returns.
+        called between pieces of it, where it has any, and may launch other steps of rows that read; then most of the
+        step is done when this returns.
         """
         are_plain = _are_plain(rows)
         step = Launched(rows, rows if are_plain else [row for row in rows if row.draws])
@@ -336,21 +343,30 @@ class ModelRunner:
         return pieces.hidden(inputs, between)
 
     def _forward(self, inputs: StepInputs, into: Tensor | None, between: Callable[[], None] | None) -> Tensor:
-        """Logits [R, V] of a step of any rows: by a graph if there is one that holds it and it is launched whole, else
-        in `into` if they fit."""
-        is_whole = between is None or not self.has_pieces
-        size = self._prefill_graphs.size_for(inputs) if self._prefill_graphs is not None and is_whole else None
-        if self._prefill_graphs is not None and size is not None:
-            try:
-                return self._prefill_graphs.run(inputs, size)
-            except CaptureError as error:
-                self._give_up_graphs(error)
+        """Logits [R, V] of a step of any rows: by graphs if some hold it, else in `into` if they fit."""
+        try:
+            logits = self._by_graphs(inputs, between if self.has_pieces else None)
+            if logits is not None:
+                return logits
+        except CaptureError as error:
+            self._give_up_graphs(error)
         holds_all = into is not None and len(inputs.logit_tokens) <= len(into)
         out = into if holds_all else None
-        if is_whole:
+        if between is None or not self.has_pieces:
             return self.pipeline.forward(inputs, out)
         x, here = self._hidden(inputs, between)
         return self.pipeline.stages[-1].logits(x, here, out)
+
+    def _by_graphs(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
+        """Logits [R, V] of a step that graphs of short prompts hold, in pieces if something is to be called between
+        them; None: none do. Raises CaptureError."""
+        if between is not None:
+            pieces = self._prompt_pieces
+            in_pieces = None if pieces is None else pieces.size_for(inputs)
+            return None if pieces is None or in_pieces is None else pieces.run(inputs, in_pieces, between)
+        graphs = self._prefill_graphs
+        size = None if graphs is None else graphs.size_for(inputs)
+        return None if graphs is None or size is None else graphs.run(inputs, size)
 
     def _launch_plain(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
         """A step of plain rows only, as most are: all that `_launch_graph` looks at is known of them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,47 @@ class PrefillSize(NamedTuple):
 SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
 
 
+class StagedPrompts:
+    """Where graphs of prompts find a step's rows and tokens, on each of several devices."""
+
+    def __init__(self, size: PrefillSize, devices: Sequence[torch.device], depth: int) -> None:
+        """For sizes of at most so many rows and tokens; `depth`: steps on their way at once."""
+        rows, tokens = size.rows + 1, size.tokens
+        lengths = {
+            "tokens": tokens,
+            "token_rows": tokens,
+            "cu_seqlens": rows + 1,
+            "read_slots": rows,
+            "write_slots": rows,
+            "logit_tokens": rows,
+        }
+        self._staged = StagedArrays(lengths, devices, depth)
+
+    def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
+        """A step, its inputs on the CPU, and its padding on their way to all devices."""
+        with self._staged.filling() as host:
+            for name, values in padded(inputs, size).items():
+                host[name][: len(values)] = values
+
+    def fill_padding(self, size: PrefillSize) -> None:
+        """A step over nobody, for a graph of this size that is to be captured."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self.fill(StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), size)
+
+    def inputs(self, number: int, size: PrefillSize) -> StepInputs:
+        """Inside a graph: what the stage of this number reads of a step."""
+        staged, rows = self._staged.on_device[number], size.rows + 1
+        return StepInputs(
+            tokens=staged["tokens"][: size.tokens],
+            cu_seqlens=staged["cu_seqlens"][: rows + 1],
+            read_slots=staged["read_slots"][:rows],
+            write_slots=staged["write_slots"][:rows],
+            logit_tokens=staged["logit_tokens"][: size.rows],
+            max_seqlen=size.tokens,  # at most; the kernels ask only whether it is one
+            token_rows=staged["token_rows"][: size.tokens],
+        )
+
+
 class PrefillGraphs:
     """Captures and replays forwards of short prompts over all stages. Engine thread only."""
 
@@ -55,23 +96,11 @@ class PrefillGraphs:
         self._places = list(places)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
-        rows, tokens = max(ROWS) + 1, max(TOKENS)
-        lengths = {
-            "tokens": tokens,
-            "token_rows": tokens,
-            "cu_seqlens": rows + 1,
-            "read_slots": rows,
-            "write_slots": rows,
-            "logit_tokens": rows,
-        }
-        self._staged = StagedArrays(lengths, [place.device for place in places], depth)
+        self._staged = StagedPrompts(PrefillSize(max(ROWS), max(TOKENS)), [place.device for place in places], depth)
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """The smallest graph for a step; None: none holds it, the host lacks its tokens, or rows have adapters."""
-        if inputs.tokens.is_cuda or inputs.adapters is not None:
-            return None
-        rows, tokens = len(inputs.read_slots), len(inputs.tokens)
-        return next((size for size in self.sizes if size.holds(rows, tokens)), None)
+        """The smallest graph for a step; None: none holds it."""
+        return holding(self.sizes, inputs)
 
     def warm_up(self) -> None:
         """Capture every size now, largest first."""
@@ -85,7 +114,7 @@ class PrefillGraphs:
     def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
         """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run."""
         graphs = [self._graph(number, size) for number in range(len(self._places))]
-        self._fill(padded(inputs, size))
+        self._staged.fill(inputs, size)
         before = None
         for place, graph in zip(self._places, graphs, strict=True):
             place.run(graph.replay, size.tokens, before)
@@ -95,36 +124,27 @@ class PrefillGraphs:
     def _graph(self, number: int, size: PrefillSize) -> torch.cuda.CUDAGraph:
         key = (number, size)
         if key not in self._captured:
-            nothing = torch.zeros(0, dtype=torch.int64)
             place = self._places[number]
             with place.current():
-                empty = StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
-                self._fill(padded(empty, size))
+                self._staged.fill_padding(size)
                 name = f"a graph of {size.tokens} tokens in {size.rows} rows on {place.device}"
                 self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
         return self._captured[key]
 
-    def _fill(self, arrays: Mapping[str, np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
-        """A step and its padding on their way to all devices."""
-        with self._staged.filling() as host:
-            for name, values in arrays.items():
-                host[name][: len(values)] = values
-
     def _step(self, number: int, size: PrefillSize) -> None:
         """What a graph holds. It keeps no tensor of its own: all graphs work in the same memory, one after another."""
-        place, staged, rows = self._places[number], self._staged.on_device[number], size.rows + 1
-        inputs = StepInputs(
-            tokens=staged["tokens"][: size.tokens],
-            cu_seqlens=staged["cu_seqlens"][: rows + 1],
-            read_slots=staged["read_slots"][:rows],
-            write_slots=staged["write_slots"][:rows],
-            logit_tokens=staged["logit_tokens"][: size.rows],
-            max_seqlen=size.tokens,  # at most; the kernels ask only whether it is one
-            token_rows=staged["token_rows"][: size.tokens],
-        )
+        place, inputs = self._places[number], self._staged.inputs(number, size)
         x = place.forward(inputs, inputs.tokens if number == 0 else None)
         if number == len(self._places) - 1:
             place.stage.logits(x, inputs, self._logits)
+
+
+def holding(sizes: Sequence[PrefillSize], inputs: StepInputs) -> PrefillSize | None:
+    """The first size that holds a step; None: none does, the host lacks its tokens, or rows have adapters."""
+    if inputs.tokens.is_cuda or inputs.adapters is not None:
+        return None
+    rows, tokens = len(inputs.read_slots), len(inputs.tokens)
+    return next((size for size in sizes if size.holds(rows, tokens)), None)
 
 
 def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rwkv_batch.core.batch_share import GATHERED_STEPS, GATHERED_TOKENS, LULL_S, TOKENS_PER_ROW
+from rwkv_batch.core.batch_share import GATHERED_STEPS, LULL_S, PIECES_ROWS, PIECES_TOKENS, TOKENS_PER_ROW
 from rwkv_batch.core.limits import BATCH_PART, Limits
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Sequence
@@ -187,7 +187,7 @@ def test_a_first_token_beside_a_batch_waits_for_a_short_step_at_most() -> None:
 
 
 def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
-    """Launched kernel by kernel, few tokens take the host as long as many."""
+    """The weights are read for them alone, for few tokens as for many."""
     steps = Steps(most=0, seats=96, budget=1024, has_pieces=True)
     steps.batch(12)
     steps.step()
@@ -200,7 +200,7 @@ def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
     assert read_in == [False] * (GATHERED_STEPS - 1) + [True]
     steps.batch(9, prompt_tokens=3)
     steps.step()
-    late = steps.batch(16, prompt_tokens=GATHERED_TOKENS // 16)
+    late = steps.batch(16, prompt_tokens=PIECES_TOKENS // 16)
     assert late[0] in [row.sequence for row in steps.step()], "there are enough now"
     steps.plan.remove(chat)
     steps.now += LULL_S
@@ -215,3 +215,28 @@ def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
     steps.plan.remove(chat)
     late = steps.batch(9, prompt_tokens=3)
     assert late[0] in [row.sequence for row in steps.step()]
+
+
+def prompts_of_batch(rows: list[ScheduledRow], before: list[Sequence]) -> list[ScheduledRow]:
+    """Those that the step reads more than a token of, of batch rows that were not there before."""
+    return [row for row in of_batch(rows) if row.sequence not in before and row.num_tokens > 1]
+
+
+def test_a_step_in_pieces_reads_no_more_prompts_of_batch_rows_than_graphs_hold() -> None:
+    steps = Steps(most=0, seats=192, budget=1024, has_pieces=True)
+    bulk = steps.batch(12)
+    chat = steps.chat()
+    steps.step()
+    few, many = steps.batch(9, prompt_tokens=200), []
+    while any(sequence.num_uncomputed_tokens > 1 for sequence in few):
+        many.append(sum(row.num_tokens for row in prompts_of_batch(steps.step(), bulk)))
+    assert max(many) == PIECES_TOKENS
+    bulk += few
+    short = steps.batch(100, prompt_tokens=8)
+    read = [prompts_of_batch(steps.step(), bulk) for _ in range(3 * GATHERED_STEPS)]
+    assert max(map(len, read)) == PIECES_ROWS and {row.sequence for rows in read for row in rows} == set(short)
+    steps.plan.remove(chat)
+    steps.now += LULL_S
+    bulk += short
+    steps.batch(9, prompt_tokens=200)
+    assert sum(row.num_tokens for row in prompts_of_batch(steps.step(), bulk)) == 1024, "nobody waits any more"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rwkv_batch.core.batch_share import PIECES_ROWS, PIECES_TOKENS
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine
@@ -44,7 +45,8 @@ class StandIn:
         self._machine = machine
         machine._tokens = LastTokens(machine.limits.num_seats, machine.device, machine.device, machine.steps_in_flight)
         self.places: list[Any] = []
-        self.pieces = None
+        self.pieces: PromptPieces | None = None
+        """what steps have pieces with; decode steps have one between the two of each"""
         self.max_rows = machine.limits.rows_in_step
         self.logits = machine._logits = torch.empty(2 * self.max_rows, machine.vocab)
         self.steps: list[int] = []
@@ -59,7 +61,9 @@ class StandIn:
         adapters: Sequence[int] | None = None,
         between: Callable[[], None] | None = None,
     ) -> Tensor:
-        assert between is None, "it has no pieces"
+        if between is not None:
+            assert self.pieces is not None, "it has no pieces"
+            between()
         if self.fails:
             raise CaptureError("a decode graph could not be captured: OutOfMemoryError")
         assert 0 < len(seats) <= self.max_rows and adapters is None
@@ -85,6 +89,23 @@ class StandIn:
         drawn = [seats[row] for row in rows]
         self._machine._tokens.drawn[drawn] = tokens[rows]
         return tokens
+
+
+class PromptPieces:
+    """What `runner.PromptPieces` does, without a GPU: something is called before the step is computed."""
+
+    def __init__(self, machine: ModelRunner) -> None:
+        self._machine = machine
+        self.steps: list[tuple[int, int]] = []
+        """rows and tokens of each step"""
+
+    def size_for(self, inputs: StepInputs) -> int:
+        return len(inputs.tokens)
+
+    def run(self, inputs: StepInputs, size: int, between: Callable[[], None]) -> Tensor:
+        self.steps.append((len(inputs.read_slots), size))
+        between()
+        return self._machine.pipeline.forward(inputs)
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +285,27 @@ def test_a_graph_that_cannot_be_captured_is_done_without(wanted_of_mixture: list
     graphs(engine).fails = True
     assert run(engine, *mixture()).all_texts == wanted_of_mixture
     assert "could not be captured" in call(engine, "status")["decode_graphs"]
+
+
+def test_prompts_of_a_batch_are_read_in_pieces_by_graphs_while_interactive_requests_come(
+    wanted_of_mixture: list[bytes], whole: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All say what they say alone, whatever is let in."""
+    chat = ask("x" * 200, max_tokens=3)
+    wanted = run(whole, chat).all_texts
+    machine = engine.machine
+    pieces = graphs(engine).pieces = machine._prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
+    monkeypatch.setattr(engine.scheduler._batch_share, "_has_pieces", True)
+    let_in, launch = [], engine._let_in._launch
+    engine._let_in._launch = lambda rows: let_in.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
+    run(engine, chat)
+    bulk = submit(engine, *mixture())
+    while not bulk.done.is_set():
+        assert run(engine, chat).all_texts == wanted
+    assert bulk.all_texts == wanted_of_mixture
+    assert isinstance(pieces, PromptPieces) and pieces.steps and let_in
+    rows, tokens = (max(sizes) for sizes in zip(*pieces.steps, strict=True))
+    assert rows <= PIECES_ROWS + 1 and tokens <= PIECES_TOKENS + 200, "and an interactive prompt, one step in four"
 
 
 def test_too_little_memory_for_prompts_ends_those_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

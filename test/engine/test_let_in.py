@@ -51,6 +51,7 @@ class Device:
         self._take()
         rows = self.plan.schedule()
         between = self.let_in.begin(rows)
+        self.let_in.look()
         for _ in range(PIECES - 1 if between is not None else 0):
             self.now += PIECE_MS
             assert between is not None
@@ -240,6 +241,39 @@ def test_what_is_let_in_is_concluded_when_the_next_piece_is_on_its_way() -> None
     assert told == ["piece", "prompt", "piece", "conclude 7", "prompt"]
     let_in.end()
     assert told[5:] == ["conclude 7"]
+
+
+def test_what_comes_before_the_first_piece_goes_before_it_and_is_concluded_behind_it() -> None:
+    told: list[str] = []
+    _, (chat,) = job(1, 5)
+    _, batch = job(9)
+    rows = [ScheduledRow(sequence, 1, draws=True) for sequence in batch]
+    comes = [True, False, True, True, True]
+    let_in: LetIn[Step] = LetIn(
+        lambda: comes.pop(0),
+        lambda _: [ScheduledRow(chat, 5, draws=True)],
+        lambda rows: told.append("prompt") or Step(7, [Launched(rows, rows)]),  # type: ignore[func-returns-value]
+        lambda step: told.append(f"conclude {step.number}"),
+    )
+    let_in.look()
+    assert not told and len(comes) == 5, "no step with batch work was begun"
+    between = let_in.begin(rows)
+    assert between is not None
+    let_in.look()
+    told.append("first piece")
+    let_in.look()
+    assert told == ["prompt", "first piece"], "one at a time"
+    between()
+    assert told[2:] == ["conclude 7", "prompt"], "there may have been more than a step held"
+    let_in.end()
+    let_in.look()
+    let_in.end()
+    assert told[4:] == ["conclude 7", "prompt", "conclude 7"], "until the next step"
+    let_in.look()
+    assert told[7:] == [], "as many as a step lets in"
+    assert let_in.begin([ScheduledRow(chat, 5, draws=True)]) is None
+    let_in.look()
+    assert told[7:] == [], "a step without batch work is not waited for"
 
 
 def test_pieces_are_launched_one_ahead_of_the_device() -> None:

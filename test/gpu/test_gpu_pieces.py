@@ -7,9 +7,10 @@ import torch
 
 from demo.files import ensure_model
 from rwkv_batch.engine import Engine
-from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
-from rwkv_batch.runner.prefill_graphs import PrefillGraphs
+from rwkv_batch.runner.prefill_graphs import PrefillGraphs, padded
+from rwkv_batch.runner.prompt_pieces import PromptPieces
 from rwkv_batch.runner.stage import Stage
 from rwkv_batch.runner.stage_graphs import graph_stages
 from test.gpu.random_stage import GPU, VOCAB, random_stage
@@ -113,6 +114,60 @@ def test_prompts_in_pieces_are_read_as_whole_ones(stage: Stage) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("lengths", [[5, 60], [26] * 18, [480], [9] * 30])
+@torch.inference_mode()
+def test_graphs_of_prompts_in_pieces_read_what_the_same_steps_read_kernel_by_kernel(
+    stage: Stage, lengths: list[int]
+) -> None:
+    """To the bit, padding included; what goes between writes slots of its own, and a decode step follows."""
+    assert stage.state is not None
+    graphs = DecodeGraphs(graph_stages([stage], 512, 2), ROWS, piece_layers=2)
+    assert graphs.pieces is not None
+    prompts, pieces = PrefillGraphs(graphs.places, graphs.logits), PromptPieces(graphs.pieces, graphs.logits)
+    state, rows = stage.state, len(lengths)
+    slots = list(range(2, 2 + rows))
+    decoding = list(range(2 + rows, 2 + rows + 16))
+    calls: list[int] = []
+
+    def between() -> None:
+        calls.append(1)
+        other = step_inputs([[7] * 20, [9] * 5], [0, 0], [70, 71], [0, 1])
+        size = prompts.size_for(other)
+        assert size is not None
+        with torch.inference_mode():
+            prompts.run(other, size)
+
+    for _ in range(2):
+        state.wkv.normal_(std=0.1)
+        state.shift.normal_()
+        state.wkv[0] = state.shift[0] = 0
+        before = state.wkv.clone(), state.shift.clone()
+        ids = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
+        inputs = step_inputs(ids, [slot if slot % 3 else 0 for slot in slots], slots, list(range(0, rows, 2)))
+        size = pieces.size_for(inputs)
+        assert size is not None
+        arrays = {name: torch.from_numpy(values) for name, values in padded(inputs, size).items()}
+        here = StepInputs(**arrays, max_seqlen=size.tokens).to(GPU)
+        x, v_first = stage.embed(here.tokens), None
+        for part in graphs.pieces.parts:
+            x, v_first = stage.run_part(part, x, v_first, here)
+        wanted = stage.logits(x, here)[: len(inputs.logit_tokens)].clone()
+        after = state.wkv[slots].clone(), state.shift[slots].clone()
+        state.wkv.copy_(before[0])
+        state.shift.copy_(before[1])
+        graphs.logits.fill_(torch.nan)
+        calls.clear()
+        got = pieces.run(inputs, size, between).clone()
+        graphs.run(list(range(16)), decoding, decoding, between=between)
+        torch.cuda.synchronize()
+        assert len(calls) == 4, "twice between three pieces of five layers"
+        assert torch.equal(got, wanted)
+        for now, then, was in zip((state.wkv, state.shift), after, before, strict=True):
+            assert torch.equal(now[slots], then)
+            others = [slot for slot in range(2, SLOTS) if slot not in (*slots, *decoding, 70, 71)]
+            assert torch.equal(now[others], was[others]), "slots that are not written stay"
+
+
 def questions(rows: int) -> list[str]:
     return [f"English: He has {number} apples and a dog.\n\nChinese:" for number in range(rows)]
 
@@ -141,10 +196,10 @@ def test_a_batchs_prompts_that_are_read_beside_interactive_rows_say_what_they_sa
         ensure_model(), devices=("cuda:0",), max_running=96, batch_step_layers=2, samplers=("rapid",)
     ) as engine:
         alone = run(engine, *rows).all_texts
-        pieces = engine.machine._graphs.pieces if engine.machine._graphs is not None else None
+        pieces, read = engine.machine._prompt_pieces, []
         assert pieces is not None
-        hidden, read = pieces.hidden, []
-        pieces.hidden = lambda *given: read.append(1) or hidden(*given)  # type: ignore[func-returns-value, method-assign]
+        plain = pieces.run
+        pieces.run = lambda *given: read.append(1) or plain(*given)  # type: ignore[func-returns-value, method-assign]
         chat = ask("English: A cat.\n\nChinese:", max_tokens=2)
         run(engine, chat)
         batch = submit(engine, *rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, padded
+from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces
+from rwkv_batch.runner.prefill_graphs import SIZES, PrefillSize, holding, padded
 from rwkv_batch.runner.stage import Stage
 from state_pool.arena import DUMMY_SLOT
 
@@ -59,14 +62,21 @@ def size_for(lengths: list[int]) -> PrefillSize:
 
 
 @torch.inference_mode()
-def forward(stage: Stage, inputs: StepInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits, and all slots afterwards but the dummy, from the same states each time."""
+def forward(
+    stage: Stage, inputs: StepInputs, pieces: GraphPieces | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits, and all slots afterwards but the dummy, from the same states each time; with `pieces` one by one."""
     assert stage.state is not None
     kept = [index for index in range(SLOTS) if index != DUMMY_SLOT]
     for tensor in (stage.state.wkv, stage.state.shift):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
         tensor[0] = 0
-    x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
+    if pieces is None:
+        x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
+    else:
+        *before, last = [pieces.compute(number, inputs.tokens, inputs) for number in range(len(pieces.parts))]
+        assert before == [None] * len(before) and last is not None
+        x = last
     return stage.logits(x, inputs), [stage.state.wkv[kept], stage.state.shift[kept]]
 
 
@@ -81,6 +91,20 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
     longest = int(arrays["cu_seqlens"].diff().max())
     wanted, got = forward(stage, inputs), forward(stage, StepInputs(**arrays, max_seqlen=longest))
     torch.testing.assert_close(got[0][: len(wanted[0])], wanted[0])
+    torch.testing.assert_close(got[1], wanted[1])
+
+
+def test_pieces_of_a_step_compute_what_the_whole_computes(stage: Stage) -> None:
+    """Each finds in the pieces' own memory what the one before has left; a decode step beside has fewer rows."""
+    place = SimpleNamespace(stage=stage, device=torch.device("cpu"))
+    decode: Any = SimpleNamespace(places=[place], sizes=[8])
+    pieces, size = GraphPieces(decode, 1), PrefillSize(4, PROMPT_TOKENS)
+    inputs = step([200, 3, 250])
+    assert holding([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS
+    arrays = {name: torch.from_numpy(array) for name, array in padded(inputs, size).items()}
+    padded_inputs = StepInputs(**arrays, max_seqlen=250)
+    wanted, got = forward(stage, padded_inputs), forward(stage, padded_inputs, pieces)
+    torch.testing.assert_close(got[0], wanted[0])
     torch.testing.assert_close(got[1], wanted[1])
 
 

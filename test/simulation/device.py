@@ -194,7 +194,9 @@ class Runner:
         return self.within is not None
 
     def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
-        """See `ModelRunner.parts`."""
+        """See `ModelRunner.parts`. What comes meanwhile is looked at before the first of them is launched."""
+        if self.within is not None:
+            self.within()
         if not self.splits:
             return [rows] if rows else []
         decode, scored = [row for row in rows if row.feeds_back], [row for row in rows if row.scored]
@@ -270,6 +272,8 @@ class Runner:
     def read(self, step: Step) -> list[tuple[int, TokenLogprob | None]]:
         """The tokens that a step has drawn."""
         self.before_read(step)
+        if self.within is not None:
+            self.within()
         return [(token, None) for token in step.tokens]
 
     def read_scores(self, step: Step) -> list[tuple[Sequence, list[TokenLogprob]]]:

@@ -1,0 +1,79 @@
+"""Steps that read prompts of batch rows, as graphs of some layers each: the host is free between two pieces.
+
+Launched kernel by kernel, such a step takes the host three times as long as the GPU, and an interactive request that
+comes meanwhile waits for as many kernels as are launched before the host looks. What a batch reads in a step while
+interactive requests come is bounded (`batch_share.PIECES_TOKENS`), so that these graphs hold it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.core.batch_share import PIECES_ROWS, PIECES_TOKENS
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.graph_pieces import PROMPT_TOKENS, GraphPieces, Pieces
+from rwkv_batch.runner.prefill_graphs import PrefillSize, StagedPrompts, holding
+
+logger = logging.getLogger(__name__)
+
+TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))
+assert PrefillSize(PIECES_ROWS, TOKENS[-1]).holds(1, PIECES_TOKENS), "each row that is missing takes a token"
+
+
+class PromptPieces:
+    """Captures and replays them, beside the pieces of decode steps. Engine thread only."""
+
+    def __init__(self, pieces: GraphPieces, logits: Tensor, depth: int = 2) -> None:
+        """logits [rows, V] fp32: where the steps leave theirs; `depth`: steps on their way at once."""
+        self.sizes = tuple(PrefillSize(min(PIECES_ROWS, len(logits)), tokens) for tokens in TOKENS)
+        self._pieces = pieces
+        self._logits = logits
+        self._staged = StagedPrompts(self.sizes[-1], [pieces.place.device], depth)
+        self._captured: dict[tuple[PrefillSize, int], torch.cuda.CUDAGraph] = {}
+
+    def size_for(self, inputs: StepInputs) -> PrefillSize | None:
+        """The smallest graphs for a step; None: none hold it."""
+        return holding(self.sizes, inputs)
+
+    def warm_up(self) -> None:
+        """Capture every size now, largest first."""
+        started = time.perf_counter()
+        for size in reversed(self.sizes):
+            self._graphs(size)
+        logger.info("captured %d pieces of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, size: PrefillSize, between: Callable[[], None]) -> Tensor:
+        """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run.
+
+        `between`: see `Pieces.run`; a step that it launches must not be in pieces.
+        """
+        graphs = self._graphs(size)
+        self._staged.fill(inputs, size)
+        self._pieces.run(Pieces(size.tokens, graphs, self._pieces.launch), between)
+        return self._logits[: len(inputs.logit_tokens)]
+
+    def _graphs(self, size: PrefillSize) -> list[torch.cuda.CUDAGraph]:
+        return [self._graph(size, number) for number in range(len(self._pieces.parts))]
+
+    def _graph(self, size: PrefillSize, number: int) -> torch.cuda.CUDAGraph:
+        key = (size, number)
+        if key not in self._captured:
+            place = self._pieces.place
+            with place.current():
+                self._staged.fill_padding(size)
+                name = f"piece {number} of a graph of {size.tokens} tokens in {size.rows} rows on {place.device}"
+                self._captured[key] = place.recorder.record(lambda: self._step(size, number), name)
+        return self._captured[key]
+
+    def _step(self, size: PrefillSize, number: int) -> None:
+        """What a graph holds."""
+        inputs = self._staged.inputs(0, size)
+        x = self._pieces.compute(number, inputs.tokens, inputs)
+        if x is not None:
+            self._pieces.place.stage.logits(x, inputs, self._logits)
