@@ -356,12 +356,10 @@ class Engine:
             part = [row for row in planned if row.sequence.is_in_steps] if may_have_ended else planned
             if not part:
                 continue
-            has_pieces = between is not None and (
-                part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
-            )
-            if has_pieces:
+            if between is not None:
                 self._let_in.look()
             try:
+                has_pieces = part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
                 step = self.machine.launch(part, oldest, between if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
                 if self.scheduler.limits.masks_take_turns:

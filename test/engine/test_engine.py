@@ -21,7 +21,7 @@ from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
 from rwkv_batch.runner.drawing import Drawing, Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import TOKENIZER, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, Running, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
 
 SAMPLED = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.8, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.99, seed=7
@@ -296,6 +296,36 @@ def test_what_goes_wrong_between_two_pieces_of_a_step_ends_the_engine(
             assert lost.error is not None and lost.error.kind is ErrorKind.ENGINE_LOST
         engine._thread.join(60)
         assert not engine.is_alive
+
+
+@pytest.mark.parametrize("at_work", ["parts", "read"])
+def test_what_comes_while_the_host_is_at_work_on_a_step_is_let_in(
+    model: Path, monkeypatch: pytest.MonkeyPatch, at_work: str
+) -> None:
+    """Before the inputs of a step with batch work are made, and before clients are told what one has drawn."""
+    with started_engine(model) as engine:
+        asked, launch, let_in = getattr(engine.machine, at_work), engine.machine.launch, engine._let_in._launch
+        late: list[Running] = []
+        launched: list[int] = []
+
+        def while_it_comes(*given: Any, **named: Any) -> Any:
+            if not late and engine.scheduler.places.batch.num_running:
+                late.append(submit(engine, ask("x", max_tokens=1)))
+            return asked(*given, **named)
+
+        def in_order(rows: Any, after: Any = (), between: Any = None) -> Launched:
+            launched.extend([len(rows)] if late else [])
+            return launch(rows, after)
+
+        within: list[int] = []
+        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
+        monkeypatch.setattr(engine.machine, at_work, while_it_comes)
+        monkeypatch.setattr(engine.machine, "launch", in_order)
+        engine._let_in._launch = lambda rows: within.append(len(rows)) or let_in(rows)  # type: ignore[func-returns-value]
+        bulk = submit(engine, *[ask("a prompt", max_tokens=20, ignore_eos=True)] * 9)
+        assert all(finish.completion_tokens == 20 for finish in bulk.wait().finishes.values())
+        assert late[0].wait().finishes[0].completion_tokens == 1
+        assert within == [1] and launched[:2] == [1, 9], "it went before the rows of the batch"
 
 
 def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_come(
