@@ -119,7 +119,10 @@ class Client:
         return str(made.json()["id"])
 
     def end_batch(self, batch: str) -> None:
-        """Cancel it, and wait until its rows have gone."""
+        """Cancel it, and wait until its rows have gone. Raises SystemExit if it had come to its end before."""
+        status = self._http.get(f"{BATCHES}/{batch}").raise_for_status().json()["status"]
+        if status != "in_progress":
+            raise SystemExit(f"the batch is {status}: not all requests were beside it; give more --lines")
         self._http.post(f"{BATCHES}/{batch}/cancel").raise_for_status()
         self.wait_for(0, 0)
 
@@ -295,7 +298,7 @@ def main() -> None:
         for request in requests:
             print(" ", json.dumps(request))
     about = {**origin(options.commit), "seats": options.seats, "requests": options.requests, "rounds": options.rounds}
-    about |= {"flags": flags, **figures, "slowest": slowest}
+    about |= {"lines": options.lines, "flags": flags, **figures, "slowest": slowest}
     print(json.dumps({"bench": "batch_ttft", **about, "target": TARGET}))
 
 
