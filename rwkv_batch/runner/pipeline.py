@@ -136,8 +136,10 @@ def own_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:
 
     Raises ValueError if there are fewer GPUs than engines.
     """
+    if names != ("auto",):  # before any GPU is looked for: that wakes the driver, in each engine of a CPU's
+        return names
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if names != ("auto",) or not found:
+    if not found:
         return names
     if replica >= found:
         raise ValueError(

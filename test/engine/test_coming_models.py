@@ -84,6 +84,14 @@ def test_all_that_takes_long_gives_way(
     assert seen == {"_load": back, "allocate_slots": back, "sampler": back, "forward": usual}
 
 
+def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask wakes the driver, in each engine that comes: it keeps a core for as long as it likes."""
+    for name in ("is_available", "device_count", "init"):
+        monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError(f"torch.cuda.{name} was asked")))
+    with started_engine(tiny_model(tmp_path), max_running=2, gives_way=True) as engine:
+        assert run(engine, ask("abc", max_tokens=2, ignore_eos=True)).all_texts
+
+
 @pytest.mark.parametrize("gives_way", [True, False])
 def test_its_end_gives_way_once_nothing_is_left_to_store(gives_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
