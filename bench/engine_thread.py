@@ -105,6 +105,9 @@ class NoDevice:
         """See StagedArrays."""
         yield self._host
 
+    def mark_used(self) -> None:
+        """See StagedArrays."""
+
 
 class NoGraphs(DecodeGraphs):
     """`DecodeGraphs` whose replays return at once; tokens are drawn from a table of random ones."""
@@ -169,9 +172,9 @@ class Runner(ModelRunner):
 class OwnThread(Engine):
     """The engine on the thread that made it, its parts timed; `parts`: seconds of each since they were cleared."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, make_runner: Callable[[EngineConfig, Limits], Runner] = Runner) -> None:
         super().__init__(EngineConfig(model_path="", pool=PoolConfig(state_db="")))
-        self.machine = Runner(self.config, limits)
+        self.machine = make_runner(self.config, limits)
         self.keeper = StateManager(self.machine.pool, self.machine.tokenizer, overlap=True)
         self.scheduler = Scheduler(limits, self.keeper)
         self.jobs = JobTable(self.scheduler, self.keeper, self.machine.tokenizer, VOCAB)

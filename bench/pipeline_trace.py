@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_batch.engine import Engine
-from rwkv_batch.runner import links, model_runner
+from rwkv_batch.runner import links
 from rwkv_batch.runner.stage_graphs import GraphStage
 
 Span = tuple[float, float]
@@ -82,7 +82,7 @@ class Trace:
         host += [(engine.jobs, name, name) for name in ("commit", "deliver", "launched", "expire")]
         host += [(engine.scheduler, "schedule", "schedule"), (engine._inbox, "do_all", "inbox")]
         host += [(links.Link, "send", "link.send"), (links.Link, "receive", "link.receive")]
-        host += [(model_runner.HostCopy, "__init__", "host copy"), (torch.cuda.Event, "synchronize", "event wait")]
+        host += [(machine._copies, "start", "host copy"), (torch.cuda.Event, "synchronize", "event wait")]
         host += [(machine.pool, "poll", "pool")]
         for owner, attribute, name in host:
             self._replace(owner, attribute, self._timed(name, getattr(owner, attribute)))

@@ -67,6 +67,24 @@ def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
     raise_on(code, "cudaMemcpyAsync")
 
 
+class Copier:
+    """`copy_on` for one stream of a GPU, with what every step would ask again known: where parts of tensors go."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._copy, self._handle = _copy_1d(), stream.cuda_stream
+
+    def copy(self, target: Tensor, source: Tensor, count: int) -> None:
+        """target[:count] <- source[:count], contiguous [n] of one type; that both have so many is the caller's care."""
+        if self._copy is None:
+            copy_on(self._stream, target[:count], source[:count])
+            return
+        size = count * source.element_size()
+        code = self._copy(target.data_ptr(), source.data_ptr(), size, ANY_DIRECTION, self._handle)
+        if code:
+            raise_on(code, "cudaMemcpyAsync")
+
+
 @functools.cache
 def introduce(one: torch.device, other: torch.device) -> None:
     """Have torch let two GPUs reach each other's memory, which it does when it copies for the first time."""

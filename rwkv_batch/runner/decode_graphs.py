@@ -33,7 +33,7 @@ from rwkv_batch.runner.graph_capture import CaptureError, StagedArrays
 from rwkv_batch.runner.graph_pieces import GraphPieces, Pieces
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import GraphStage
+from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,12 @@ class LastTokens:
 
     def send(self) -> int:
         """Start to carry all tokens drawn so far to the first device: a number that grows."""
-        return 0 if self._link is None else self._link.send(self.drawn)
+        return 0 if self._link is None else self._link.send(self.drawn, len(self.drawn))
 
     def bring(self, number: int) -> None:
         """Have the first device wait for what `send` numbered so, unless it has come or a later one has."""
         if self._link is not None and number > self._link.received:
-            self._link.receive(number, self.to_feed)
+            self._link.receive(number, self.to_feed, len(self.to_feed))
 
 
 class DecodeGraphs:
@@ -170,7 +170,6 @@ class DecodeGraphs:
             except CaptureError as error:
                 self._give_up_pieces(error)
 
-    @torch.inference_mode()
     def run(
         self,
         seats: Sequence[int],
@@ -189,7 +188,6 @@ class DecodeGraphs:
         self._replay(seats, read_slots, write_slots, True, undrawn, adapters, between)
         return self._drawn[: len(seats)]
 
-    @torch.inference_mode()
     def run_logits(
         self,
         seats: Sequence[int],
@@ -223,10 +221,7 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= len(seats))
         graphs = [self._graph(number, size, sampled, adapters is not None) for number in range(len(self.places))]
         self._fill(size, arrays, undrawn, adapters)
-        before = None
-        for place, graph in zip(self.places, graphs, strict=True):
-            place.run(graph.replay, size, before)
-            before = place
+        run_stages(self.places, graphs, size, self._staged)
 
     def _pieces_for(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
         """The pieces of a step of so many rows, if it has any."""

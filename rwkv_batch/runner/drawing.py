@@ -17,7 +17,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.decode_graphs import LastTokens
-from rwkv_batch.runner.host_copy import HostCopy
+from rwkv_batch.runner.host_copy import HostCopy, TokenCopy
 from rwkv_batch.runner.prompt_scores import Scored
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.errors import GrammarError
@@ -36,7 +36,7 @@ class Drawn:
 
     members: Numbers[int]
     """which of `Launched.drawing`, in order"""
-    copy: HostCopy
+    copy: HostCopy | TokenCopy
     """token ids [n] int64, and log-probabilities (`Logprobs`) where there are any"""
     with_logprobs: bool = False
     logits: HostCopy | None = None
@@ -237,12 +237,12 @@ class Drawing:
         """Tokens of the rows that draw, in their order. Waits for the step to end."""
         drawn: list[TokenDrawn] = [(0, None)] * len(step.drawing)
         for part in step.draws:
-            on_host, *logprobs = part.copy.read()
-            tokens = on_host.tolist()
+            tokens = part.copy.tokens()
             if part.places is not None:
                 tokens = [tokens[place] for place in part.places]
             results: list[TokenDrawn] = [(token, None) for token in tokens]
-            if part.with_logprobs:
+            if part.with_logprobs and isinstance(part.copy, HostCopy):
+                _, *logprobs = part.copy.read()
                 told = iter(()) if part.logits is None else iter(part.logits.read()[0])
                 rows = [step.drawing[i] for i in part.members]
                 results = self._with_logprobs(rows, tokens, Logprobs(*logprobs), told)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from native.transfer import copy_on
+from native.transfer import Copier
 
 WARM_UP_RUNS = 2
 ALIGNMENT = 16
@@ -61,7 +61,11 @@ def _reason(error: BaseException) -> str:
 
 
 class StagedArrays:
-    """Named arrays in one block of memory on each device, where graphs find them; the host fills them once a step."""
+    """Named arrays in one block of memory on each device, where graphs find them; the host fills them once a step.
+
+    What a step reads is filled into memory of the host that is used again some steps later: with one device when that
+    has its copy, with several when the step's work on the last one is done, since all have their copies by then.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,8 @@ class StagedArrays:
         depth: int,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """`depth`: steps on their way at once; `dtypes` of those that are not int64."""
+        """`devices` in the order of the stages; `depth`: steps on their way at once, each in two parts at most;
+        `dtypes` of those that are not int64."""
         places, size = {}, 0
         for name, length in lengths.items():
             dtype = (dtypes or {}).get(name, torch.int64)
@@ -81,22 +86,37 @@ class StagedArrays:
             return {name: block[at : at + count].view(dtype) for name, (at, count, dtype) in places.items()}
 
         self._blocks = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
-        self._staging = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(depth + 2)]
+        self._staging = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(2 * depth + 2)]
         self._hosts = [{name: view.numpy() for name, view in views(staging).items()} for staging in self._staging]
-        self._events = [[torch.cuda.Event() for _ in devices] for _ in range(depth + 2)]
+        self._size = size
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
+        self._copiers = [Copier(stream) for stream in self._streams]
+        self._used = [torch.cuda.Event() for _ in self._staging]
         self._turn = 0
+        self._awaits_use = False
+        """whether several devices' were filled and no step that reads them has been launched"""
         self.on_device = [views(block) for block in self._blocks]
         """of each device, by name"""
 
     @contextmanager
     def filling(self) -> Iterator[dict[str, Array]]:
         """The host's arrays: fill what the step reads of them. When the block ends, copies to all devices are on their
-        way, on their current streams."""
+        way, on the streams that were the current ones when this was made. With several devices `mark_used` follows,
+        when the step that reads them is launched."""
+        if self._awaits_use:  # there was none: a graph was captured, or a launch has failed
+            for stream in self._streams:
+                stream.synchronize()
         self._turn = (self._turn + 1) % len(self._staging)
-        for event in self._events[self._turn]:
-            event.synchronize()
+        self._used[self._turn].synchronize()
         yield self._hosts[self._turn]
-        for block, event in zip(self._blocks, self._events[self._turn], strict=True):
-            stream = torch.cuda.current_stream(block.device)
-            copy_on(stream, block, self._staging[self._turn])
-            event.record(stream)
+        for block, copier in zip(self._blocks, self._copiers, strict=True):
+            copier.copy(block, self._staging[self._turn], self._size)
+        self._awaits_use = len(self._blocks) > 1
+        if not self._awaits_use:
+            self._used[self._turn].record(self._streams[0])
+
+    def mark_used(self) -> None:
+        """The step that reads what was filled in last is launched on all devices, each behind the one before."""
+        if self._awaits_use:
+            self._used[self._turn].record(self._streams[-1])
+            self._awaits_use = False

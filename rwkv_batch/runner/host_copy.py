@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from native.transfer import Copier
+
+
+class _Place:
+    """Memory of the host for the tokens of one step."""
+
+    def __init__(self, most: int) -> None:
+        self.memory = torch.empty(most, dtype=torch.int64).pin_memory()
+        self.numbers = self.memory.numpy()
+        self.arrived = torch.cuda.Event()
 
 
 class HostCopy:
@@ -24,3 +37,56 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+    def tokens(self) -> list[int]:
+        """The first tensor [n], int64."""
+        numbers: list[int] = self.read()[0].tolist()
+        return numbers
+
+
+class TokenCopy:
+    """Tokens of one step on their way to the host."""
+
+    def __init__(self, place: _Place, count: int, give_back: Callable[[_Place], None]) -> None:
+        """`give_back` is called with the place once, when the tokens were read or nobody wants them."""
+        self._place: _Place | None = place
+        self._count = count
+        self._give_back = give_back
+
+    def tokens(self) -> list[int]:
+        """All of them; waits for this copy only. Once."""
+        assert self._place is not None, "its place may be another step's by now"
+        place, self._place = self._place, None
+        place.arrived.synchronize()
+        numbers: list[int] = place.numbers[: self._count].tolist()
+        self._give_back(place)
+        return numbers
+
+    def __del__(self) -> None:
+        if self._place is not None:
+            self._give_back(self._place)
+
+
+class TokenCopies:
+    """Starts copying what steps draw on one device, into pinned memory that later steps use again. Engine thread.
+
+    All copies go on one stream, so one into memory whose last copy nobody has waited for comes behind that.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        """At most so many tokens a step; the stream is the device's current one."""
+        self._most = most
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._copier = None if self._stream is None else Copier(self._stream)
+        self._free: list[_Place] = []
+
+    def start(self, tokens: Tensor) -> TokenCopy | HostCopy:
+        """Tokens [n] int64, contiguous; on a CPU nothing is copied. Does not wait for the device."""
+        if self._stream is None or self._copier is None:
+            return HostCopy(tokens)
+        place = self._free.pop() if self._free else _Place(self._most)
+        count = len(tokens)
+        assert count <= self._most, f"{count} tokens do not fit places of {self._most}"
+        self._copier.copy(place.memory, tokens, count)
+        place.arrived.record(self._stream)
+        return TokenCopy(place, count, self._free.append)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from native.transfer import copy_on, introduce
+from native.transfer import Copier, copy_on, introduce
 
 
 class Link:
@@ -25,6 +25,8 @@ class Link:
         if is_direct and source != target:
             introduce(source, target)
         self._from, self._to = torch.cuda.current_stream(source), torch.cuda.current_stream(target)
+        self._out, self._in = Copier(self._from), Copier(self._to)
+        self._size = size
         here = {"device": target} if self.how == "peer" else {"pin_memory": True}
         self._places = [torch.empty(size, dtype=dtype, **here) for _ in range(depth)]
         self._arrived = [torch.cuda.Event() for _ in range(depth)]
@@ -33,21 +35,23 @@ class Link:
         """Sends so far; the last one has this number."""
         self.received = 0
 
-    def send(self, values: Tensor) -> int:
-        """Start to carry values [n], n at most the size, as soon as the source's stream has made them: their number."""
+    def send(self, values: Tensor, count: int) -> int:
+        """Start to carry values[:count], no more than the size, as soon as the source's stream has made them: their
+        number."""
+        assert count <= self._size, f"{count} numbers do not fit places of {self._size}"
         at = self.sent % len(self._places)
-        self._from.wait_event(self._taken[at])
-        copy_on(self._from, self._places[at][: len(values)], values)
+        self._taken[at].wait(self._from)
+        self._out.copy(self._places[at], values, count)
         self._arrived[at].record(self._from)
         self.sent += 1
         return self.sent
 
-    def receive(self, number: int, into: Tensor) -> None:
-        """Have the target's stream wait for send `number` and copy it into `into` [n]; older ones are dropped."""
+    def receive(self, number: int, into: Tensor, count: int) -> None:
+        """Have the target's stream wait for send `number` and copy it into into[:count]; older ones are dropped."""
         assert self.received < number <= self.sent, "each is received once, in order"
         at = (number - 1) % len(self._places)
-        self._to.wait_event(self._arrived[at])
-        copy_on(self._to, into, self._places[at][: len(into)])
+        self._arrived[at].wait(self._to)
+        self._in.copy(into, self._places[at], count)
         self._taken[at].record(self._to)
         self.received = number
 

@@ -20,6 +20,7 @@ from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.prefill_graphs import PrefillSize, padded
+from rwkv_batch.runner.stage_graphs import run_stages
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -129,10 +130,7 @@ class MixedGraphs:
         """
         graphs = [self._graph(number, size) for number in range(len(self._decode.places))]
         self._fill(size, decoding, prompts, prompt_seats, undrawn)
-        before = None
-        for place, graph in zip(self._decode.places, graphs, strict=True):
-            place.run(graph.replay, size.tokens, before)
-            before = place
+        run_stages(self._decode.places, graphs, size.tokens, self._staged)
         return self._drawn[: size.decoding + len(prompt_seats)]
 
     def _graph(self, number: int, size: MixedSize) -> torch.cuda.CUDAGraph:

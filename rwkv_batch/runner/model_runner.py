@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undr
 from rwkv_batch.runner.giving_way import behind_others, set_compute_threads
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.graph_pieces import piece_layers
-from rwkv_batch.runner.host_copy import HostCopy
+from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slots
@@ -176,6 +176,12 @@ class ModelRunner:
 
     def _make_prompt_pieces(self, graphs: DecodeGraphs) -> PromptPieces | None:
         return None if graphs.pieces is None else PromptPieces(graphs.pieces, graphs.logits, self.steps_in_flight)
+
+    @cached_property
+    def _copies(self) -> TokenCopies:
+        """Where tokens go that graphs draw."""
+        mixed = [] if self._mixed_graphs is None else [size.drawn for size in self._mixed_graphs.sizes]
+        return TokenCopies(self.device, max(self.limits.rows_in_step, *mixed, 1))
 
     def _make_last_tokens(self) -> LastTokens:
         first, last = self.pipeline.devices[0], self.device
@@ -373,7 +379,7 @@ class ModelRunner:
         slots = [row.first_slot for row in step.rows]
         drawn = graphs.run([row.sequence.seat for row in step.rows], slots, slots, between=between)
         step.tokens_sent = self._tokens.send()
-        step.draws.append(Drawn(range(len(step.rows)), HostCopy(drawn)))
+        step.draws.append(Drawn(range(len(step.rows)), self._copies.start(drawn)))
 
     def _launch_graph(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
         """A step in which every row reads the token it drew last: a graph finds them on the device."""
@@ -387,7 +393,7 @@ class ModelRunner:
         if free and self._drawing.fits_graphs([sequences[i] for i in free]):
             drawn = graphs.run(seats, *slots, held, adapters, between)
             step.tokens_sent = self._tokens.send()
-            step.draws.append(Drawn(free, HostCopy(drawn), places=free if held else None))
+            step.draws.append(Drawn(free, self._copies.start(drawn), places=free if held else None))
             if held:
                 step.undrawn = Undrawn(held, graphs.logits, held)
         else:
@@ -428,7 +434,7 @@ class ModelRunner:
         held_places = [places[i] for i in held]
         drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats, held_places)
         step.tokens_sent = self._tokens.send()
-        step.draws.append(Drawn(free, HostCopy(drawn), places=[places[i] for i in free]))
+        step.draws.append(Drawn(free, self._copies.start(drawn), places=[places[i] for i in free]))
         if held and self._graphs is not None:
             step.undrawn = Undrawn(held, self._graphs.logits, held_places)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graph_capture import StagedArrays
 from rwkv_batch.runner.stage import Stage
-from rwkv_batch.runner.stage_graphs import GraphStage
+from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class StagedPrompts:
             "write_slots": rows,
             "logit_tokens": rows,
         }
-        self._staged = StagedArrays(lengths, devices, depth)
+        self.arrays = StagedArrays(lengths, devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
         """A step, its inputs on the CPU, and its padding on their way to all devices."""
-        with self._staged.filling() as host:
+        with self.arrays.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
 
@@ -75,7 +75,7 @@ class StagedPrompts:
 
     def inputs(self, number: int, size: PrefillSize) -> StepInputs:
         """Inside a graph: what the stage of this number reads of a step."""
-        staged, rows = self._staged.on_device[number], size.rows + 1
+        staged, rows = self.arrays.on_device[number], size.rows + 1
         return StepInputs(
             tokens=staged["tokens"][: size.tokens],
             cu_seqlens=staged["cu_seqlens"][: rows + 1],
@@ -115,10 +115,7 @@ class PrefillGraphs:
         """Launch a step that fits: inputs on the CPU -> fp32 logits [R, V], overwritten by the next run."""
         graphs = [self._graph(number, size) for number in range(len(self._places))]
         self._staged.fill(inputs, size)
-        before = None
-        for place, graph in zip(self._places, graphs, strict=True):
-            place.run(graph.replay, size.tokens, before)
-            before = place
+        run_stages(self._places, graphs, size.tokens, self._staged.arrays)
         return self._logits[: len(inputs.logit_tokens)]
 
     def _graph(self, number: int, size: PrefillSize) -> torch.cuda.CUDAGraph:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.step_inputs import StepInputs
-from rwkv_batch.runner.graph_capture import Recorder
+from rwkv_batch.runner.graph_capture import Recorder, StagedArrays
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
 
@@ -64,12 +64,8 @@ class GraphStage:
         if self._link is not None and before is not None:
             assert before._result is not None and self._given is not None
             size = 2 * tokens * self.stage.width
-            with before.current():
-                number = self._link.send(before._result[:size])
-            with self.current():
-                self._link.receive(number, self._given[:size])
-        with self.current():
-            replay()
+            self._link.receive(self._link.send(before._result, size), self._given, size)
+        replay()  # on its own device, whichever is the current one
 
     def current(self) -> AbstractContextManager[None]:
         """While entered, the stage's GPU is the current one."""
@@ -82,3 +78,14 @@ def graph_stages(stages: Sequence[Stage], most_tokens: int, depth: int) -> list[
     for stage in stages:
         made.append(GraphStage(stage, made[-1] if made else None, most_tokens, depth))
     return made
+
+
+def run_stages(
+    places: Sequence[GraphStage], graphs: Sequence[torch.cuda.CUDAGraph], tokens: int, staged: StagedArrays
+) -> None:
+    """Replay a step's graphs, one for each stage, over so many tokens; they read what `staged` was filled with."""
+    before = None
+    for place, graph in zip(places, graphs, strict=True):
+        place.run(graph.replay, tokens, before)
+        before = place
+    staged.mark_used()

@@ -153,11 +153,11 @@ def test_what_is_handed_over_arrives_whole(
         for k in range(2):
             busy[k] = torch.nn.functional.normalize(busy[k] @ busy[k])
         made.fill_(i)
-        numbers.append(link.send(made))
+        numbers.append(link.send(made, size))
         made.fill_(float("nan"))
         if i >= depth - 2:
             into = torch.full((size,), float("nan"), dtype=torch.float16, device=target)
-            link.receive(numbers[i - depth + 2], into)
+            link.receive(numbers[i - depth + 2], into, size)
             got.append(into)
     for i, values in enumerate(got):
         assert torch.equal(values, torch.full_like(values, i))
@@ -178,14 +178,14 @@ def test_no_other_work_of_the_target_waits_for_what_is_on_its_way(devices: tuple
     with torch.cuda.device(source):
         torch.cuda._sleep(3_000_000_000)
         busy = torch.cuda.current_stream(source).record_event()
-    number = link.send(values)
+    number = link.send(values, len(values))
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.zeros(16, device=target).add_(1)
         stream.synchronize()
     assert not busy.query(), "they have waited for the source"
     into = torch.zeros_like(values, device=target)
-    link.receive(number, into)
+    link.receive(number, into, len(into))
     assert torch.equal(hand_over(values, target), into)
 
 

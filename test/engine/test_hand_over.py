@@ -1,0 +1,193 @@
+"""What stages of graphs are given and give on, over stand-ins of streams whose work runs as late as it may.
+
+Each stream has a queue; which of them goes on next is drawn by lot, and what an event holds up waits. A copy reads its
+source when it runs, not when it was asked for, so that memory which is used again too soon shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.runner import graph_capture, host_copy, links, stage_graphs
+from rwkv_batch.runner.graph_capture import StagedArrays
+from rwkv_batch.runner.host_copy import TokenCopies
+from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
+
+ROWS, WIDTH, STAGES, DEPTH = 6, 2, 3, 4
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """Streams of some devices, and whose turn it is."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.streams: list[Stream] = []
+
+    def step(self) -> bool:
+        """Some stream that can goes on by one piece of work."""
+        able = [stream for stream in self.streams if stream.can_go_on()]
+        if able:
+            self.dice.choice(able).go_on()
+        return bool(able)
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.work: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        """(whether it may run, what it does)"""
+        machine.streams.append(self)
+
+    def put(self, act: Callable[[], None], may_run: Callable[[], bool] = lambda: True) -> None:
+        self.work.append((may_run, act))
+
+    def can_go_on(self) -> bool:
+        return bool(self.work) and self.work[0][0]()
+
+    def go_on(self) -> None:
+        self.work.popleft()[1]()
+
+    def synchronize(self) -> None:
+        while self.work:
+            assert self.machine.step(), "streams wait for each other"
+
+
+class Event:
+    """Of torch: one that was never recorded is waited for by nobody, one recorded again is of the later time."""
+
+    def __init__(self) -> None:
+        self.asked = self.done = 0
+        self.stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.asked += 1
+        self.stream = stream
+        stream.put(partial(setattr, self, "done", self.asked))
+
+    def wait(self, stream: Stream) -> None:
+        wanted = self.asked
+        stream.put(lambda: None, lambda: self.done >= wanted)
+
+    def synchronize(self) -> None:
+        wanted = self.asked
+        while self.done < wanted:
+            assert self.stream is not None and self.stream.machine.step(), "nothing brings it about"
+
+
+class Copier:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def copy(self, target: Tensor, source: Tensor, count: int) -> None:
+        def act() -> None:
+            target[:count].copy_(source[:count])
+
+        self.stream.put(act)
+
+
+class Stages:
+    """Of which each adds its number to what it is given, and the last one tells; the first reads from the host."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machine = Machine(seed)
+        streams = iter([Stream(self.machine) for _ in range(STAGES)])
+        self.streams = list(self.machine.streams)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: None)
+        monkeypatch.setattr(stage_graphs, "Recorder", lambda device: None)
+        for module in (links, graph_capture, host_copy):
+            monkeypatch.setattr(module, "Copier", Copier)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+        self.staged = StagedArrays({"values": ROWS}, [CPU] * STAGES, DEPTH)
+        precision = SimpleNamespace(device=CPU, activations=torch.int64)
+        stage: Any = SimpleNamespace(precision=precision, width=WIDTH)
+        self.places: list[GraphStage] = []
+        for number in range(STAGES):
+            between = iter(self.streams[max(0, number - 1) :])
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda device, found=between: next(found))
+            self.places.append(GraphStage(stage, self.places[-1] if number else None, ROWS, DEPTH))
+        self.drawn = torch.zeros(ROWS, dtype=torch.int64)
+        self.copies = TokenCopies(CPU, ROWS)
+        self.copies._stream, self.copies._copier = self.streams[-1], Copier(self.streams[-1])  # type: ignore[assignment]
+
+    def launch(self, values: list[int], fails: bool = False) -> Any:
+        """A step over so many rows: what it draws, on its way to the host. `fails`: behind the first stage's graph."""
+        rows = len(values)
+        with self.staged.filling() as host:
+            host["values"][:rows] = values
+        acts = [partial(self._graph, number, values) for number in range(STAGES)]
+        if fails:
+            self.streams[0].put(acts[0])
+            return None
+        graphs: list[Any] = [
+            SimpleNamespace(replay=partial(stream.put, act)) for stream, act in zip(self.streams, acts, strict=True)
+        ]
+        run_stages(self.places, graphs, rows, self.staged)
+        return self.copies.start(self.drawn[:rows])
+
+    def _graph(self, number: int, values: list[int]) -> None:
+        place, last, rows = self.places[number], number == STAGES - 1, len(values)
+        read = self.staged.on_device[number]["values"][:rows]
+        assert read.tolist() == values, "it reads what another step was filled with"
+        given = read.repeat(2 * WIDTH) if place._given is None else place._given[: 2 * rows * WIDTH]
+        assert torch.equal(given[:rows], read + sum(range(number))), "it is given what another step has left"
+        made = given + number
+        if place._given is not None:
+            place._given.fill_(-1)
+        if last:
+            self.drawn[:rows] = made[:rows]
+        else:
+            assert place._result is not None
+            place._result[: 2 * rows * WIDTH] = made
+        self.staged.on_device[number]["values"].fill_(-1)
+
+
+@pytest.fixture(params=range(12))
+def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stages]:
+    yield Stages(request.param, monkeypatch)
+
+
+def test_every_step_draws_what_it_was_given_however_late_the_streams_are(stages: Stages) -> None:
+    """As many steps on their way as there may be, in two parts each, and now and then one whose launch fails."""
+    dice = stages.machine.dice
+    flight: deque[tuple[list[int], Any]] = deque()
+    for number in range(80):
+        for _ in range(dice.randint(1, 2)):
+            values = [1000 * number + dice.randrange(1000) for _ in range(dice.randint(1, ROWS))]
+            flight.append((values, stages.launch(values)))
+        if dice.random() < 0.1:
+            stages.launch([number], fails=True)
+        for _ in range(dice.randint(0, 12)):
+            stages.machine.step()
+        while len(flight) > 2 * DEPTH:
+            wanted, drawn = flight.popleft()
+            if dice.random() < 0.1:
+                continue  # the step has failed and nobody reads it
+            assert drawn.tokens() == [value + sum(range(STAGES)) for value in wanted]
+    assert len(stages.copies._free) <= 2 * DEPTH + 3
+
+
+def test_steps_that_fail_one_after_the_other_read_what_they_were_filled_with(stages: Stages) -> None:
+    for number in range(3 * DEPTH):
+        stages.launch([number], fails=True)
+    assert stages.launch([3]).tokens() == [6]
+
+
+def test_tokens_are_read_once(stages: Stages) -> None:
+    drawn = stages.launch([3])
+    assert drawn.tokens() == [6]
+    with pytest.raises(AssertionError, match="another step's"):
+        drawn.tokens()
