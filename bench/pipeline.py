@@ -3,10 +3,14 @@
     python -m bench.pipeline --size 7.2b --devices 1,2,4 --clients 1,32,320,960,1920,3840
 
 The same random model and the same load (bench/traffic.py) on the first 1, 2, 4 ... GPUs of the machine, in one run:
-tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy), and
-each figure against that of one GPU with as many clients. `--trace` adds what each stage and the host did in half a
-second of each case (bench/pipeline_trace.py). What bounds it: the slowest stage (layers are dealt whole, and
-the head counts), the hand-over between devices, and the host, which schedules and reads every row's every token.
+tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy),
+`step_ms` and of it `host_ms`, in which the engine's thread did not wait for a GPU, and each figure against that of one
+GPU with as many clients. `--trace` adds what each stage and the host did in half a second of each case
+(bench/pipeline_trace.py). What bounds it: the slowest stage (layers are dealt whole, and the head counts), the
+hand-over between devices, and the host, which schedules and reads every row's every token.
+
+`--stages 0,1,0,1` names a GPU for each stage, and a GPU may have several: as many graphs, links and groups as on four,
+so that `host_ms` is what it is there. Tokens/s are not: stages of one GPU work one after the other.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ import os
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -31,6 +37,7 @@ from bench.pipeline_trace import Trace, summary
 from bench.traffic import measure, numbers
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import settle_garbage_collector
+from rwkv_batch.runner.pipeline import Pipeline
 from settings import parse_settings
 
 
@@ -58,25 +65,56 @@ def busy_shares(devices: int) -> Iterator[list[float]]:
             shares.append(round(statistics.median(late), 2) if late else 0.0)
 
 
+class HostTime:
+    """What a step takes the engine's thread, all but waiting for the devices, while an engine is measured."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waited = 0.0
+        self.figures: dict[str, float] = {}
+        read = engine.machine.read
+
+        def timed(step: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return read(step)
+            finally:
+                self._waited += time.perf_counter() - began
+
+        engine.machine.read = timed  # type: ignore[method-assign]
+
+    def follow(self, seconds: float) -> None:
+        """Any thread: for so long, while steps are under way."""
+        started, waited, first = time.perf_counter(), self._waited, self._engine._next_step
+        time.sleep(seconds)
+        steps = max(1, self._engine._next_step - first)
+        step_ms = (time.perf_counter() - started) * 1e3 / steps
+        wait_ms = (self._waited - waited) * 1e3 / steps
+        self.figures = {"step_ms": round(step_ms, 3), "host_ms": round(step_ms - wait_ms, 3)}
+
+
 def run_on(
-    devices: int, model: Path, folder: Path, args: argparse.Namespace, flags: list[str]
+    devices: list[int], model: Path, folder: Path, args: argparse.Namespace, flags: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """All client counts on the first so many GPUs, each when it is there."""
-    named = ",".join(map(str, range(devices)))
-    own = ["--model-path", str(model), "--state-db", str(folder / f"{devices}.db"), "--pp-devices", named]
+    """All client counts on these GPUs, each when it is there."""
+    named = ",".join(map(str, devices))
+    own = ["--model-path", str(model), "--state-db", str(folder / f"{named}.db"), "--pp-devices", named]
     engine = Engine(parse_settings([*own, *flags], os.environ).engine)
-    engine.start()
+    with mock.patch.object(Pipeline, "concurrency", property(lambda pipeline: len(pipeline.stages))):
+        engine.start()
+    host = HostTime(engine)
+    counted = len(devices) if len(set(devices)) == len(devices) else named
     try:
         layers = [stage.share for stage in engine.machine.pipeline.stages]
         settle_garbage_collector()  # as the service does
         for clients in args.clients:
             if clients > 2 * engine.machine.limits.max_running:
                 continue  # most of them would wait for a place: a measurement of the queue
-            with busy_shares(devices) as shares:
-                figures = measure(engine, clients, args)
-            result = {"devices": devices, "layers": layers, **figures, "busy": shares}
-            if args.trace and clients in (args.trace_clients or args.clients) and devices in args.trace_devices:
-                result["trace"] = traced(engine, clients, args, f"{devices} GPUs, {clients} clients")
+            with busy_shares(len(set(devices))) as shares:
+                figures = measure(engine, clients, args, lambda: host.follow(0.9 * args.seconds))
+            result = {"devices": counted, "layers": layers, **figures, **host.figures, "busy": shares}
+            if args.trace and clients in (args.trace_clients or args.clients) and len(devices) in args.trace_devices:
+                result["trace"] = traced(engine, clients, args, f"GPUs {named}, {clients} clients")
             print(json.dumps(result), flush=True)
             yield result
     finally:
@@ -97,10 +135,10 @@ def traced(engine: Engine, clients: int, args: argparse.Namespace, name: str) ->
 
 
 def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each figure against one device's with as many clients."""
+    """Each figure of several GPUs against one's with as many clients."""
     alone = {one["clients"]: one["tokens_per_s"] for one in results if one["devices"] == 1}
     for one in results:
-        if one["clients"] in alone:
+        if one["clients"] in alone and isinstance(one["devices"], int):
             one["ratio"] = round(one["tokens_per_s"] / alone[one["clients"]], 3)
     return results
 
@@ -111,6 +149,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--model-path", type=Path, help="instead of a random model of --size")
     parser.add_argument("--devices", type=numbers, default=(1, 2, 4))
+    parser.add_argument("--stages", type=numbers, action="append", default=[], help="GPUs by number, see above")
     parser.add_argument("--clients", type=numbers, default=(1, 32, 320, 960, 1920, 3840))
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--prompt-tokens", type=int, default=20)
@@ -131,8 +170,9 @@ def main() -> None:
         head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": args.commit or commit()}
         head |= {"size": args.size, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "seconds": args.seconds}
         results: list[dict[str, Any]] = []
-        for count in args.devices:
-            for result in run_on(count, model, Path(temporary), args, flags):
+        layouts = [list(range(count)) for count in args.devices] + [list(stages) for stages in args.stages]
+        for devices in layouts:
+            for result in run_on(devices, model, Path(temporary), args, flags):
                 results.append(result)
                 line = json.dumps({**head, "results": with_ratios(results)})
                 if args.out:

@@ -136,8 +136,8 @@ def measure(
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """ "32,320" -> (32, 320)."""
-    return tuple(int(number) for number in text.split(","))
+    """ "32,320" -> (32, 320); "" -> ()."""
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Sequence[str]]:
