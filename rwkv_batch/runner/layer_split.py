@@ -18,6 +18,9 @@ HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.85, 0.6
 states to read and write too, the more the larger a group of rows is: by traces of four stages the head of 7.2B is 1.2
 layers for groups of 80 rows, 1.0 for 240 and 0.9 for 960, by one of two stages 0.7 for 480, which tokens/s do not show
 (docs/notebook.md)."""
+CUT_GAIN = 0.04
+"""How much less the slowest stage must have to do for a layer to be cut: two halves take a little longer than a whole
+one, and a stage more keeps its weights."""
 PROBE_MATRIX = 2048
 PROBE_S = 0.02
 
@@ -37,12 +40,12 @@ def split_layers(
     item_bytes: Sequence[float],
     memory_share: float,
     given: Sequence[float],
+    may_cut: bool = False,
 ) -> list[Run]:
     """The layers of each stage: as `given`, or so that stages take equal time within the devices' memory.
 
-    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take. Layers are
-    dealt whole: two halves of one take so much longer than the whole that nothing was won (docs/notebook.md). Raises
-    ValueError when it cannot be done.
+    `item_bytes` of a weight on each device; `memory_share` of a GPU's free memory that weights may take. `may_cut`: on
+    GPUs layers of RWKV-7 may be cut in half. Raises ValueError when it cannot be done.
     """
     layers = weights.shape.layers
     sizes = {name: tensor.numel() for name, tensor in weights.tensors.items()}
@@ -63,7 +66,10 @@ def split_layers(
             for device, item in zip(devices, item_bytes, strict=True)
         ]
         head = head_cost(sizes["head.weight"] / layer, len(devices))
-        counts = deal_layers(layers, head, relative_speeds(devices), most)
+        speeds = relative_speeds(devices)
+        counts = deal_layers(layers, head, speeds, most)
+        if may_cut and weights.shape.version == X070 and {device.type for device in devices} == {"cuda"}:
+            counts = cut_layers(counts, head, speeds, most)
     return runs_of(counts)
 
 
@@ -87,11 +93,14 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
     return int(min(layers, free * share // layer_bytes))
 
 
-def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
+def deal_layers(
+    layers: int, head: float, speeds: Sequence[float], most: Sequence[int], unit: float = 1.0
+) -> list[float]:
     """Layers of each stage, in order: the slowest stage is as fast as can be, the earlier ones take what is over.
 
     `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
-    other; `most` layers that each has memory for. Raises ValueError if they do not fit.
+    other; `most` layers that each has memory for; `unit`: in which they are dealt, whole or in halves. Raises
+    ValueError if they do not fit.
     """
     stages = len(speeds)
     if sum(most) < layers or min(most) < 1:
@@ -100,12 +109,27 @@ def deal_layers(layers: int, head: float, speeds: Sequence[float], most: Sequenc
             f"{layers}: name more devices in --pp-devices, or use a smaller --dtype"
         )
     beside = [0.0] * (stages - 1) + [head]
-    counts = [1] * stages
-    for _ in range(layers - stages):
-        # Each further layer goes where the stage is done first with it.
+    counts = [1.0] * stages
+    for _ in range(round((layers - stages) / unit)):
+        # Each further one goes where the stage is done first with it.
         free = [i for i in range(stages) if counts[i] < most[i]]
-        counts[min(free, key=lambda i: ((counts[i] + 1 + beside[i]) / speeds[i], i))] += 1
+        counts[min(free, key=lambda i: ((counts[i] + unit + beside[i]) / speeds[i], i))] += unit
     return counts
+
+
+def cut_layers(whole: Sequence[float], head: float, speeds: Sequence[float], most: Sequence[int]) -> Sequence[float]:
+    """The deal with layers cut in half where the slowest stage has `CUT_GAIN` less to do then; else the `whole` ones.
+
+    `head`, `speeds` and `most` as in `deal_layers`; stages on both sides of a cut keep that layer's weights.
+    """
+    halves = deal_layers(round(sum(whole)), head, speeds, most, unit=0.5)
+    beside = [0.0] * (len(speeds) - 1) + [head]
+
+    def slowest(counts: Sequence[float]) -> float:
+        return max((count + more) / speed for count, more, speed in zip(counts, beside, speeds, strict=True))
+
+    fits = all(run.last - run.first <= fitting for run, fitting in zip(runs_of(halves), most, strict=True))
+    return halves if fits and slowest(halves) <= (1 - CUT_GAIN) * slowest(whole) else whole
 
 
 def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float]:

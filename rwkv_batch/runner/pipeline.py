@@ -49,7 +49,7 @@ class Pipeline:
         version = weights.shape.version
         precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
-        places = split_layers(weights, self.devices, item_bytes, memory_share, layers)
+        places = split_layers(weights, self.devices, item_bytes, memory_share, layers, may_cut=not resident)
         if resident and len(resident) != len(devices):
             raise ValueError(
                 f"--pp-resident speaks of {len(resident)} devices, --pp-devices of {len(devices)}; give a number or "

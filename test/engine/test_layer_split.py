@@ -10,6 +10,7 @@ import torch
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.layer_split import (
     check_layers,
+    cut_layers,
     deal_layers,
     head_cost,
     relative_speeds,
@@ -33,6 +34,24 @@ def test_the_head_costs_less_where_two_stages_have_large_groups() -> None:
     size = 65536 * 4096 / 215e6  # of 7.2B
     assert deal_layers(32, head_cost(size, 2), [1.0] * 2, [32] * 2) == [16, 16]
     assert deal_layers(32, head_cost(size, 4), [1.0] * 4, [32] * 4) == [9, 8, 8, 7]
+
+
+def test_layers_are_cut_where_that_spares_the_slowest_stage_much() -> None:
+    size = 65536 * 4096 / 215e6
+    for stages, wanted in [
+        (2, [16, 16]),  # 16.5 instead of 16.7
+        (3, [11, 11, 10]),
+        (4, [8.5, 8.5, 8, 7]),
+        (6, [5.5, 5.5, 5.5, 5.5, 5.5, 4.5]),
+    ]:
+        head, speeds, most = head_cost(size, stages), [1.0] * stages, [32] * stages
+        assert cut_layers(deal_layers(32, head, speeds, most), head, speeds, most) == wanted
+
+
+def test_no_layer_is_cut_that_both_stages_have_no_memory_for() -> None:
+    head = head_cost(65536 * 4096 / 215e6, 4)
+    for most, wanted in [([9, 9, 8, 7], [8.5, 8.5, 8, 7]), ([9, 8, 8, 7], [9, 8, 8, 7])]:
+        assert cut_layers(deal_layers(32, head, [1.0] * 4, most), head, [1.0] * 4, most) == wanted
 
 
 def test_a_cut_layer_is_held_by_both_stages() -> None:
