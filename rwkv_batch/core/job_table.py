@@ -228,7 +228,7 @@ class JobTable:
                 taken = output.take(token, logprob)
             else:
                 taken = self._take_constrained(sequence, sequence.matcher, token, logprob)
-            if isinstance(taken, FinishReason):
+            if taken is not None and not isinstance(taken, Delta):  # of what it mostly is that asks least
                 self._keeper.take_back(sequence)
                 self._finish(sequence, taken)
                 continue
@@ -237,8 +237,9 @@ class JobTable:
             if sequence.lease is not None:
                 self._keeper.update_rollback_state(sequence)
             if taken is not None:
-                sequence.job.deltas.append(taken)
-                changed[sequence.job] = None
+                job = sequence.job
+                job.deltas.append(taken)
+                changed[job] = None
         for sequence in [row.sequence for row in rows if row.ends]:
             if sequence.phase is running:
                 self._finish(sequence, FinishReason.LENGTH)

@@ -118,7 +118,9 @@ class RowOutput:
             ready.append(text)
             text = b"".join(ready)
             ready.clear()
-        return Delta(self.row, text, gathered, None, None, None, tokens[-gathered:] if self._tells_ids else [])
+        if self._tells_ids:
+            return Delta(self.row, text, gathered, token_ids=tokens[-gathered:])
+        return Delta(self.row, text, gathered)
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Take a drawn token; returns why the row ends with it, if it does."""
