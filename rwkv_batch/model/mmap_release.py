@@ -36,7 +36,7 @@ def release(tensor: Tensor) -> None:
 def _are_of_a_file(first: int, last: int) -> bool:
     """Whether pages at these addresses, which are one mapping, are a file's; other memory would lose what it holds.
 
-    The pages' own flags are asked for: a list of all mappings takes the kernel a millisecond each time.
+    The pages' own flags are asked for: to list all mappings takes the kernel longer than to load a small tensor.
     """
     begin, end = (address // mmap.PAGESIZE * _FLAGS_BYTES for address in (first, last))
     try:

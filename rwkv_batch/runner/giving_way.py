@@ -17,7 +17,7 @@ def set_compute_threads(count: int) -> None:
     """So many threads compute for the calling one.
 
     At its first call in a process torch makes a pool of that many threads beside those of OpenMP, for kernels that are
-    not used here; each keeps a core for 16 ms before it sleeps, and who computes there waits. A pool of one has none.
+    not used here; each spins for longer than a step takes before it sleeps, and who computes there waits. One has none.
     """
     torch.set_num_threads(1)
     torch.set_num_threads(count)
