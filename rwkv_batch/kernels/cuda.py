@@ -13,7 +13,15 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
 from rwkv_batch.kernels.cuda_entrance import CudaProjections, project
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
-from rwkv_batch.kernels.cuda_library import ShiftMixArgs, WkvArgs, cuda_pointer, library, library_problem, slots_pointer
+from rwkv_batch.kernels.cuda_library import (
+    NormMixArgs,
+    ShiftMixArgs,
+    WkvArgs,
+    cuda_pointer,
+    library,
+    library_problem,
+    slots_pointer,
+)
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
 from rwkv_batch.kernels.cuda_quant import (
     NUMBERS,
@@ -24,8 +32,10 @@ from rwkv_batch.kernels.cuda_quant import (
     CudaQuantValue,
     QuantMap,
     RowCodes,
+    UnmixedRow,
     make_quantised,
     multiply_codes,
+    multiply_few,
     multiply_into,
     quantise_rows,
 )
@@ -33,6 +43,7 @@ from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, 
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
@@ -54,6 +65,8 @@ class Workspace:
     """[ffn / 512 * 8 * C] fp32"""
     counters: Tensor
     """[C / 256] int32, zero between launches"""
+    mix_counter: Tensor
+    """[1] int32, likewise"""
 
 
 class CudaOps:
@@ -96,6 +109,7 @@ class CudaOps:
             self.workspaces[device] = Workspace(
                 torch.empty(splits * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
                 torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
+                torch.zeros(1, dtype=torch.int32, device=device),
             )
             self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
             library()
@@ -105,15 +119,18 @@ class CudaOps:
 
     def shift_mix(
         self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor | CodedMix]:
+    ) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow]:
         """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g.
 
-        Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves.
+        Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves; of one decoding
+        row of small weights they are made in the launch of their maps.
         """
         tokens, width = x.shape
         x_out = torch.empty_like(x)
         norm, mix = entrance.norm, entrance.mix
         has_adapters = inputs.adapters is not None or inputs.adapter_tiles is not None
+        if tokens == 1 and not has_adapters and _mixes_in_launch(entrance):
+            return x_out, self._unmixed(x, delta, x_out, entrance, shift, inputs)
         coded = None if has_adapters else _coded_mix(x, entrance)
         mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
         ragged = inputs.max_seqlen > 1
@@ -145,7 +162,28 @@ class CudaOps:
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed if coded is None else coded
 
-    def project(self, layer: Layer, mixed: Tensor | CodedMix, adapters: LayerAdapters | None = None) -> Projections:
+    def _unmixed(
+        self, x: Tensor, delta: Tensor | None, x_out: Tensor, entrance: Entrance, shift: Tensor, inputs: StepInputs
+    ) -> UnmixedRow:
+        norm, mix = entrance.norm, entrance.mix
+        args = NormMixArgs(
+            x=cuda_pointer(x),
+            delta=cuda_pointer(delta),
+            x_out=cuda_pointer(x_out),
+            shift=slots_pointer(shift, (torch.float16,)),
+            weight=cuda_pointer(norm.weight, torch.float32),
+            bias=cuda_pointer(norm.bias, torch.float32),
+            read_slots=cuda_pointer(inputs.read_slots, torch.int64),
+            write_slots=cuda_pointer(inputs.write_slots, torch.int64),
+            slot_stride=shift.stride(0),
+            counter=cuda_pointer(self.workspaces[x.device].mix_counter, torch.int32),
+            width=x.shape[1],
+        )
+        return UnmixedRow(mix.unsqueeze(1), args, (x,) if delta is None else (x, delta))
+
+    def project(
+        self, layer: Layer, mixed: Tensor | CodedMix | UnmixedRow, adapters: LayerAdapters | None = None
+    ) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         p = project(layer, mixed, lambda: self._side_streams(layer.low_in.device))
@@ -208,12 +246,17 @@ class CudaOps:
             library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
         return y, p.v if v_first is None else v_first
 
-    def channel_mix(self, layer: Layer, x: Tensor | RowCodes, adapters: LayerAdapters | None = None) -> Tensor:
+    def channel_mix(
+        self, layer: Layer, x: Tensor | RowCodes | UnmixedRow, adapters: LayerAdapters | None = None
+    ) -> Tensor:
         """As naive, x [T, C] fp16 or codes -> [T, C] fp16; a small batch reads few rows of ffn.value."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if isinstance(x, RowCodes):
             assert adapters is None, "what adapters read is not made codes"
             return self._channel_mix_of_codes(layer, x)
+        if isinstance(x, UnmixedRow):
+            assert adapters is None, "what adapters read is made before"
+            return self._channel_mix_of_row(layer, x)
         if isinstance(layer.ffn_value, CudaQuantValue):
             hidden, is_squared = self._hidden_quantised(layer, layer.ffn_value, x, adapters)
             of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
@@ -227,6 +270,13 @@ class CudaOps:
         if adapters is not None:
             adapters.add(Beside(Target.FFN_VALUE, hidden, y))
         return y if of_experts is None else y + of_experts
+
+    def _channel_mix_of_row(self, layer: CudaLayer, row: UnmixedRow) -> Tensor:
+        key, value = layer.ffn_key, layer.ffn_value
+        assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
+        hidden = row.mix.new_empty(1, key.packed.rows)
+        multiply_few([QuantMap(key, row.mix[0], hidden, Activation.RELU_SQUARED)], norm=row.args)
+        return self._value_quantised(value, hidden, is_squared=True)
 
     def _channel_mix_of_codes(self, layer: CudaLayer, x: RowCodes) -> Tensor:
         key, value = layer.ffn_key, layer.ffn_value
@@ -327,6 +377,14 @@ class CudaOps:
             x.shape[1],
         )
         return out
+
+
+def _mixes_in_launch(entrance: Entrance) -> bool:
+    """Whether the launch that multiplies one row's mixed inputs makes them. With 4 bits that is slower."""
+    reader = entrance.reader
+    if not isinstance(reader, CudaQuantLinear) or reader.format is Format.INT4:
+        return False
+    return reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
 
 
 def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:

@@ -27,6 +27,7 @@ from rwkv_batch.kernels.cuda_quant import (
     CudaQuantLinear,
     QuantMap,
     RowCodes,
+    UnmixedRow,
     multiply_codes,
     multiply_few,
     multiply_into,
@@ -52,8 +53,10 @@ EXIT_PIECE_INPUTS = 64
 Sides = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
-def project(layer: CudaLayer, mixed: Tensor | CodedMix, sides: Callable[[], Sides]) -> Projections:
+def project(layer: CudaLayer, mixed: Tensor | CodedMix | UnmixedRow, sides: Callable[[], Sides]) -> Projections:
     """Of mixed [6, T, C] in the order r, k, v, w, a, g. `sides`: makes or finds two streams beside the current one."""
+    if isinstance(mixed, UnmixedRow):
+        return _project_unmixed(layer, mixed)
     tokens = len(_low_inputs(mixed)[0])
     if _is_grouped_entrance(layer, tokens):
         return _project_grouped(layer, mixed)
@@ -152,6 +155,15 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:
         return low.projections(*rkv.unbind(), pending=True)
     multiply(low.exits)
     return low.projections(*rkv.unbind())
+
+
+def _project_unmixed(layer: CudaLayer, row: UnmixedRow) -> Projections:
+    """As `_project_grouped` has few rows of small codes."""
+    rkv = torch.empty_like(row.mix[:3])
+    low = LowRanks.of(layer, row.mix[2:])
+    maps = [QuantMap(linear, row.mix[i], rkv[i]) for i, linear in enumerate(_quantised_rkv(layer))]
+    multiply_few(maps, low.entrances, row.args)
+    return low.projections(*rkv.unbind(), pending=True)
 
 
 def _project_tall(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:

@@ -94,12 +94,24 @@ class QuantMapArgs(Structure):
     ]
 
 
+class NormMixArgs(Structure):
+    """Mirrors the struct in norm_mix.cuh."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("x", "delta", "x_out", "shift", "weight", "bias", "read_slots", "write_slots")],
+        ("slot_stride", c_int64),
+        ("counter", c_void_p),
+        ("width", c_int),
+    ]
+
+
 class QuantArgs(Structure):
     """Mirrors the struct in skinny_quant.cu."""
 
     _fields_ = [
         ("maps", QuantMapArgs * MAX_MAPS),
         *[(name, c_int) for name in ("count", "rows", "format")],
+        ("norm", NormMixArgs),
     ]
 
 

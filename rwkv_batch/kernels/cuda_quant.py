@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, QuantArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, NormMixArgs, QuantArgs, cuda_pointer, library
 from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
 from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
@@ -104,6 +104,23 @@ class CodedMix:
     def __getitem__(self, i: int) -> RowCodes:
         """Of those in codes."""
         return RowCodes(self.codes[i], self.scales[i])
+
+
+@dataclass(slots=True)
+class UnmixedRow:
+    """The mixed inputs of a half layer of one row, which the launch that multiplies them makes."""
+
+    mix: Tensor
+    """[6 or 1, 1, C] fp16: the weights of the mixes, in the place of the mixed inputs"""
+    args: NormMixArgs
+    held: tuple[Tensor, ...]
+    """what that launch reads and writes: no other tensor may be in its place before"""
+
+    def __getitem__(self, i: int) -> UnmixedRow:
+        """The only one of a channel mix. Raises IndexError for others."""
+        if i or len(self.mix) > 1:
+            raise IndexError(f"mixed input {i} of {len(self.mix)} is made with the others")
+        return self
 
 
 @dataclass(slots=True)
@@ -289,16 +306,18 @@ def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late
         apply_activation(m.y, m.activation)
 
 
-def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = ()) -> None:
+def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = (), norm: NormMixArgs | None = None) -> None:
     """Up to 8 maps over the same few rows in one launch: of one format, and up to 8 rows of halves beside them.
 
-    Raises ValueError for more, or other shapes.
+    `norm`: of what the launch makes its one row; a map reads its mix for x. Raises ValueError for others.
     """
     rows, format_ = maps[0].x.shape[0], maps[0].linear.format
     count, most = len(maps) + len(halves), min(FEW_ROWS[format_], MAX_MIXED_ROWS if halves else FEW_ROWS[format_])
     if count > MAX_MAPS or rows > most:
         raise ValueError(f"a launch takes {MAX_MAPS} maps of {most} rows, not {count} of {rows}")
     args = QuantArgs(count=count, rows=rows, format=NUMBERS[format_])
+    if norm is not None:
+        args.norm = norm
     # Halves first: they are twice the bytes of an output, and would be what a launch waits for at its end.
     for slot, half in zip(args.maps[: len(halves)], halves, strict=True):
         n, k = half.weight.shape

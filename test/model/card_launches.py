@@ -18,9 +18,10 @@ from native.build import CUDA_FLAGS, INCLUDES
 from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
-from rwkv_batch.kernels.cuda import SHIFT_BLOCKS
+from rwkv_batch.kernels.cuda import MAX_WIDTH, SHIFT_BLOCKS
 from rwkv_batch.kernels.cuda_library import SIGNATURES, LowExits, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
 from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
+from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 
 ROOT = Path(__file__).parents[2]
@@ -192,10 +193,10 @@ class Launcher:
                 quant = QuantArgs(count=1, rows=rows, format=number)
                 for item in quant.maps[:2]:
                     item.scales, item.n, item.k, item.warps_k = SOMEWHERE, outputs, inputs, 4
-                yield from self.call("rwkv_skinny_quant", byref(quant))
+                yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
                 if rows <= MAX_MIXED_ROWS:
                     quant.count, quant.maps[1].scales = 2, None
-                    yield from self.call("rwkv_skinny_quant", byref(quant))
+                    yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
         if rows <= 8:
             exits = LowExits(groups=3, rank=128, gate_rank=512)
             for item in (2, 4):
@@ -203,6 +204,13 @@ class Launcher:
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             for number in NUMBERS.values():
                 yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
+
+    def _quantised(self, args: QuantArgs, mixes: bool) -> Iterator[Record]:
+        args.norm.x = None
+        yield from self.call("rwkv_skinny_quant", byref(args))
+        if mixes:
+            args.norm.x = SOMEWHERE
+            yield from self.call("rwkv_skinny_quant", byref(args))
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
         for mixes, codes in product((1, 6), (None, SOMEWHERE)):

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from native import cuda_check
 from rwkv_batch.kernels import cuda, cuda_quant
-from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_quant import CodedMix, CudaQuantLinear, quantise_rows
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_linear import Map
+from rwkv_batch.kernels.cuda_quant import CodedMix, CudaQuantLinear, QuantMap, UnmixedRow, multiply_few, quantise_rows
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, quantise
@@ -21,14 +23,15 @@ from test.model.emulated.library import call, emulated
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
 
 CPU = torch.device("cpu")
+SOURCES = ("shift_mix", "quantise", "skinny_quant")
 WIDTH = 320
 """Less than whole warps of threads have."""
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
-    """The two sources, for the CPU."""
-    return [emulated(name, tmp_path_factory.mktemp(name)) for name in ("shift_mix", "quantise")]
+    """The sources, for the CPU."""
+    return [emulated(name, tmp_path_factory.mktemp(name)) for name in SOURCES]
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(libraries[name == "rwkv_quantise_rows"], name, *args)
+            call(libraries[SOURCES.index(name.removeprefix("rwkv_").removesuffix("_rows"))], name, *args)
 
     for module in (cuda, cuda_quant):
         monkeypatch.setattr(module, "library", Kernels)
@@ -52,6 +55,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     monkeypatch.setattr(cuda_quant, "fits_codes", lambda *args: False)
     found = CudaOps()
     found._processors[CPU] = 4
+    found.workspaces[CPU] = Workspace(torch.empty(0), torch.empty(0), torch.zeros(1, dtype=torch.int32))
     return found
 
 
@@ -110,3 +114,37 @@ def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) ->
     x = torch.randn(5, WIDTH).half()
     _, mixed = ops.shift_mix(x, None, entrance(6), torch.zeros(7, WIDTH).half(), step([1] * 5))
     assert isinstance(mixed, Tensor)
+
+
+@pytest.mark.parametrize("width", [2304, 512])
+@pytest.mark.parametrize("format_", [Format.FP8, Format.INT8])
+def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
+    ops: CudaOps, libraries: list[ctypes.CDLL], format_: Format, width: int
+) -> None:
+    """To the bit, in a slot that is read and written; of two rows shift_mix makes it."""
+    for library in libraries:
+        library.emulation_set(3, 227 << 10)
+    reader = CudaQuantLinear(quantise(torch.randn(96, width) / width**0.5, format_))
+    norm = Norm(torch.rand(width) + 0.5, torch.randn(width) / 8)
+    of = Entrance(norm, torch.rand(6, width).half(), reader)
+    x, delta, shift = torch.randn(2, width).half(), torch.randn(2, width).half(), torch.randn(4, width).half()
+    low = torch.randn(32, width).half() / width**0.5
+    after = shift.clone()
+    out, mixed = ops.shift_mix(x, delta, of, after, step([1, 1]))
+    alone = shift.clone()
+    inputs = step([1])
+    out_alone, row = ops.shift_mix(x[:1], delta[:1], of, alone, inputs)
+    assert isinstance(mixed, Tensor)
+    assert isinstance(row, UnmixedRow)
+    results = []
+    for given, args in ((mixed, None), (row.mix, row.args)):
+        rows = given.shape[1]
+        y, z = torch.full((rows, 96), torch.nan).half(), torch.full((rows, 32), torch.nan).half()
+        multiply_few([QuantMap(reader, given[1], y)], [Map(low, given[3], z, Activation.TANH)], args)
+        results.append((y[0], z[0]))
+    assert torch.equal(out_alone[0], out[0])
+    assert torch.equal(alone[2], after[2])
+    assert torch.equal(alone[3], shift[3])
+    for one, both in zip(*results, strict=True):
+        assert torch.equal(one, both)
+    assert ops.workspaces[CPU].mix_counter.item() == 0

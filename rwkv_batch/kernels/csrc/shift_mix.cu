@@ -16,9 +16,8 @@
 //                           may still have to read that slot), from where store_rows takes it
 //
 // Bytes per token: 2C * (2 + 1 + M) plus 4C at the ends of a row; with codes C less. C <= 4096, a multiple of 8.
+#include "norm_mix.cuh"
 #include "row_codes.cuh"
-
-constexpr int MAX_WARPS = 16;
 
 struct ShiftMixArgs {
     const __half* x;
@@ -60,64 +59,19 @@ __device__ __forceinline__ void store_early(void* p, const uint4& v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ uint4 add_packed(const uint4& a, const uint4& b) {
-    float x[8], y[8];
-    unpack8(a, x);
-    unpack8(b, y);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] += y[i];
-    return pack8(x);
-}
-
-struct Moments {
-    float mean, scale;  // scale: 1 / deviation
-};
-
-__device__ __forceinline__ float channels_of(int warp, int width) {
-    return static_cast<float>(min(max(width - 256 * warp, 0), 256));
-}
-
 // 1 / channels of this warp.
 __device__ __forceinline__ float share_of_warp(int width) {
     return 1.0f / fmaxf(channels_of(threadIdx.x >> 5, width), 1.0f);
 }
 
-// Mean and deviation of a token, 8 channels per thread (zeros from `width` on). Every warp takes the squares about its own
-// mean and they are joined after (Chan et al.): one barrier, and nothing cancels. `scratch` may be used again after
-// the next barrier.
+// Mean and deviation of a token, 8 channels per thread (zeros from `width` on): one barrier. `scratch` may be used again
+// after the next barrier.
 __device__ __forceinline__ Moments moments(
     const uint4& packed, bool active, int width, float share_of_warp, float2* scratch) {
-    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    float s[8], squares = 0.0f;
-    unpack8(packed, s);
-    const float own_mean = warp_sum(((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))) * share_of_warp;
-    if (active) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) squares += (s[i] - own_mean) * (s[i] - own_mean);
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) scratch[threadIdx.x >> 5] = make_float2(own_mean, squares);
+    const float2 part = part_moments(packed, active, share_of_warp);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = part;
     __syncthreads();
-    const float2 part = lane < warps ? scratch[lane] : make_float2(0.0f, 0.0f);
-    const float channels = lane < warps ? channels_of(lane, width) : 0.0f, inv_width = 1.0f / width;
-    const float mean = warp_sum(part.x * channels) * inv_width, off = part.x - mean;
-    return Moments{mean, rsqrtf(warp_sum(part.y + channels * off * off) * inv_width + NORM_EPS)};
-}
-
-__device__ __forceinline__ void normalise(
-    const uint4& packed, const Moments& of, const float (&weight)[8], const float (&bias)[8], float (&h)[8]) {
-    unpack8(packed, h);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) h[i] = (h[i] - of.mean) * of.scale * weight[i] + bias[i];
-}
-
-// A mixed input: h and a share of the change from the token before.
-__device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&change)[8], const uint4& mix) {
-    float mu[8];
-    unpack8(mix, mu);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) mu[i] = h[i] + change[i] * mu[i];
-    return pack8(mu);
+    return join_moments(scratch, blockDim.x >> 5, width);
 }
 
 // A token's first COUNT mixed inputs, zeros of threads that are not active, as codes; all threads.
@@ -185,16 +139,20 @@ __global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const
 #pragma unroll
         for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
     }
+    uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
+    int64_t write_at = 0;
+    const auto find_slots = [&] {  // written before this step's kernels, as is the token before
+        write_at = a.write_slots[token] * a.slot_stride + channel;
+        if (active) previous = load16(a.shift + a.read_slots[token] * a.slot_stride + channel);
+    };
+    if (HELD) find_slots();
     let_next_start();
     wait_for_inputs();
     const int64_t at = static_cast<int64_t>(token) * width + channel;
-    const int64_t read_at = a.read_slots[token] * a.slot_stride + channel;
-    const int64_t write_at = a.write_slots[token] * a.slot_stride + channel;
-    uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
+    if (!HELD) find_slots();
     if (active) {
         packed = load16(a.x + at);
         if (a.delta != nullptr) packed = add_packed(packed, load16(a.delta + at));
-        previous = load16(a.shift + read_at);
     }
     const Moments of = moments(packed, active, width, share_of_warp(width), scratch);
     if (!CODED && !active) return;

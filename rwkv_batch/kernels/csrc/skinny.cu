@@ -29,6 +29,7 @@ struct SkinnyArgs {
 template <int TILES_HIGH>
 struct WeightChunk {
     static constexpr int HEIGHT = TILES_HIGH, PARTS = 4 / HEIGHT, DEPTH = PARTS * 32, LANE = 8;
+    static constexpr bool SUMMED = false;
     uint4 w[HEIGHT][2][PARTS];
 
     __device__ static __forceinline__ int depth(const Map&) { return DEPTH; }
@@ -57,7 +58,7 @@ struct WeightChunk {
 
 template <int TILES, int HEIGHT>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_kernel(const __grid_constant__ SkinnyArgs args) {
-    stream_maps<WeightChunk<HEIGHT>, TILES, false>(args);
+    stream_maps<WeightChunk<HEIGHT>, TILES, IN_MEMORY>(args);
 }
 
 // Fills in first_block and blocks; rows <= 16.

@@ -10,13 +10,18 @@
 // and, before the first, while the kernel before still runs.
 #pragma once
 
+#include <type_traits>
+
 #include "activation.h"
 #include "fragments.cuh"
+#include "norm_mix.cuh"
 
 constexpr int WARPS = 8;
 constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
 constexpr int MAX_MAPS = 8;
 constexpr int MOST_HELD = 4096;  // inputs of a row in shared memory
+constexpr int MOST_INPUTS = 32768;
+constexpr int SUM_INPUTS = 128;  // of a group whose inputs a Chunk wants to know the sum of
 
 __device__ __forceinline__ uint4 load_stream(const void* p) {
     uint4 v;
@@ -41,20 +46,26 @@ __device__ __forceinline__ float activate(float v, int activation) {
 struct RowsInMemory {
     const __half* x;
     int k, rows;
+    const float2* sums;  // of lane t
 
     // The 16 bytes at the `at`-th half of a row, or zeros.
     __device__ __forceinline__ uint4 read(int row, int at) const {
         if (row >= rows) return make_uint4(0, 0, 0, 0);
         return __ldg(reinterpret_cast<const uint4*>(x + static_cast<int64_t>(row) * k + at));
     }
+    // Of a group of the inputs, counted from x on: the sums of rows 2t and 2t + 1.
+    __device__ __forceinline__ float2 group_sums(int group) const { return sums[4 * group]; }
 };
 
 struct RowInShared {
     const __half* x;
+    const float* sums;
 
     __device__ __forceinline__ uint4 read(int row, int at) const {
         return row > 0 ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4*>(x + at);
     }
+    // As above; of row 0 alone.
+    __device__ __forceinline__ float2 group_sums(int group) const { return make_float2(sums[group], 0.0f); }
 };
 
 // TILES * 8 rows of x against a chunk of W in halves: PARTS pieces of 8 inputs a lane, of rows g and g + 8 of each tile.
@@ -113,12 +124,18 @@ struct Place {
 // All of a kernel, for up to 8 * TILES rows of x. A Chunk is what a warp has of W at a time: HEIGHT tiles of 16 rows, DEPTH
 // inputs, of whose pieces a lane holds LANE neighbouring ones. It is loaded, multiplied, and knows what the sums of an
 // output are to be multiplied by at last.
-// HELD: there is one row, of at most MOST_HELD inputs, which the block brings into shared memory at once.
-template <typename Chunk, int TILES, bool HELD, typename Args>
+// HELD: there is one row, of at most MOST_HELD inputs, which the block brings into shared memory at once. NORMED: so there
+// is, and the block makes it: args.norm says of what, a map's x is its mix.
+enum Source { IN_MEMORY, HELD, NORMED };
+template <typename Chunk, int TILES, Source SOURCE, typename Args>
 __device__ __forceinline__ void stream_maps(const Args& args) {
     constexpr int HEIGHT = Chunk::HEIGHT, GROUP = HEIGHT * 16;
     __shared__ float partial[WARPS][TILES * 8][GROUP + RED_PAD];
-    __shared__ uint4 held[HELD ? MOST_HELD / 8 : 1];
+    __shared__ uint4 held[SOURCE == IN_MEMORY ? 1 : MOST_HELD / 8];
+    constexpr int SUMMED_GROUPS = !Chunk::SUMMED ? 0 : (SOURCE == IN_MEMORY ? MOST_INPUTS : MOST_HELD) / SUM_INPUTS;
+    constexpr int SUMMED_ROWS = SOURCE == IN_MEMORY ? 8 : 1;
+    __shared__ __align__(8) float group_sums[SUMMED_GROUPS * SUMMED_ROWS + 2];
+    __shared__ std::conditional_t<SOURCE == NORMED, MixRoom, int> room;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     Place<GROUP, Chunk> place(args, warp);
     const auto& m = args.maps[place.map];
@@ -127,10 +144,51 @@ __device__ __forceinline__ void stream_maps(const Args& args) {
         if (place.unit < place.last && place.row0 < m.n && place.k0 < m.k) ahead.load(m, place.row0, place.k0, g, t);
     };
     fetch();
-    let_next_start();
-    wait_for_inputs();
-    if constexpr (HELD) {
+    int arrived = 0;
+    if constexpr (SOURCE == NORMED) {
+        const RowMix row(args.norm, m.x);
+        let_next_start();
+        wait_for_inputs();
+        row.make(args.norm, held, room);
+        __syncthreads();
+        if (threadIdx.x == 0) arrived = atomicAdd(args.norm.counter, 1);
+    } else {
+        let_next_start();
+        wait_for_inputs();
+    }
+    if constexpr (SOURCE == HELD) {
         for (int i = threadIdx.x; i < m.k / 8; i += WARPS * 32) held[i] = __ldg(reinterpret_cast<const uint4*>(m.x) + i);
+        __syncthreads();
+    }
+    if constexpr (Chunk::SUMMED) {
+        const int at = Chunk::lane(m) * t;
+        const auto sum_groups = [&](const auto& rows, const auto& put) {
+            constexpr int TOGETHER = 3;  // groups whose inputs are on their way at once
+            for (int first = warp; first < m.k / SUM_INPUTS && !Chunk::is_half(m); first += WARPS * TOGETHER) {
+                uint4 inputs[TOGETHER][4];
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i) {
+                    const int group = min(first + WARPS * i, m.k / SUM_INPUTS - 1);
+#pragma unroll
+                    for (int q = 0; q < 4; ++q) inputs[i][q] = rows.read(g, group * SUM_INPUTS + 8 * q);
+                }
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i) {
+                    float sums[4] = {};
+                    Chunk::sum_inputs(sums, inputs[i]);
+                    if (first + WARPS * i < m.k / SUM_INPUTS) put(first + WARPS * i, make_float2(sums[0], sums[1]));
+                }
+            }
+        };
+        if constexpr (SOURCE == IN_MEMORY) {
+            sum_groups(RowsInMemory{m.x + at, m.k, args.rows, nullptr}, [&](int group, const float2& sums) {
+                if (g == 0) reinterpret_cast<float2*>(group_sums)[4 * group + t] = sums;
+            });
+        } else {
+            sum_groups(RowInShared{reinterpret_cast<const __half*>(held) + at, nullptr}, [&](int group, const float2& sums) {
+                if (lane == 0) group_sums[group] = sums.x;
+            });
+        }
         __syncthreads();
     }
     while (place.unit < place.last) {
@@ -142,10 +200,10 @@ __device__ __forceinline__ void stream_maps(const Args& args) {
             place.advance(m, warp);
             fetch();
             if (row0 < m.n && k0 < m.k) {
-                if constexpr (HELD) {
-                    chunk.multiply(sums, m, RowInShared{reinterpret_cast<const __half*>(held) + at}, g);
+                if constexpr (SOURCE != IN_MEMORY) {
+                    chunk.multiply(sums, m, RowInShared{reinterpret_cast<const __half*>(held) + at, group_sums + k0 / SUM_INPUTS}, g);
                 } else {
-                    chunk.multiply(sums, m, RowsInMemory{m.x + at, m.k, args.rows}, g);
+                    chunk.multiply(sums, m, RowsInMemory{m.x + at, m.k, args.rows, reinterpret_cast<const float2*>(group_sums) + 4 * (k0 / SUM_INPUTS) + t}, g);
                 }
             }
         }
@@ -176,6 +234,7 @@ __device__ __forceinline__ void stream_maps(const Args& args) {
         }
         __syncthreads();
     }
+    if constexpr (SOURCE == NORMED) keep_token(args.norm, room, arrived);
 }
 
 // Whether a launch's one row fits into shared memory.

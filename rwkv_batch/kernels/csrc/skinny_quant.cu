@@ -3,7 +3,8 @@
 //
 // One row of up to 4,096 inputs is brought into shared memory at once, instead of piece by piece as it is multiplied. A
 // lane's 16 bytes are 16 (8-bit) or 32 (4-bit) neighbouring inputs, made halves in registers; x is read in the same
-// order. Sums of a group of 128 inputs are scaled as they are added up; fp8's scales come at the end.
+// order. Sums of a group of 128 inputs are made less by their zero and scaled as they are added up; fp8's scales come at the
+// end.
 //
 // A map: codes [n, k] (n a multiple of 32, k of 128, or 256 for 4 bits), scales fp8 [n] fp32, int8 [k / 128][n] fp16,
 // int4 [k / 128][n] pairs of fp16 (scale, 1024 + zero); x [rows, k] fp16, y [rows, ld_y] fp16 or fp32.
@@ -28,6 +29,7 @@ struct QuantArgs {
     int count;
     int rows;
     int format;
+    NormMix norm;  // norm.x is null, or what the one row is made of; a map's x is then its mix [k]
 };
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -95,18 +97,32 @@ struct CodeChunk {
         return __half2float(__ushort_as_half(static_cast<unsigned short>(scales[group][tile][up] & 0xffffu)));
     }
 
-    // Twice the half 1024 + zero.
-    __device__ __forceinline__ uint32_t zeros(int group, int tile, int up) const {
-        return __byte_perm(scales[group][tile][up], 0, 0x3232);
+    // Of a code that stands for 0.
+    __device__ __forceinline__ float zero(int group, int tile, int up) const {
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(scales[group][tile][up] >> 16))) - 1024.0f;
+    }
+
+    // Codes of 4 bits are multiplied as they are, as halves that are not normal: 2^-24 times as large, in every second nibble
+    // 2^-20 times. What their zero adds to a sum is taken off once for a group: it goes with the sum of the group's inputs.
+    static constexpr bool SUMMED = FORMAT == INT4;
+    static constexpr int QUADS = LANE / 8;  // 16-byte loads of x for a piece
+
+    // The sums of 8 rows' inputs of a group, of which a lane has what it multiplies: of rows 2t and 2t + 1.
+    __device__ static __forceinline__ void sum_inputs(float (&sums)[4], const uint4 (&inputs)[4]) {
+        static_assert(!SUMMED || PIECE == GROUP_INPUTS);
+        constexpr Fragment ONES = {{0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u}};
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            mma(sums, ONES, inputs[q].x, inputs[q].y);
+            mma(sums, ONES, inputs[q].z, inputs[q].w);
+        }
     }
 
     // One piece of it.
     template <int TILES, typename Rows>
-    __device__ __forceinline__ void multiply_piece(
-        float (&sums)[HEIGHT][TILES][4], int part, int group, const Rows& x, int g) const {
-        constexpr int QUADS = LANE / 8;  // 16-byte loads of x
+    __device__ __forceinline__ void multiply_piece(float (&sums)[HEIGHT][TILES][4], int part, const Rows& x, int g) const {
         constexpr int WORDS = 4 / QUADS;  // of codes, for each of these
-        constexpr bool AT_ONCE = TILES == 1;  // or there are too few registers
+        constexpr bool AT_ONCE = TILES == 1 && !SUMMED;  // or there are too few registers
         uint4 b[TILES][QUADS];
         const auto load_x = [&](int q) {
 #pragma unroll
@@ -116,43 +132,50 @@ struct CodeChunk {
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) load_x(q);
         }
+        if constexpr (SUMMED) {
+            float high[HEIGHT][TILES][4] = {};  // of nibbles 1, 3, 5, 7, 16 times as large
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // words of codes
-            if (!AT_ONCE && i % WORDS == 0) load_x(i / WORDS);
-            if constexpr (FORMAT == INT4) {
+            for (int i = 0; i < 4; ++i) {
+                load_x(i);
 #pragma unroll
-                for (int pair = 0; pair < 4; pair += 2) {
-                    Fragment a[HEIGHT];
+                for (int odd = 0; odd < 2; ++odd) {
+                    const uint32_t mask = odd ? 0x00f000f0u : 0x000f000fu;
 #pragma unroll
                     for (int tile = 0; tile < HEIGHT; ++tile) {
+                        const uint32_t low_row = word(w[tile][0][part], i), high_row = word(w[tile][1][part], i);
+                        const Fragment a = {{low_row & mask, high_row & mask, low_row >> 8 & mask, high_row >> 8 & mask}};
 #pragma unroll
-                        for (int up = 0; up < 2; ++up) {
-                            const uint32_t codes = word(w[tile][up][part], i), zero = zeros(group, tile, up);
-                            a[tile].x[up] = unpack_nibbles(codes, pair, zero);
-                            a[tile].x[up + 2] = unpack_nibbles(codes, pair + 1, zero);
-                        }
-                    }
-#pragma unroll
-                    for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-                        for (int tile = 0; tile < HEIGHT; ++tile)
-                            mma(sums[tile][n], a[tile], word(b[n][i], pair), word(b[n][i], pair + 1));
+                        for (int n = 0; n < TILES; ++n)
+                            mma(odd ? high[tile][n] : sums[tile][n], a, word(b[n][i], odd), word(b[n][i], odd + 2));
                     }
                 }
-            } else {
-                Fragment a[HEIGHT];
+            }
 #pragma unroll
-                for (int tile = 0; tile < HEIGHT; ++tile) {
-#pragma unroll
-                    for (int up = 0; up < 2; ++up)
-                        unpack_bytes<FORMAT>(word(w[tile][up][part], i), a[tile].x[up], a[tile].x[up + 2]);
-                }
+            for (int tile = 0; tile < HEIGHT; ++tile) {
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) {
-                    const uint32_t b0 = word(b[n][i / 2], i % 2 * 2), b1 = word(b[n][i / 2], i % 2 * 2 + 1);
 #pragma unroll
-                    for (int tile = 0; tile < HEIGHT; ++tile) mma(sums[tile][n], a[tile], b0, b1);
+                    for (int i = 0; i < 4; ++i) sums[tile][n][i] = fmaf(high[tile][n][i], 0.0625f, sums[tile][n][i]);
                 }
+            }
+        }
+#pragma unroll
+        for (int i = SUMMED ? 4 : 0; i < 4; ++i) {  // words of codes
+            if (!AT_ONCE && i % WORDS == 0) load_x(i / WORDS);
+            Fragment a[HEIGHT];
+#pragma unroll
+            for (int tile = 0; tile < HEIGHT; ++tile) {
+#pragma unroll
+                for (int up = 0; up < 2; ++up) {
+                    const uint32_t codes = word(w[tile][up][part], i);
+                    unpack_bytes<FORMAT>(codes, a[tile].x[up], a[tile].x[up + 2]);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) {
+                const uint32_t b0 = word(b[n][i / WORDS], i % WORDS * 2), b1 = word(b[n][i / WORDS], i % WORDS * 2 + 1);
+#pragma unroll
+                for (int tile = 0; tile < HEIGHT; ++tile) mma(sums[tile][n], a[tile], b0, b1);
             }
         }
     }
@@ -163,23 +186,27 @@ struct CodeChunk {
         if (is_half(m)) return multiply_halves(sums, w, x, g);
         if constexpr (GROUPS == 0) {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part)
-                multiply_piece(sums, part, 0, x, g);
+            for (int part = 0; part < PARTS; ++part) multiply_piece(sums, part, x, g);
         } else {
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 float own[HEIGHT][TILES][4] = {};
 #pragma unroll
                 for (int part = group * (PARTS / GROUPS); part < (group + 1) * (PARTS / GROUPS); ++part)
-                    multiply_piece(own, part, group, x, g);
+                    multiply_piece(own, part, x, g);
+                const float2 of_x = SUMMED ? x.group_sums(group) : make_float2(0.0f, 0.0f);
 #pragma unroll
                 for (int tile = 0; tile < HEIGHT; ++tile) {
                     const float low = scale(group, tile, 0), high = scale(group, tile, 1);
+                    const float low_zero = zero(group, tile, 0) * -0x1p-24f, high_zero = zero(group, tile, 1) * -0x1p-24f;
 #pragma unroll
                     for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            sums[tile][n][i] = fmaf(own[tile][n][i], i < 2 ? low : high, sums[tile][n][i]);
+                        for (int i = 0; i < 4; ++i) {
+                            float& sum = own[tile][n][i];
+                            if constexpr (SUMMED) sum = fmaf(i < 2 ? low_zero : high_zero, i % 2 ? of_x.y : of_x.x, sum);
+                            sums[tile][n][i] = fmaf(sum, i < 2 ? low : high, sums[tile][n][i]);
+                        }
                     }
                 }
             }
@@ -188,19 +215,19 @@ struct CodeChunk {
 
     __device__ static __forceinline__ float scaled(float sum, const QuantMap& m, int output) {
         if (is_half(m)) return sum;
-        sum *= code_scale<FORMAT>();
+        sum *= code_scale<FORMAT>() * (SUMMED ? 0x1p24f : 1.0f);
         if constexpr (FORMAT == FP8) sum *= __ldg(static_cast<const float*>(m.scales) + output);
         return sum;
     }
 };
 
-template <Format FORMAT, int TILES, bool MIXED, int HEIGHT, bool HELD>
+template <Format FORMAT, int TILES, bool MIXED, int HEIGHT, Source SOURCE>
 __global__ void __launch_bounds__(WARPS * 32, 2) skinny_quant_kernel(const __grid_constant__ QuantArgs args) {
-    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES, HELD>(args);
+    stream_maps<CodeChunk<FORMAT, MIXED, HEIGHT>, TILES, SOURCE>(args);
 }
 
 // Of up to 8 rows.
-template <Format FORMAT, bool MIXED, bool HELD>
+template <Format FORMAT, bool MIXED, Source SOURCE>
 static int launch_few(QuantArgs& args, void* stream) {
     const auto bytes_of = [](const QuantMap& m) {
         return static_cast<int64_t>(m.k) * (m.scales == nullptr ? 4 : FORMAT == INT4 ? 1 : 2);  // twice the bytes
@@ -214,22 +241,28 @@ static int launch_few(QuantArgs& args, void* stream) {
     const int64_t wide = deal_blocks(args, 32, bytes_of).share;
     if (deep && narrow.share < wide) {
         deal_blocks(args, 16, bytes_of);
-        return launch_maps(skinny_quant_kernel<FORMAT, 1, MIXED, 1, HELD>, args, narrow.blocks, stream);
+        return launch_maps(skinny_quant_kernel<FORMAT, 1, MIXED, 1, SOURCE>, args, narrow.blocks, stream);
     }
-    return launch_maps(skinny_quant_kernel<FORMAT, 1, MIXED, 2, HELD>, args, deal_blocks(args, 32, bytes_of).blocks, stream);
+    return launch_maps(skinny_quant_kernel<FORMAT, 1, MIXED, 2, SOURCE>, args, deal_blocks(args, 32, bytes_of).blocks, stream);
 }
 
 template <Format FORMAT>
 static int launch_format(QuantArgs& args, void* stream) {
     bool mixed = false;
     for (int i = 0; i < args.count; ++i) mixed = mixed || args.maps[i].scales == nullptr;
-    if (holds_row(args)) return (mixed ? launch_few<FORMAT, true, true> : launch_few<FORMAT, false, true>)(args, stream);
-    if (args.rows <= 8) return (mixed ? launch_few<FORMAT, true, false> : launch_few<FORMAT, false, false>)(args, stream);
+    if (args.norm.x != nullptr) {
+        if constexpr (FORMAT != INT4) {  // of 4 bits that is slower
+            if (holds_row(args)) return (mixed ? launch_few<FORMAT, true, NORMED> : launch_few<FORMAT, false, NORMED>)(args, stream);
+        }
+        return static_cast<int>(cudaErrorInvalidValue);
+    }
+    if (holds_row(args)) return (mixed ? launch_few<FORMAT, true, HELD> : launch_few<FORMAT, false, HELD>)(args, stream);
+    if (args.rows <= 8) return (mixed ? launch_few<FORMAT, true, IN_MEMORY> : launch_few<FORMAT, false, IN_MEMORY>)(args, stream);
     if (mixed || FORMAT == INT4) return static_cast<int>(cudaErrorInvalidValue);  // the registers hold 8 rows
     if constexpr (FORMAT != INT4) {
         const auto bytes_of = [](const QuantMap& m) { return static_cast<int64_t>(m.k); };
         const int blocks = deal_blocks(args, 32, bytes_of).blocks;
-        return launch_maps(skinny_quant_kernel<FORMAT, 2, false, 2, false>, args, blocks, stream);
+        return launch_maps(skinny_quant_kernel<FORMAT, 2, false, 2, IN_MEMORY>, args, blocks, stream);
     }
     return 0;
 }
