@@ -29,7 +29,7 @@ from torch import Tensor
 from native.transfer import on_device
 from rwkv_batch.kernels.cuda_adapters import TILE, fill_tiles, max_tiles
 from rwkv_batch.model.step_inputs import AdapterTiles, StepInputs
-from rwkv_batch.runner.graph_capture import CaptureError, StagedArrays
+from rwkv_batch.runner.graph_capture import Array, CaptureError, StagedArrays
 from rwkv_batch.runner.graph_pieces import GraphPieces, Pieces
 from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.stage import Stage
@@ -37,6 +37,8 @@ from rwkv_batch.runner.stage_graphs import GraphStage, run_stages
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
+
+Values = Sequence[int] | Array
 
 
 @runtime_checkable
@@ -212,7 +214,9 @@ class DecodeGraphs:
     ) -> None:
         if not 0 < len(seats) <= self.max_rows:
             raise ValueError(f"a decode step takes 1 to {self.max_rows} rows, not {len(seats)}")
-        arrays = {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}
+        arrays: dict[str, Values] = {"read_slots": read_slots, "write_slots": write_slots, "seats": seats}
+        if read_slots is write_slots:  # a list becomes an array once
+            arrays["read_slots"] = arrays["write_slots"] = np.array(read_slots, dtype=np.int64)
         if between is not None and adapters is None and (pieces := self._pieces_for(len(seats), sampled)) is not None:
             self._fill(pieces.size, arrays, undrawn)
             assert self.pieces is not None
@@ -256,7 +260,7 @@ class DecodeGraphs:
     def _fill(
         self,
         size: int,
-        arrays: Mapping[str, Sequence[int]],
+        arrays: Mapping[str, Values],
         undrawn: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
     ) -> None:
