@@ -73,7 +73,7 @@ def test_pieces_leave_what_the_whole_step_leaves(monkeypatch: pytest.MonkeyPatch
         graph.replay()
         return lambda: None
 
-    monkeypatch.setattr(GraphPieces, "_launch", launch)
+    monkeypatch.setattr(GraphPieces, "launch", launch)
     pieces = GraphPieces(decode, 2).of(20, sampled=True)
     assert pieces is not None and pieces.size == SIZE
     told = []
