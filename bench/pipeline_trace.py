@@ -8,6 +8,8 @@ the host microseconds, so steps take longer while they are traced: shares and or
 from __future__ import annotations
 
 import gc
+import itertools
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -174,7 +176,8 @@ class Trace:
 
 def summary(host: list[HostSpan], stages: list[StageSpan]) -> dict[str, Any]:
     """Of a trace: ms a step; what share of the time each stage works, and waits for the one before; ms of each stage's
-    graphs by kind; the host's ms a step, calls inside calls counted in both."""
+    graphs by kind, and ms from the end of one until the next is given, the median and the mean: copies, what the host
+    fills in, on the first stage waiting for tokens too; the host's ms a step, calls inside calls counted in both."""
     steps = len({span.step for span in stages})
     if steps < 2:
         return {"steps": steps}
@@ -186,6 +189,11 @@ def summary(host: list[HostSpan], stages: list[StageSpan]) -> dict[str, Any]:
         work[span.stage] += span.ended - span.began
         waits[span.stage] += span.began - span.given
         kinds[span.stage, span.kind].append(span.ended - span.began)
+    between: dict[int, list[float]] = defaultdict(list)
+    ordered = sorted(stages, key=lambda span: (span.stage, span.given))
+    for span, later in itertools.pairwise(ordered):
+        if span.stage == later.stage:
+            between[span.stage].append(later.given - span.ended)
     calls: dict[str, float] = defaultdict(float)
     for name, _, began, ended in host:
         calls[name] += ended - began
@@ -195,6 +203,10 @@ def summary(host: list[HostSpan], stages: list[StageSpan]) -> dict[str, Any]:
         "works": {str(stage): round(ms / length, 3) for stage, ms in sorted(work.items())},
         "waits": {str(stage): round(ms / length, 3) for stage, ms in sorted(waits.items())},
         "graph_ms": {f"{stage}{kind}": round(sum(ms) / len(ms), 3) for (stage, kind), ms in sorted(kinds.items())},
+        "between_ms": {
+            str(stage): [round(statistics.median(ms), 3), round(statistics.mean(ms), 3)]
+            for stage, ms in sorted(between.items())
+        },
         "graphs": {f"{stage}{kind}": len(ms) for (stage, kind), ms in sorted(kinds.items())},
         "host_ms_per_step": {name: round(ms / steps, 3) for name, ms in sorted(calls.items())},
     }

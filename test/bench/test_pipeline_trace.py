@@ -14,6 +14,7 @@ def test_work_waiting_and_the_host_are_told_apart() -> None:
     assert found["steps"] == 4 and found["ms_per_step"] == 14 / 4
     assert found["works"] == {"0": round(8 / 14, 3), "1": round(8 / 14, 3)}
     assert found["waits"] == {"0": 0.0, "1": round(4 / 14, 3)}
+    assert found["between_ms"] == {"0": [1.0, 1.0], "1": [0.0, 0.0]}
     assert found["graph_ms"] == {"0d": 2.0, "1m": 2.0} and found["graphs"] == {"0d": 4, "1m": 4}
     assert found["host_ms_per_step"] == {"launch": 0.5}
 
