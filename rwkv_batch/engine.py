@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rwkv_batch import calls
@@ -332,7 +332,7 @@ class Engine:
         may_wait = len(self._in_flight) < self.machine.steps_in_flight and not self._awaits_masks()
         concludes = bool(self._in_flight) and not (rows and may_wait)
         while concludes:
-            self._conclude(self._in_flight.popleft(), self._let_in.look)
+            self._conclude(self._in_flight.popleft(), self._look)
             self._draw_constrained()
             if not (self._in_flight and self._is_awaited(self._in_flight[-1])):
                 break
@@ -357,7 +357,7 @@ class Engine:
             if not part:
                 continue
             if between is not None:
-                self._let_in.look()
+                self._look(launched)
             try:
                 has_pieces = part[-1].feeds_back or (in_pieces and any(row.sequence.job.is_batch for row in part))
                 step = self.machine.launch(part, oldest, between if has_pieces else None)
@@ -384,6 +384,13 @@ class Engine:
 
     def _first_tokens(self, under_way: Collection[RunningJob]) -> list[ScheduledRow]:
         return self.scheduler.first_tokens(under_way)
+
+    def _look(self, launched: Sequence[Launched] = ()) -> None:
+        """Let prompts in that have come, unless logits of a step in flight, or of these parts of the next, wait for
+        masks: a prompt's lie in the same memory."""
+        in_flight = (part for step in self._in_flight for part in step.parts)
+        if not any(part.awaits_masks for part in (*in_flight, *launched)):
+            self._let_in.look()
 
     def _is_awaited(self, step: Step) -> bool:
         """Whether a first token of it would else be read when the next step, in pieces of batch work, is done."""

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import ast
 import functools
+import threading
 from pathlib import Path
 
 import pyrwkv_tokenizer
 
 END_OF_TEXT = 0
 VOCAB_SIZE = 65536
+_making = threading.Lock()
 
 
 def _vocab_file() -> Path:
     return Path(pyrwkv_tokenizer.__file__).with_name("rwkv_vocab_v20230424.txt")
 
 
-@functools.cache
 def _encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
-    """One for all of a process: it takes 230 MB."""
+    """One for all of a process, whichever of its threads are the first to ask: it takes 230 MB."""
+    with _making:
+        return _made_encoder()
+
+
+@functools.cache
+def _made_encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
     return pyrwkv_tokenizer.RWKVTokenizer()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import threading
+import time
 
 import pytest
 
@@ -110,6 +113,29 @@ def test_its_tables_are_made_once_in_a_process() -> None:
     one, other = Tokenizer(), Tokenizer()
     assert one.byte_table is other.byte_table and one.id_by_bytes is other.id_by_bytes
     assert one.encode("a") == other.encode("a") and tokenizers._encoder() is tokenizers._encoder()
+
+
+def test_threads_that_ask_first_make_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would take its 230 MB."""
+    made, all_ask = [], threading.Barrier(4)
+
+    def slow() -> object:
+        made.append(threading.get_ident())
+        time.sleep(0.05)
+        return object()
+
+    monkeypatch.setattr(tokenizers, "_made_encoder", functools.cache(slow))
+
+    def ask() -> None:
+        all_ask.wait()
+        tokenizers._encoder()
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 def test_engines_encode_without_the_tables_of_whole_texts(
