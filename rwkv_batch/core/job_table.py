@@ -228,7 +228,7 @@ class JobTable:
                 taken = output.take(token, logprob)
             else:
                 taken = self._take_constrained(sequence, sequence.matcher, token, logprob)
-            if taken is not None and not isinstance(taken, Delta):  # of what it mostly is that asks least
+            if taken is not None and not isinstance(taken, Delta):  # mostly None, so that is asked first
                 self._keeper.take_back(sequence)
                 self._finish(sequence, taken)
                 continue

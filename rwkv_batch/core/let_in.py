@@ -57,7 +57,7 @@ class LetIn(Generic[Step]):
 
     def begin(self, rows: list[ScheduledRow]) -> Between | None:
         """A step over these rows is launched next; what to call between its pieces. None: it need not be in pieces."""
-        self._left, self._looks = 0, False
+        self._left, self._looks, self._under_way = 0, False, frozenset()
         if not any(row.sequence.job.is_batch for row in rows):
             return None
         self._under_way = frozenset(row.sequence.job for row in rows)

@@ -205,10 +205,13 @@ class ModelRunner:
                 for graphs in (self._prefill_graphs, self._mixed_graphs):
                     if graphs is not None:
                         graphs.warm_up()
+            except CaptureError as error:
+                self._give_up_graphs(error)
+            try:
                 if self._prompt_pieces is not None and self.has_pieces:
                     self._prompt_pieces.warm_up()
             except CaptureError as error:
-                self._give_up_graphs(error)
+                self._give_up_prompt_pieces(error)
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
         beside = 0 if self._graphs is not None else 1  # a token of each row that decodes
         sizes = [2**i for i in reversed(range(longest.bit_length()))]
@@ -233,6 +236,10 @@ class ModelRunner:
         logger.error("steps go on without graphs: %s", error)
         self._graphs = self._prefill_graphs = self._mixed_graphs = self._prompt_pieces = None
         self.graph_refusal = str(error)
+
+    def _give_up_prompt_pieces(self, error: CaptureError) -> None:
+        logger.error("prompts of batch work are launched kernel by kernel beside interactive requests: %s", error)
+        self._prompt_pieces = None
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -365,11 +372,15 @@ class ModelRunner:
 
     def _by_graphs(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
         """Logits [R, V] of a step that graphs of short prompts hold, in pieces if something is to be called between
-        them; None: none do. Raises CaptureError."""
+        them; None: none do. Raises CaptureError where decode graphs are of no use either."""
         if between is not None:
             pieces = self._prompt_pieces
             in_pieces = None if pieces is None else pieces.size_for(inputs)
-            return None if pieces is None or in_pieces is None else pieces.run(inputs, in_pieces, between)
+            try:
+                return None if pieces is None or in_pieces is None else pieces.run(inputs, in_pieces, between)
+            except CaptureError as error:
+                self._give_up_prompt_pieces(error)
+                return None
         graphs = self._prefill_graphs
         size = None if graphs is None else graphs.size_for(inputs)
         return None if graphs is None or size is None else graphs.run(inputs, size)

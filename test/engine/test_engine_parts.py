@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,25 @@ def test_prompts_of_a_batch_are_read_in_pieces_by_graphs_while_interactive_reque
     assert isinstance(pieces, PromptPieces) and pieces.steps and let_in
     rows, tokens = (max(sizes) for sizes in zip(*pieces.steps, strict=True))
     assert rows <= PIECES_ROWS + 1 and tokens <= PIECES_TOKENS + 200, "and an interactive prompt, one step in four"
+
+
+def test_pieces_of_prompts_that_cannot_be_captured_are_done_without(
+    wanted_of_mixture: list[bytes], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that decode keep their graphs."""
+
+    def run_pieces(*_: Any) -> Tensor:
+        raise CaptureError("a piece could not be captured: OutOfMemoryError")
+
+    machine = engine.machine
+    pieces = machine._prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
+    monkeypatch.setattr(pieces, "run", run_pieces)
+    hidden = machine.pipeline.hidden
+    graphs(engine).pieces = SimpleNamespace(hidden=lambda inputs, between: (between(), hidden(inputs))[1])  # type: ignore[assignment]
+    monkeypatch.setattr(engine.scheduler._batch_share, "_has_pieces", True)
+    run(engine, ask("x", max_tokens=2))
+    assert run(engine, *mixture()).all_texts == wanted_of_mixture
+    assert machine._prompt_pieces is None and machine._graphs is not None
 
 
 def test_prompts_that_are_let_in_leave_logits_alone_that_wait_for_a_mask(model: Path, whole: Engine) -> None:
