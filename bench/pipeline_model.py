@@ -4,10 +4,11 @@
 
 `--times`: the last line of `bench.stage_times`, every deal of layers in it. Time is virtual: a stage begins a graph as
 soon as it has done all before it and has what the stage before hands over, the first one also when the oldest step that
-the host has not read has drawn; the host takes `--host-ms` a step, what is the same for all and for each row, and waits
-for the step that it reads. Left out: hand-overs, what GPUs do to each other, and what a request costs the host beside
-its rows' steps. Clients as in bench.traffic. What bounds it: the times are of graphs alone, on a GPU whose clock may
-differ from that of four.
+the host has not read has drawn; `--links-ms`: what lies between two graphs of a stage, and between a graph of one stage
+and that of the next, or from the last to the first; the host takes `--host-ms` a step, what is the same for all and for
+each row, and waits for the step that it reads. Steps take as long as the graphs that hold them, padding included. Left
+out: what GPUs do to each other, and what a request costs the host beside its rows' steps. Clients as in bench.traffic.
+What bounds it: the times are of graphs alone, on a GPU whose clock may differ from that of four.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.limits import Limits
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.request import JobEvents
+from rwkv_batch.runner.decode_graphs import padded_sizes
 from rwkv_batch.runner.drawing import Launched
+from rwkv_batch.runner.mixed_graphs import PROMPTS as MIXED_PROMPTS
 from rwkv_batch.runner.mixed_graphs import MixedSize, held_prompt_tokens, most_decoding, usable_mixed_sizes
+from rwkv_batch.runner.prefill_graphs import SIZES
 
 Times = dict[str, dict[str, list[float]]]
 WARM_S = 1.0
@@ -41,26 +45,43 @@ class StageTimes:
     """Of one deal of layers: milliseconds of each stage for a step."""
 
     def __init__(self, measured: Times) -> None:
-        self._decode = sorted((int(rows), ms) for rows, ms in measured["decode"].items())
-        self._prompts = sorted((int(name.split(",")[1]), ms) for name, ms in measured["prompts"].items())
+        self._decode = sorted((_decode_graph(int(rows)), ms) for rows, ms in measured["decode"].items())
+        self._prompts = sorted((_prompts_graph(*_numbers(name)), ms) for name, ms in measured["prompts"].items())
         riding = []
         for name, ms in measured.get("mixed", {}).items():
-            rows, _, tokens = map(int, name.split(","))
-            riding.append((tokens, [a - b for a, b in zip(ms, self.decode(rows), strict=True)]))
+            rows, reading, tokens = _numbers(name)
+            graph = next(size for size in MIXED_PROMPTS if size.holds(reading, tokens))
+            riding.append((graph.tokens, [a - b for a, b in zip(ms, self.decode(rows), strict=True)]))
         self._riding = sorted(riding)
         self.stages = len(self._decode[0][1])
 
     def decode(self, rows: int) -> list[float]:
         """Of a step of so many rows."""
-        return _between(self._decode, rows)
+        return _between(self._decode, _decode_graph(rows))
 
-    def prompts(self, tokens: int) -> list[float]:
-        """Of so many tokens of prompts, a step of their own."""
-        return _between(self._prompts, tokens)
+    def prompts(self, rows: int, tokens: int) -> list[float]:
+        """Of so many rows and tokens of prompts, a step of their own."""
+        return _between(self._prompts, _prompts_graph(rows, tokens))
 
-    def mixed(self, rows: int, tokens: int) -> list[float]:
+    def mixed(self, size: MixedSize) -> list[float]:
         """Of both in one graph."""
-        return [a + b for a, b in zip(self.decode(rows), _between(self._riding, tokens), strict=True)]
+        return [
+            a + b for a, b in zip(self.decode(size.decoding), _between(self._riding, size.prompts.tokens), strict=True)
+        ]
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(",")))
+
+
+def _decode_graph(rows: int) -> int:
+    """Rows of the graph for so many."""
+    return padded_sizes(rows)[-1]
+
+
+def _prompts_graph(rows: int, tokens: int) -> int:
+    """Tokens of the graph for so many rows and tokens; beyond those that there are, as many."""
+    return next((size.tokens for size in SIZES if size.holds(rows, tokens)), tokens)
 
 
 def _between(points: Sequence[tuple[int, list[float]]], at: int) -> list[float]:
@@ -91,9 +112,17 @@ class Riding:
 class TimedRunner(Runner):
     """A runner whose steps take virtual time."""
 
-    def __init__(self, config: EngineConfig, limits: Limits, times: StageTimes, host_ms: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        times: StageTimes,
+        host_ms: tuple[float, float],
+        links_ms: tuple[float, float],
+    ) -> None:
         super().__init__(config, limits)
         self._times, self._host_ms = times, host_ms
+        self._beside, self._hand_over = links_ms
         self._mixed_graphs = Riding(limits.rows_in_mixed_step)  # type: ignore[assignment]
         self.now = 0.0
         """the host's clock, ms"""
@@ -113,13 +142,17 @@ class TimedRunner(Runner):
         decoding = sum(row.feeds_back for row in rows)
         tokens = sum(row.num_tokens for row in rows) - decoding
         if decoding and tokens:
-            took = self._times.mixed(decoding, tokens)
+            size = self._mixed_graphs.size_for(decoding, len(rows) - decoding, tokens)
+            assert size is not None, "`parts` has found one"
+            took = self._times.mixed(size)
         else:
-            took = self._times.decode(decoding) if decoding else self._times.prompts(tokens)
-        at = max([self.now, *(self._drawn_at[id(part)] for part in after)])
+            took = self._times.decode(decoding) if decoding else self._times.prompts(len(rows), tokens)
+        at = max([self.now, *(self._drawn_at[id(part)] + self._hand_over for part in after)])
         for stage, ms in enumerate(took):
-            at = self.free_at[stage] = max(at, self.free_at[stage]) + ms
+            ended = max(at, self.free_at[stage]) + ms
+            self.free_at[stage] = ended + self._beside
             self.work[stage] += ms
+            at = ended + (self._hand_over if stage < len(took) - 1 else 0.0)
         self._drawn_at[id(step)] = at
         return step
 
@@ -163,7 +196,7 @@ def reckoned(times: StageTimes, clients: int, args: argparse.Namespace) -> dict[
         mixed_rows=most_decoding(groups),
         held_prompt_tokens=held_prompt_tokens(groups),
     )
-    engine = OwnThread(limits, partial(TimedRunner, times=times, host_ms=args.host_ms))
+    engine = OwnThread(limits, partial(TimedRunner, times=times, host_ms=args.host_ms, links_ms=args.links_ms))
     machine: Any = engine.machine
     load = TimedClients(engine, SimpleNamespace(clients=clients, drawn=args.drawn, wire=False))  # type: ignore[arg-type]
     while machine.now < WARM_S * 1e3:
@@ -183,7 +216,7 @@ def reckoned(times: StageTimes, clients: int, args: argparse.Namespace) -> dict[
 
 
 def pair(text: str) -> tuple[float, float]:
-    """Of --host-ms."""
+    """Of --host-ms and --links-ms."""
     fixed, row = map(float, text.split(","))
     return fixed, row
 
@@ -194,6 +227,7 @@ def main() -> None:
     parser.add_argument("--times", type=Path, required=True)
     parser.add_argument("--clients", default="320,960")
     parser.add_argument("--host-ms", type=pair, default=(0.3, 0.004), help="a step's, and a row's")
+    parser.add_argument("--links-ms", type=pair, default=(0.025, 0.045), help="between graphs, and between stages")
     parser.add_argument("--seconds", type=float, default=2.0, help="virtual")
     parser.add_argument("--drawn", type=int, nargs=2, default=(128, 256))
     args = parser.parse_args()
@@ -204,7 +238,17 @@ def main() -> None:
             results.append({"layers": deal["layers"], **reckoned(StageTimes(deal["ms"]), clients, args)})
             print(json.dumps(results[-1]), flush=True)
     origin = {name: measured.get(name) for name in ("machine", "commit")}
-    print(json.dumps({"times_of": origin, "host_ms": args.host_ms, "seconds": args.seconds, "results": results}))
+    print(
+        json.dumps(
+            {
+                "times_of": origin,
+                "host_ms": args.host_ms,
+                "links_ms": args.links_ms,
+                "seconds": args.seconds,
+                "results": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from rwkv_batch.runner.model_runner import ModelRunner
 from state_pool.arena import FIRST_FREE_SLOT
 from state_pool.config import PoolConfig
 
-ROWS = (1, 32, 80, 240, 480, 960)
-PROMPTS = ((1, 20), (2, 40), (5, 100), (8, 160), (15, 300))
-MIXED = ((80, 1, 20), (80, 2, 40), (80, 5, 100), (80, 12, 240), (112, 5, 100), (240, 1, 20), (240, 5, 100))
+ROWS = (1, 32, 64, 80, 96, 240, 256, 480, 960)
+PROMPTS = ((1, 20), (2, 40), (3, 60), (4, 80), (5, 100), (6, 120), (7, 140), (9, 180), (12, 240), (15, 300), (24, 480))
+MIXED = ((80, 1, 20), (80, 2, 40), (80, 5, 100), (240, 1, 20))
 """Rows that decode, rows and tokens of prompts."""
 WARM_S = 0.1
 PIECE = 10

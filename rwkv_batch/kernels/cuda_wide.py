@@ -27,10 +27,11 @@ MPS_PIPES = "/tmp/nvidia-mps"  # noqa: S108  where MPS listens unless it is told
 OUTPUTS = 128
 DEPTH = 64
 FP8_DEPTH = 128
-TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
-"""Tiles of rows there are kernels for; of weights [k, n], one tile holds all rows of a launch."""
+TILE_ROWS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256)
+"""Tiles of rows there are kernels for; of weights [k, n], one tile holds all rows of a launch. 80 and 240 are groups of
+four GPUs with 320 and 960 rows."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
-FP8_TILE_ROWS = (*TILE_ROWS, 320)
+FP8_TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256, 320)
 MAX_TALL_ROWS = 1024
 """Of halves [n, k] where more rows than a tile's take several; cuBLAS is faster for all but small maps."""
 FP8_ROWS_OF_CUBLAS = range(321, 513)

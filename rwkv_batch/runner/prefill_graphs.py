@@ -3,7 +3,7 @@
 What that is worth: docs/performance.md, "Steps that mix prompts and decoding rows".
 
 A graph reads up to 48 rows of up to 512 tokens in all. Rows and tokens that are not there are padding: every graph has
-one row more than it serves, which takes what is left of the tokens, from the zero state into the dummy slot.
+one row more than it serves, so that some row takes what is left of the tokens, from the zero state into the dummy slot.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 4, 16, 48)
-TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+ROWS = (1, 4, 8, 16, 32, 48)
+TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
+"""Up to 256 those that fill a tile of our own products (`cuda_wide.TILE_ROWS`)."""
 MOST_WORK = 2.5e12
 """Tokens times weights of a GPU, from which on padding is a loss: it takes as long as the host (360 tokens of 7.2B)."""
 
@@ -151,9 +152,11 @@ def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, .
 
 
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """A step's arrays for a graph that holds it: the rows that are missing get a token each, the last one the rest."""
+    """A step's arrays for a graph that holds it: the rows that are missing share the tokens that are, a token each at
+    least. Equally: one long row of padding would take its kernels longer than the step's own rows."""
     rows, tokens = len(inputs.read_slots), len(inputs.tokens)
-    ends = np.append(np.arange(tokens, tokens + size.rows - rows + 1), size.tokens)
+    missing = size.rows + 1 - rows
+    ends = tokens + np.arange(missing + 1) * (size.tokens - tokens) // missing
     cu_seqlens = np.concatenate([inputs.cu_seqlens.numpy()[:-1], ends])
 
     def filled(values: Tensor, length: int, padding: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

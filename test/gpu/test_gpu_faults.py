@@ -16,6 +16,7 @@ from torch import Tensor
 
 from demo.files import ensure_model
 from rwkv_batch.errors import ErrorKind, StartupError
+from rwkv_batch.kernels.cuda_wide import MAX_TALL_ROWS
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.pipeline import Pipeline
@@ -78,7 +79,7 @@ def test_without_graphs_when_they_cannot_be_captured(
     model: Path, wanted: list[bytes], warmup: bool, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_memory_while_capturing(monkeypatch, where)
-    many = {**ON_GPU, "max_running": 320}  # side streams are for more than 256 rows
+    many = {**ON_GPU, "max_running": MAX_TALL_ROWS + 16}  # side streams are for more than that
     with started_engine(model, warmup=warmup, **many) as engine:
         first = run(engine, *translations(30)).all_texts
         assert same(first, wanted) >= 0.95

@@ -13,12 +13,12 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import SPARSE_COLUMNS, SPARSE_SHARE
 from rwkv_batch.kernels.cuda_library import library
 from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, multiply, multiply_transposed, skinny
-from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.kernels.cuda_wide import TILE_ROWS, has_wide, launch_wide
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-ROWS = (1, 5, 8, 9, 16, 17, 32, 50, 64, 90, 97, 130, 180, 200, 256)
+ROWS = (1, 5, 8, 9, 16, 17, 32, 50, 64, 70, 80, 90, 97, 105, 112, 130, 180, 200, 230, 240, 256)
 ACTIVATIONS = {
     Activation.NONE: lambda v: v,
     Activation.TANH: torch.tanh,
@@ -97,6 +97,33 @@ def test_few_and_many_outputs(rows: int, shape: tuple[int, int]) -> None:
         multiply([Map(w, x, y[:rows])])
         assert_near(y[:rows], x.float() @ w.float().T)
     assert torch.isnan(y[rows:]).all()
+
+
+@pytest.mark.parametrize("rows", [300, 470, 700, 1000])
+def test_several_tiles_of_rows(rows: int) -> None:
+    """Blocks that share k end with shares of a tile's rows, the last of which may be smaller."""
+    skip_where_missing(rows)
+    w, x, y = weight(512, 1024), normal(rows, 1024), poisoned(rows, 512)
+    launch_wide([(w, x, y[:rows], Activation.NONE)], transposed=False)
+    assert_near(y[:rows], x.float() @ w.float().T)
+    assert torch.isnan(y[rows:]).all()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_row_is_the_same_in_every_tile(is_transposed: bool) -> None:
+    """To the bit, with any number of others beside it, where blocks share k."""
+    skip_where_missing(TILE_ROWS[0])
+    x, w = normal(TILE_ROWS[-1], 4096), weight(1024, 4096)
+    transposed = w.T.contiguous()
+    found = []
+    for rows in TILE_ROWS:
+        y = torch.empty(rows, 1024, device=GPU, dtype=torch.float16)
+        if is_transposed:
+            y = multiply_transposed(x[:rows], transposed)
+        else:
+            multiply([Map(w, x[:rows], y)])
+        found.append(y[: TILE_ROWS[0]])
+    assert all(torch.equal(y, found[0]) for y in found)
 
 
 @pytest.mark.parametrize(("rows", "shape"), product(ROWS, [(1024, 256), (4096, 1024), (1024, 4096), (512, 448)]))

@@ -87,6 +87,8 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
     assert len(arrays["tokens"]) == len(arrays["token_rows"]) == size.tokens == arrays["cu_seqlens"][-1]
     assert len(arrays["read_slots"]) == len(arrays["write_slots"]) == size.rows + 1
     assert arrays["cu_seqlens"].diff().min() >= 1, "no row without tokens"
+    behind = arrays["cu_seqlens"].diff()[len(lengths) :]
+    assert behind.max() - behind.min() <= 1, "a long row of padding would take longer than the step's own"
     assert torch.equal(arrays["token_rows"].bincount(), arrays["cu_seqlens"].diff())
     longest = int(arrays["cu_seqlens"].diff().max())
     wanted, got = forward(stage, inputs), forward(stage, StepInputs(**arrays, max_seqlen=longest))
@@ -124,5 +126,5 @@ def test_an_empty_step_is_all_padding() -> None:
     arrays = padded(
         StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), PrefillSize(4, 16)
     )
-    assert arrays["cu_seqlens"].tolist() == [0, 1, 2, 3, 4, 16]
+    assert arrays["cu_seqlens"].tolist() == [0, 3, 6, 9, 12, 16]
     assert set(arrays["write_slots"]) == {DUMMY_SLOT}

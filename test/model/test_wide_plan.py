@@ -22,7 +22,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("rows", [17, 32, 33, 64, 128, 250, 256])
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 80, 105, 128, 233, 250, 256])
 def test_every_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
     plan = plan_wide(rows, SHAPES[name], PROCESSORS)
     assert plan.tile_rows in TILE_ROWS
@@ -30,6 +30,11 @@ def test_every_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
     tiles = sum(-(-shape.n // OUTPUTS) for shape in SHAPES[name])
     assert plan.splits == 1 or tiles * plan.splits <= PROCESSORS
     assert all(shape.k % (DEPTH * plan.splits) == 0 for shape in SHAPES[name])
+
+
+def test_groups_of_four_gpus_fill_their_tiles() -> None:
+    """320 and 960 rows in four groups."""
+    assert [plan_wide(rows, SHAPES["key"], PROCESSORS).tile_rows for rows in (80, 240)] == [80, 240]
 
 
 def test_few_outputs_share_k() -> None:

@@ -36,7 +36,7 @@ RWKV_API int rwkv_wide(const WideArgs* args, void* stream) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
     }
-    return launch_planned<32, 64, 96, 128, 160, 192, 224, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return launch_planned<32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         return args->transposed ? launch_wide<rows.value, splits.value, WIDE_TURNED>(p, stream)
                                 : launch_wide<rows.value, splits.value, WIDE_PLAIN>(p, stream);
     });

@@ -5,7 +5,7 @@
 // row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units; then ROWS may be 320, two
 // products of 160. A block makes 128 outputs of all rows, so that W is read once (of more rows than ROWS, several tiles):
 // two warps keep a ring of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply
-// 64 outputs each. W is the wgmma's first operand, so that ROWS, its second, may be any of 32, 64 .. 256.
+// 64 outputs each. W is the wgmma's first operand, so that ROWS, its second, may be any multiple of 8 up to 256 (of 16 here).
 //
 // Blocks stay for several tiles. Where there are fewer tiles than processors, SPLITS blocks share a tile's k and add up
 // through memory (not as a cluster: an H200 has room for 30 clusters of four, not for 33). The first tiles of W are on
@@ -163,11 +163,16 @@ template <WideKind KIND, int SPLITS>
 __device__ __forceinline__ int wide_steps(const WideLaunch& p, const WideWork& work) {
     return p.k[work.map] / ((work.half ? 64 : 128) * (work.shared ? SPLITS : 1));
 }
-// The sums of a tile's splits, exchanged through memory: each block ends with an equal share of the chunks of 8 rows, in
-// sums[0 ..], the splits added in their order. All blocks of the launch run at once (the caller sees to it), so waiting is safe.
+// The sums of a tile's splits, exchanged through memory: each block ends with a share of the chunks of 8 rows, in sums[0 ..],
+// the splits added in their order; the last share may be smaller, and what is behind it then means nothing. All blocks of the
+// launch run at once (the caller sees to it), so waiting is safe.
+template <int ROWS, int SPLITS>
+constexpr int SHARE_CHUNKS = (ROWS / 8 + SPLITS - 1) / SPLITS;
+
 template <int ROWS, int SPLITS>
 __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLaunch& p, int tile, int my_split) {
-    constexpr int CHUNKS = ROWS / 8, MINE = CHUNKS / SPLITS;
+    constexpr int CHUNKS = ROWS / 8, MINE = SHARE_CHUNKS<ROWS, SPLITS>;
+    static_assert((SPLITS - 1) * MINE < CHUNKS, "each split has a share");
     constexpr int BATCH = MINE % 4 == 0 ? 4 : MINE % 3 == 0 ? 3 : MINE % 2 == 0 ? 2 : 1;
     const int thread = threadIdx.x - 128;
     float4* const partial = p.partial + static_cast<int64_t>(tile) * SPLITS * CHUNKS * 256 + thread;
@@ -196,8 +201,8 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
             for (int b = 0; b < BATCH; ++b) {
                 const int j = 4 * (s * MINE + first + b);
                 if (s == my_split) {
-                    parts[s][b] = make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
-                } else {
+                    if (j < ROWS / 2) parts[s][b] = make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3]);
+                } else if (CHUNKS % MINE == 0 || my_split * MINE + first + b < CHUNKS) {
                     parts[s][b] = __ldcg(partial + (s * CHUNKS + my_split * MINE + first + b) * 256);
                 }
             }
@@ -374,12 +379,13 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 
             // A share's sums added to the others', scaled, activated and written.
             const auto finish = [&](auto splits) {
-                constexpr int CHUNKS = ROWS / 8 / splits.value;  // of 8 rows, that this block finishes
+                constexpr int CHUNKS = SHARE_CHUNKS<ROWS, splits.value>;  // of 8 rows, that this block finishes
                 if constexpr (splits.value > 1) add_splits<ROWS, splits.value>(sums, p, work.exchange, work.split);
                 const int first_output = work.output + half * 64 + warp * 16;
                 if (first_output >= p.n[work.map]) return;  // the map's last tile may be narrower
                 const int first_row = work.row_block * ROWS + work.split * CHUNKS * 8;
-                WideOut out = {p.y[work.map] + first_output, p.n[work.map], first_row, p.rows, nullptr, nullptr};
+                const int rows = min(p.rows, (work.row_block + 1) * ROWS);
+                WideOut out = {p.y[work.map] + first_output, p.n[work.map], first_row, rows, nullptr, nullptr};
                 if (!work.half) {
                     out.weight_scales = p.weight_scales[work.map] + first_output, out.input_scales = p.input_scales[work.map];
                     scale_sums<CHUNKS>(sums, out, lane);
