@@ -26,7 +26,8 @@ class Limits:
     mixed_rows: int = 0
     """rows that decode beside which prompts cost little, since both share a graph"""
     held_prompt_tokens: int = 0
-    """prompt tokens of all groups from which on their step comes in every round, not in every third one"""
+    """prompt tokens of all groups from which on their step comes in every round, however many rows decode, not in every
+    fifth one; 0: it always does"""
     batch_rows_beside: int = 0
     """batch rows that decode in a step while interactive requests come; 0: all"""
 

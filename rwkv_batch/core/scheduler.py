@@ -7,7 +7,7 @@ are shared out as places are: between classes, clients and jobs.
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
 the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
-group's steps (of more than two stages with every third of them while they are few), and with every step while there are
+group's steps (of more than two stages with every fifth of them while they are few), and with every step while there are
 more of them than a step takes; beside few rows that decode, where they share a graph, with every step, since a group
 that read all of them would be the one that the others wait for.
 """
@@ -27,8 +27,11 @@ from rwkv_batch.core.prompt_turns import share_out
 from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.slot_source import SlotSource
 
-HELD_TURNS = 3
+HELD_TURNS = 5
 """Few prompts wait at most until so many steps of the first group have come since prompts were read."""
+HELD_SHARE = 1.5
+"""Prompt tokens for each row of the first group that are no longer few: a step of them takes a stage about as long as one
+of the group. What takes longer holds up the group behind it on every stage."""
 
 
 @dataclass(slots=True)
@@ -147,7 +150,7 @@ class Scheduler:
         rows, turn = self._decoding_rows(oldest)
         limits = self.limits
         self._reading_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._reading)
-        is_due = not rows or (turn == 0 and self._is_due())
+        is_due = not rows or (turn == 0 and self._is_due(len(rows)))
         if self._reading and (is_due or self._reads_on or len(rows) <= limits.mixed_rows):
             stands_aside = self._batch_share.stands_aside()
             if stands_aside:
@@ -156,13 +159,15 @@ class Scheduler:
             rows += self._prefill_rows(budget, stands_aside, beside=bool(rows))
         return rows
 
-    def _is_due(self) -> bool:
-        """Whether prompts go before this step of the first group: few tokens wait until more have come or `HELD_TURNS`.
+    def _is_due(self, rows: int) -> bool:
+        """Whether prompts go before this step of the first group, in which so many rows decode: few tokens wait until
+        more have come or `HELD_TURNS`.
 
         The weights are read for them alone, which takes as long as a step of fifty rows.
         """
         self._held += 1
-        is_due = self._held >= HELD_TURNS or self._reading_tokens >= self.limits.held_prompt_tokens
+        enough = min(self.limits.held_prompt_tokens, HELD_SHARE * rows)
+        is_due = self._held >= HELD_TURNS or self._reading_tokens >= enough
         if is_due and self._reading:
             self._held = 0
         return is_due

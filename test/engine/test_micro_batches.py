@@ -205,9 +205,11 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
     assert len(reading) == groups
 
 
-@pytest.mark.parametrize(("held", "waits"), [(0, [1, 1]), (100, [1, 3]), (12, [1, 1])])
-def test_few_prompts_are_read_in_every_third_round(held: int, waits: list[int]) -> None:
-    """Turns of the first group until a prompt of twelve tokens is read that comes at once, and one right behind it."""
+@pytest.mark.parametrize(
+    ("held", "tokens", "waits"), [(0, 12, [1, 1]), (100, 12, [1, 5]), (12, 12, [1, 1]), (100, 15, [1, 1])]
+)
+def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits: list[int]) -> None:
+    """Turns of the first group, which has ten rows, until a prompt is read that comes at once, and one right behind it."""
     pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, held_prompt_tokens=held))
     pipe.plan.add(*rows_of(40, max_tokens=1000))
     for _ in range(20):
@@ -216,7 +218,7 @@ def test_few_prompts_are_read_in_every_third_round(held: int, waits: list[int]) 
     for _ in range(2):
         while pipe.plan._turn != 0:  # the next step is the first group's
             pipe.turn()
-        newcomer, rows = rows_of(1, max_tokens=1, prompt_tokens=12)
+        newcomer, rows = rows_of(1, max_tokens=1, prompt_tokens=tokens)
         pipe.plan.add(newcomer, rows)
         turns = 0
         while rows[0].num_computed_tokens == 0:
