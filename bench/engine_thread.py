@@ -275,7 +275,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         prefill_tokens_beside=1024,
         groups=args.groups,
         mixed_rows={1: 256, 2: 512}.get(args.groups, 64),
-        held_prompt_tokens=400 if args.groups > 2 else 0,
+        held_prompt_tokens=240 if args.groups > 2 else 0,
     )
     engine = OwnThread(limits)
     clients = Clients(engine, args)

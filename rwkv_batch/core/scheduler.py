@@ -29,9 +29,6 @@ from rwkv_batch.core.slot_source import SlotSource
 
 HELD_TURNS = 5
 """Few prompts wait at most until so many steps of the first group have come since prompts were read."""
-HELD_SHARE = 1.5
-"""Prompt tokens for each row of the first group that are no longer few: a step of them takes a stage about as long as one
-of the group. What takes longer holds up the group behind it on every stage."""
 
 
 @dataclass(slots=True)
@@ -163,10 +160,11 @@ class Scheduler:
         """Whether prompts go before this step of the first group, in which so many rows decode: few tokens wait until
         more have come or `HELD_TURNS`.
 
-        The weights are read for them alone, which takes as long as a step of fifty rows.
+        The weights are read for them alone, which takes as long as a step of fifty rows. As many tokens as the group has
+        rows take about as long as its step; a longer one would hold up the group behind it on every stage.
         """
         self._held += 1
-        enough = min(self.limits.held_prompt_tokens, HELD_SHARE * rows)
+        enough = min(self.limits.held_prompt_tokens, rows)  # such a step takes a stage no longer than one of the group
         is_due = self._held >= HELD_TURNS or self._reading_tokens >= enough
         if is_due and self._reading:
             self._held = 0

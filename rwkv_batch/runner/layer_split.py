@@ -13,11 +13,12 @@ from rwkv_batch.model.rwkv7 import WHOLE, Cuts
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.85, 0.6
+HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.73, 0.6
 """What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
 states to read and write too, the more the larger a group of rows is: by traces of four stages the head of 7.2B is 1.2
 layers for groups of 80 rows, 1.0 for 240 and 0.9 for 960, by one of two stages 0.7 for 480, which tokens/s do not show
-(docs/notebook.md)."""
+(docs/notebook.md). 0.73 is 0.9 layers of it: groups of few rows are held up by their way through all stages, whichever
+of them is the slowest."""
 CUT_GAIN = 0.04
 """How much less the slowest stage must have to do for a layer to be cut: two halves take a little longer than a whole
 one, and a stage more keeps its weights."""
@@ -96,7 +97,8 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
 def deal_layers(
     layers: int, head: float, speeds: Sequence[float], most: Sequence[int], unit: float = 1.0
 ) -> list[float]:
-    """Layers of each stage, in order: the slowest stage is as fast as can be, the earlier ones take what is over.
+    """Layers of each stage, in order: the slowest stage is as fast as can be, the later ones take what is over: the first
+    one also waits for the tokens that the last one draws.
 
     `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
     other; `most` layers that each has memory for; `unit`: in which they are dealt, whole or in halves. Raises
@@ -113,7 +115,7 @@ def deal_layers(
     for _ in range(round((layers - stages) / unit)):
         # Each further one goes where the stage is done first with it.
         free = [i for i in range(stages) if counts[i] < most[i]]
-        counts[min(free, key=lambda i: ((counts[i] + unit + beside[i]) / speeds[i], i))] += unit
+        counts[min(free, key=lambda i: ((counts[i] + unit + beside[i]) / speeds[i], -i))] += unit
     return counts
 
 

@@ -33,8 +33,8 @@ On one device a step with more rows is long, and a prompt has its first token so
 a prompt's own step holds up both: riding gives all rows more. With more stages there are as many more steps in a round,
 and what riding adds to each of them comes to more than one step of prompts alone, through which no group has to wait
 for its own."""
-HELD_PROMPT_TOKENS = 400
-"""Of more than two stages: so many prompt tokens never wait for a further round of groups; a graph holds them."""
+HELD_PROMPT_TOKENS = 240
+"""Of more than two stages: so many prompt tokens never wait for a further round of groups; with more cuBLAS multiplies."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 

@@ -206,7 +206,7 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
 
 
 @pytest.mark.parametrize(
-    ("held", "tokens", "waits"), [(0, 12, [1, 1]), (100, 12, [1, 5]), (12, 12, [1, 1]), (100, 15, [1, 1])]
+    ("held", "tokens", "waits"), [(0, 9, [1, 1]), (100, 9, [1, 5]), (9, 9, [1, 1]), (100, 10, [1, 1])]
 )
 def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits: list[int]) -> None:
     """Turns of the first group, which has ten rows, until a prompt is read that comes at once, and one right behind it."""
