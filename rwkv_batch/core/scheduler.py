@@ -160,8 +160,8 @@ class Scheduler:
         """Whether prompts go before this step of the first group, in which so many rows decode: few tokens wait until
         more have come or `HELD_TURNS`.
 
-        The weights are read for them alone, which takes as long as a step of fifty rows. As many tokens as the group has
-        rows take about as long as its step; a longer one would hold up the group behind it on every stage.
+        The weights are read for them alone, which takes as long as a step of fifty rows. As many tokens as the group
+        has rows take about as long as its step; a longer one would hold up the group behind it on every stage.
         """
         self._held += 1
         enough = min(self.limits.held_prompt_tokens, rows)  # such a step takes a stage no longer than one of the group

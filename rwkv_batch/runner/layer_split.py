@@ -97,8 +97,8 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
 def deal_layers(
     layers: int, head: float, speeds: Sequence[float], most: Sequence[int], unit: float = 1.0
 ) -> list[float]:
-    """Layers of each stage, in order: the slowest stage is as fast as can be, the later ones take what is over: the first
-    one also waits for the tokens that the last one draws.
+    """Layers of each stage, in order: the slowest stage is as fast as can be, the later ones take what is over, since
+    the first one also waits for the tokens that the last one draws.
 
     `head`: cost of head and sampler in layers, borne by the last stage; `speeds` of the devices, relative to each
     other; `most` layers that each has memory for; `unit`: in which they are dealt, whole or in halves. Raises

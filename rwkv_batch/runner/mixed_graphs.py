@@ -34,7 +34,7 @@ a prompt's own step holds up both: riding gives all rows more. With more stages 
 and what riding adds to each of them comes to more than one step of prompts alone, through which no group has to wait
 for its own."""
 HELD_PROMPT_TOKENS = 240
-"""Of more than two stages: so many prompt tokens never wait for a further round of groups; with more cuBLAS multiplies."""
+"""Of more than two stages: so many prompt tokens never wait for a further round; of more cuBLAS makes the products."""
 PROMPTS = (PrefillSize(4, 32), PrefillSize(4, 64), PrefillSize(8, 160), PrefillSize(16, 256))
 
 

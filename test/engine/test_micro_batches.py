@@ -209,7 +209,7 @@ def test_prompts_ride_with_one_group_unless_they_share_a_graph(mixed_rows: int, 
     ("held", "tokens", "waits"), [(0, 9, [1, 1]), (100, 9, [1, 5]), (9, 9, [1, 1]), (100, 10, [1, 1])]
 )
 def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits: list[int]) -> None:
-    """Turns of the first group, which has ten rows, until a prompt is read that comes at once, and one right behind it."""
+    """Turns of the first group, of ten rows, until a prompt is read that comes at once, and one right behind it."""
     pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, held_prompt_tokens=held))
     pipe.plan.add(*rows_of(40, max_tokens=1000))
     for _ in range(20):
