@@ -30,6 +30,7 @@ from demo import files
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.request import GenerateRequest, Job
@@ -62,7 +63,7 @@ def on_gpu(size: str, rows: int, counts: list[int], rank: int, seconds: float, d
     from bench.gpu import mixed_sampler, timed
     from bench.gpu_model import VOCAB, random_stage
 
-    stage = random_stage(size, GPU, torch.float16, dtype=dtype)
+    stage = random_stage(size, GPU, StateForm.FP16, dtype=dtype)
     stage.allocate_slots(rows + 2)
     for number in range(1, max(counts) + 1):
         stage.adapters.put(number, random_pairs(len(stage.layers), stage.width, rank, number))

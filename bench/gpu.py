@@ -30,6 +30,7 @@ from bench.gpu_check import kernel_errors, limit_of, model_errors
 from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
 from bench.origin import commit
 from rwkv_batch.model.quant.formats import Format, format_of
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler
 from rwkv_batch.runner.stage import Stage
@@ -226,7 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
     parser.add_argument("--no-check", action="store_true", help="small weights without the checks before")
-    parser.add_argument("--wkv-state", choices=("fp32", "fp16"), default="fp16")
+    parser.add_argument("--wkv-state", type=StateForm, choices=list(StateForm), default=StateForm.FP16)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument(
@@ -237,7 +238,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check(format_: Format, size: str, wkv: torch.dtype) -> dict[str, Any]:
+def check(format_: Format, size: str, wkv: StateForm) -> dict[str, Any]:
     """Errors of a format's kernels and of the whole model beside fp16's; `failed`: those beyond their limits."""
     errors = kernel_errors(format_)
     failed = {name: error for name, error in errors.items() if not error <= limit_of(name)}
@@ -252,7 +253,7 @@ def check(format_: Format, size: str, wkv: torch.dtype) -> dict[str, Any]:
 def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """All measurements of one dtype."""
     before = torch.cuda.memory_allocated(GPU)
-    stage = random_stage(args.size, GPU, args.wkv, dtype=dtype)
+    stage = random_stage(args.size, GPU, args.wkv_state, dtype=dtype)
     weights_gb = (torch.cuda.memory_allocated(GPU) - before) / 1e9
     stage.allocate_slots(12)
     active = {b: round(share, 4) for b, share in active_share(stage, (1, 8)).items()}
@@ -276,7 +277,6 @@ def release_memory() -> None:
 def main() -> None:
     """Check, measure and print."""
     args = parse_arguments()
-    args.wkv = torch.float16 if args.wkv_state == "fp16" else torch.float32
     ceilings = measure_ceilings()
     head = {
         "machine": torch.cuda.get_device_name(GPU),
@@ -292,7 +292,7 @@ def main() -> None:
     for dtype in args.dtype:
         format_ = format_of(dtype)
         if format_ is not None and not args.no_check:
-            checks.append(check(format_, args.size, args.wkv))
+            checks.append(check(format_, args.size, args.wkv_state))
             print(json.dumps({"kind": "check", **checks[-1]}), flush=True)
             release_memory()
             if checks[-1]["failed"]:

@@ -21,6 +21,7 @@ from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.stage import Stage
 
@@ -53,10 +54,10 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
     The same inputs for both, so that what one piece errs is not what the next is held against.
     """
     weights = random_file(size, GPU)
-    stage = random_stage(size, GPU, torch.float32, dtype=format_)
+    stage = random_stage(size, GPU, StateForm.FP32, dtype=format_)
     meant = {name: _meaning(name, tensor, format_) for name, tensor in weights.tensors.items()}
     whole = dataclasses.replace(weights, tensors=meant)
-    loader = LayerLoader(whole, Precision(GPU, torch.float32, torch.float32, torch.float32))
+    loader = LayerLoader(whole, Precision(GPU, torch.float32, torch.float32, StateForm.FP32))
     head, errors = loader.head().linear, {}
     assert stage.head is not None
     for rows in PIECE_ROWS:

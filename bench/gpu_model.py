@@ -14,6 +14,7 @@ from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
@@ -31,7 +32,7 @@ QUIET = 1.4
 
 
 def random_stage(
-    size: str, device: torch.device, wkv_state: torch.dtype, as_released: bool = True, dtype: str = "fp16"
+    size: str, device: torch.device, wkv_state: StateForm, as_released: bool = True, dtype: str = "fp16"
 ) -> Stage:
     """All layers on one device, no slots yet; as_released: numbers that bf16 holds, as released files do.
 

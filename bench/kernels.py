@@ -30,6 +30,7 @@ from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, is_grouped, mul
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 
@@ -79,7 +80,9 @@ class Bench:
         self.width, self.ops = width, CudaOps()
         tensors = random_weights(COPIES + 1, width, 64, ranks=ranks, dtype=torch.float16, device=GPU)
         weights = Weights(Path("random"), tensors, ModelShape(COPIES + 1, width, 64, 4 * width, *ranks), "")
-        loader = LayerLoader(weights, Precision(GPU, torch.float16, torch.float16, torch.float32), self.ops.make_linear)
+        loader = LayerLoader(
+            weights, Precision(GPU, torch.float16, torch.float16, StateForm.FP32), self.ops.make_linear
+        )
         self.layers: list[CudaLayer] = [self.ops.prepare_layer(loader.layer(i + 1)) for i in range(COPIES)]
 
     def normal(self, *size: int) -> Tensor:

@@ -49,7 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")
     """Order of preference; what is not named serves only if none of these can."""
     wkv_state: str = "auto"
-    """"fp32" | "fp16": storage of the WKV state; arithmetic is fp32 in both. auto: fp16 on CUDA, fp32 on a CPU."""
+    """"fp32" | "fp16" | "int8": storage of the WKV state; arithmetic is fp32 in each. auto: fp16 on CUDA, fp32
+    on a CPU."""
     max_running: int = 0
     """Rows that decode at once; 0: decided from free memory (GPU) or 256 (CPU)."""
     max_waiting_rows: int = 8192

@@ -32,6 +32,7 @@ from rwkv_batch.model.layer import Layer, Norm
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, Quantised, codes_int4, dequantise
 from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 
 ALIGNMENT = 64
@@ -152,7 +153,7 @@ class PackedOps(NaiveOps):
 
 
 class CpuOps(PackedOps):
-    """The C++ backend. States in fp16 take the plain path, with packed matrices."""
+    """The C++ backend. States in fp16 and int8 take the plain path, with packed matrices."""
 
     @staticmethod
     def prepare_layer(layer: Layer) -> CpuLayer:
@@ -162,7 +163,7 @@ class CpuOps(PackedOps):
     @staticmethod
     def can_run_layers(state: StateArena) -> bool:
         """See ops.RunsLayers: states in fp32."""
-        return state.wkv.dtype == torch.float32
+        return state.form is StateForm.FP32
 
     make_adapter_table = CpuAdapterTable
 
@@ -177,7 +178,7 @@ class CpuOps(PackedOps):
     ) -> tuple[Tensor, Tensor | None]:
         """See ops.RunsLayers. Raises ValueError, IndexError (rows that do not fit the slots) and MemoryError."""
         if not self.can_run_layers(state):
-            raise ValueError(f"the cpu kernels run layers over fp32 states, not {state.wkv.dtype}")
+            raise ValueError(f"the cpu kernels run layers over fp32 states, not {state.form}")
         prepared = [layer.args for layer in layers if isinstance(layer, CpuLayer)]
         assert len(prepared) == len(layers), "prepare_layer comes first"
         x = x.to(torch.float32).contiguous()

@@ -44,6 +44,7 @@ from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.state_form import on_unpacked
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
@@ -206,6 +207,8 @@ class CudaOps:
 
         One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both.
         """
+        if wkv.dtype is torch.uint8:
+            return on_unpacked(lambda states, own: self.time_mix(layer, p, v_first, states, own), wkv, inputs)
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         y = torch.empty_like(p.r)

@@ -12,6 +12,7 @@ from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, Entrance, Layer, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.plain import layer_norm, longest_first, token_shift
+from rwkv_batch.model.state_form import on_unpacked
 from rwkv_batch.model.step_inputs import StepInputs
 
 DECAY_SCALE = -0.6065306597126334
@@ -65,8 +66,11 @@ class NaiveOps:
     ) -> tuple[Tensor, Tensor]:
         """The WKV recurrence with its prologue and epilogue.
 
-        wkv [num_slots, H, 64, 64] (updated). Returns (y [T, C] before the output map, v_first [T, C]).
+        wkv [num_slots, H, 64, 64], or [num_slots, H, 4224] of int8 (updated). Returns (y [T, C] before the output
+        map, v_first [T, C]).
         """
+        if wkv.dtype is torch.uint8:
+            return on_unpacked(lambda states, own: self.time_mix(layer, p, v_first, states, own), wkv, inputs)
         tokens, width = p.r.shape
         heads = width // HEAD_SIZE
         per_head = (tokens, heads, HEAD_SIZE)

@@ -19,6 +19,7 @@ from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.older.source import square_maps
 from rwkv_batch.model.quant.formats import Format, Quantised, format_for, quantise
 from rwkv_batch.model.quant.store import QuantStore
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.weights import Weights
 
 PROGRESS_FROM_BYTES = 256 << 20
@@ -35,7 +36,7 @@ class Precision:
     """of the matrices"""
     activations: torch.dtype
     """of the residual stream and of what kernels pass on"""
-    wkv_state: torch.dtype
+    wkv_state: StateForm
     storage: Format | None = None
     """of the large matrices, where they are kept in small codes"""
 

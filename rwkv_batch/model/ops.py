@@ -77,7 +77,8 @@ class Ops(Protocol):
         """The WKV recurrence with all that is done to its inputs and its outputs.
 
         p: [T, C] each. v_first [T, C]: the values of layer 0, None in layer 0 itself. wkv [N, H, 64 (value), 64 (key)]
-        fp32 or fp16, strided over slots; updated; the arithmetic is fp32 in both. Returns y [T, C] in the type of p, to
+        fp32 or fp16, or [N, H, 4224] uint8, which is int8 (state_form.py), strided over slots; updated; the arithmetic
+        is fp32 in each. Returns y [T, C] in the type of p, to
         which the output map is still to be applied, and v_first [T, C].
 
         S <- S diag(decay) + (S (-kk)) (kk * a)^T + v k^T and y = S r for each token, with the decays, kk, k, v, the

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from rwkv_batch.model.layer import HEAD_SIZE
+from rwkv_batch.model.state_form import StateForm
 
 X070 = "RWKV-7"
 
@@ -39,10 +39,9 @@ class ModelShape:
         """Sizes of a layer's recurrent state: [H, head (value), head (key)], of RWKV-4 [3, C]."""
         return (3, self.width) if self.version == "RWKV-4" else (self.heads, self.head_size, self.head_size)
 
-    def slot_bytes(self, layers: int, wkv_itemsize: int, shift_itemsize: int, first_wkv: int = 0) -> int:
+    def slot_bytes(self, layers: int, form: StateForm, shift_itemsize: int, first_wkv: int = 0) -> int:
         """Bytes of the state of so many layers; `first_wkv`: see StateArena."""
-        wkv = (layers - first_wkv) * math.prod(self.wkv) * wkv_itemsize
-        return wkv + layers * 2 * self.width * shift_itemsize
+        return (layers - first_wkv) * form.num_bytes(self.wkv) + layers * 2 * self.width * shift_itemsize
 
     def describe(self) -> str:
         """One line for people."""

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 
 
 class StateArena:
     """Slots of recurrent state for the layers of one stage.
 
-    wkv:   [num_slots, layers, H, 64 (value), 64 (key)], fp32 or fp16; other versions: see `ModelShape.wkv`
+    wkv:   [num_slots, layers, H, 64 (value), 64 (key)], fp32 or fp16, or [num_slots, layers, H, 4224] uint8:
+        int8 (see state_form.py); other versions: see `ModelShape.wkv`
     shift: [num_slots, layers, 2, C]; 0 = the last ln1 output (time mix), 1 = the last ln2 output (channel mix)
 
     In a GPU's memory layers come before slots: a step goes through all slots of one layer, and states that lie together
@@ -26,12 +28,13 @@ class StateArena:
         num_layers: int,
         shape: ModelShape,
         device: torch.device,
-        wkv_dtype: torch.dtype,
+        form: StateForm,
         shift_dtype: torch.dtype,
         first_wkv: int = 0,
     ) -> None:
         """`first_wkv`: the first layer that has a recurrent state: 1 for a stage that begins within a layer."""
         self.num_slots = num_slots
+        self.form = form
         self._first_wkv = first_wkv
 
         def slots(layers: int, dtype: torch.dtype, *size: int) -> Tensor:
@@ -39,11 +42,11 @@ class StateArena:
                 return torch.zeros(num_slots, layers, *size, dtype=dtype, device=device)
             return torch.zeros(layers, num_slots, *size, dtype=dtype, device=device).transpose(0, 1)
 
-        self.wkv = slots(num_layers - first_wkv, wkv_dtype, *shape.wkv)
+        self.wkv = slots(num_layers - first_wkv, form.dtype, *form.sizes(shape.wkv))
         self.shift = slots(num_layers, shift_dtype, 2, shape.width)
 
     def layer_wkv(self, layer: int) -> Tensor:
-        """View [num_slots, H, 64, 64] of one layer, or as the version has it; strided over slots."""
+        """View [num_slots, H, 64, 64] of one layer, or as version and form have it; strided over slots."""
         return self.wkv[:, layer - self._first_wkv]
 
     def att_shift(self, layer: int) -> Tensor:

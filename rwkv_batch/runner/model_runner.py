@@ -555,7 +555,7 @@ class ModelRunner:
             "devices": self.device_names(),
             "dtype": self.pipeline.stages[0].precision.weights_name,
             "weight_bytes": sum(stage.weight_bytes for stage in self.pipeline.stages),
-            "wkv_state": str(self.pipeline.stages[0].precision.wkv_state).removeprefix("torch."),
+            "wkv_state": self.pipeline.stages[0].precision.wkv_state.shown,
             "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
             "decode_graphs": self.graph_refusal or "used",
             "pipeline": self._pipeline_status(),

@@ -20,6 +20,7 @@ from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_stream import StreamedLayers
@@ -77,8 +78,8 @@ class Stage:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of this stage."""
-        state, shift = self.precision.wkv_state.itemsize, self.precision.activations.itemsize
-        return self.shape.slot_bytes(len(self.layers), state, shift, int(self.cuts.begins_within))
+        shift = self.precision.activations.itemsize
+        return self.shape.slot_bytes(len(self.layers), self.precision.wkv_state, shift, int(self.cuts.begins_within))
 
     @property
     def share(self) -> float:
@@ -171,10 +172,10 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
         if wkv_state not in ("auto", "fp32"):
             raise ValueError(f"the states of {version} are kept in fp32, not {wkv_state}; leave --wkv-state out")
         weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
-        return Precision(device, weights, torch.float32, torch.float32, storage)
+        return Precision(device, weights, torch.float32, StateForm.FP32, storage)
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
     activations = weights if on_gpu else torch.float32
-    state = by_name[wkv_state] if wkv_state != "auto" else weights if on_gpu else torch.float32
-    if state is torch.bfloat16:
-        state = torch.float32  # eight bits of mantissa are too few to add up in
+    if wkv_state == "auto":  # eight bits of mantissa, as bf16 has, are too few to add up in
+        wkv_state = "fp16" if on_gpu and weights is torch.float16 else "fp32"
+    state = StateForm(wkv_state)
     return Precision(device, weights, activations, state, storage)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from native.transfer import copy_pieces
 from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.arena import HostState
 
@@ -17,7 +18,8 @@ class HostTensors:
     """One state in (pinned) host memory. Implements `state_pool.arena.HostState`."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
-        """Tensors by part, of the arena's layout: "stage0.wkv" [layers, H, 64, 64], "stage0.shift" [layers, 2, C]."""
+        """Tensors by part, of the arena's layout: "stage0.wkv" [layers, H, 64, 64] or as its form
+        has it, "stage0.shift" [layers, 2, C]."""
         self.tensors = tensors
 
     def parts(self) -> dict[str, memoryview]:
@@ -58,6 +60,8 @@ class PipelineArena:
         self.layout = {
             name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:])) for name, tensor in self._parts()
         }
+        self._forms = {f"stage{i}.wkv": arena.form for i, arena in enumerate(self._arenas)}
+        """of the parts that are recurrent states"""
         self._streams = {
             tensor.device: torch.cuda.Stream(tensor.device) for _, tensor in self._parts() if tensor.is_cuda
         }
@@ -104,23 +108,24 @@ class PipelineArena:
     def tuned_state(self, wkv: Tensor) -> HostTensors:
         """A state to begin from, of wkv [layers, H, 64 (value), 64 (key)] fp32; the token shifts are zero. Any thread.
 
-        Raises ValueError for numbers that the slots' type does not hold.
+        Raises ValueError for numbers that the slots' form does not hold.
         """
         tensors: dict[str, Tensor] = {}
         first = 0
         for name, part in self._parts():
-            if name.endswith(".wkv"):
-                piece = wkv[first : first + part.shape[1]].to(part.dtype)
-                first += part.shape[1]
-            else:
+            form = self._forms.get(name)
+            if form is None:
                 piece = torch.zeros(part.shape[1:], dtype=part.dtype)
-            if not piece.isfinite().all():
-                raise ValueError(f"the state has numbers too large for {part.dtype}; start with --wkv-state fp32")
+            else:
+                piece = form.pack(wkv[first : first + part.shape[1]])
+                first += part.shape[1]
+                if not form.is_finite(piece):
+                    raise ValueError(f"the state has numbers too large for {form.shown}; start with --wkv-state fp32")
             tensors[name] = piece.pin_memory() if self._streams else piece
         return HostTensors(tensors)
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostTensors:
-        """See `Arena.host_state`."""
+        """See `Arena.host_state`. Scales of int8 are looked at: a file's other numbers were when it was read."""
         tensors: dict[str, Tensor] = {}
         for name, (dtype, shape) in self.layout.items():
             kind: torch.dtype = getattr(torch, dtype)
@@ -130,5 +135,7 @@ class PipelineArena:
                 has = "nothing" if stored is None else f"{len(stored)} bytes"
                 raise ValueError(f"state part {name!r}: {has} stored, {wanted} bytes expected ({dtype} {shape})")
             tensor = torch.frombuffer(bytearray(stored), dtype=kind).view(shape)
+            if self._forms.get(name) is StateForm.INT8 and not StateForm.INT8.is_finite(tensor):
+                raise ValueError(f"state part {name!r} has NaN or infinite scales: whatever goes on from it is noise")
             tensors[name] = tensor.pin_memory() if self._streams else tensor
         return HostTensors(tensors)

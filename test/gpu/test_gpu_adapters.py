@@ -19,6 +19,7 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Pair, Target
 from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
@@ -243,8 +244,8 @@ def test_beside_small_weights(dtype: Format) -> None:
     as much as plain torch says of the same codes."""
     weights = make_weights("wide")
     limit = 0.5 if dtype is Format.FP8 else 0.3  # of more than a few rows fp8 products round their inputs to e4m3, too
-    fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float32, dtype), CudaOps())
-    true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 3, dtype), NaiveOps())
+    fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateForm.FP32, dtype), CudaOps())
+    true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 2, StateForm.FP32, dtype), NaiveOps())
     for stage in (fast, true):
         stage.allocate_slots(SLOTS)
         stage.adapters.put(1, pairs(2, 4096, 16, 1))

@@ -18,6 +18,7 @@ from rwkv_batch.model.layer import Entrance
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.stage import Stage
@@ -37,7 +38,7 @@ def stage() -> Stage:
         pytest.skip("products of codes are not ours here")
     tensors = random_weights(2, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
     weights = Weights(Path("random"), tensors, ModelShape(2, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, torch.float16, Format.FP8), CudaOps())
+    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateForm.FP16, Format.FP8), CudaOps())
 
 
 def step(lengths: list[int]) -> StepInputs:

@@ -13,6 +13,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
@@ -52,7 +53,7 @@ def weights(request: pytest.FixtureRequest) -> Weights:
     return make_weights(request.param)
 
 
-def fast_stage(weights: Weights, wkv: torch.dtype = torch.float32) -> Stage:
+def fast_stage(weights: Weights, wkv: StateForm = StateForm.FP32) -> Stage:
     from rwkv_batch.kernels.cuda import CudaOps
 
     stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, torch.float16, torch.float16, wkv), CudaOps())
@@ -61,7 +62,7 @@ def fast_stage(weights: Weights, wkv: torch.dtype = torch.float32) -> Stage:
 
 
 def true_stage(weights: Weights) -> Stage:
-    stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, *[torch.float32] * 3), NaiveOps())
+    stage = Stage(weights, 0, weights.shape.layers, Precision(GPU, *[torch.float32] * 2, StateForm.FP32), NaiveOps())
     stage.allocate_slots(SLOTS)
     return stage
 

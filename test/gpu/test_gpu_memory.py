@@ -12,6 +12,7 @@ import torch
 from demo.random_weights import random_weights
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
@@ -43,7 +44,7 @@ def make_stage(weights: Weights) -> Stage:
     from rwkv_batch.kernels.cuda import CudaOps
 
     half = torch.float16
-    return Stage(weights, 0, LAYERS, Precision(GPU, half, half, half), CudaOps())
+    return Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateForm.FP16), CudaOps())
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from native import transfer
 from native.transfer import copy_pieces
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state_form import StateForm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -17,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 
 def random_arena() -> StateArena:
-    arena = StateArena(7, 5, ModelShape(5, 256, 64, 1024), GPU, torch.float16, torch.float16)
+    arena = StateArena(7, 5, ModelShape(5, 256, 64, 1024), GPU, StateForm.FP16, torch.float16)
     for part in (arena.wkv, arena.shift):
         part.copy_(torch.randn(part.shape, dtype=torch.float16))
     return arena

@@ -21,6 +21,7 @@ from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.stage import Stage
@@ -39,7 +40,7 @@ BATCHES = [
 ]
 STAGES = [(0, 3), (0, 1), (1, 3)]
 """First and last layer; those behind the first one need its values."""
-FP32 = Precision(CPU, torch.float32, torch.float32, torch.float32)
+FP32 = Precision(CPU, torch.float32, torch.float32, StateForm.FP32)
 
 
 def layers(stage: tuple[int, int], ops: NaiveOps) -> list[Layer]:
@@ -58,7 +59,7 @@ def normal(*size: int, seed: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def random_state(stage: tuple[int, int], wkv: torch.dtype = torch.float32) -> StateArena:
+def random_state(stage: tuple[int, int], wkv: StateForm = StateForm.FP32) -> StateArena:
     """Slots full of numbers; slot 0 is zero."""
     shape = ModelShape(LAYERS, WIDTH, 256, 4 * WIDTH)
     state = StateArena(SLOTS, stage[1] - stage[0], shape, CPU, wkv, torch.float32)
@@ -123,9 +124,9 @@ def test_layers_are_bit_identical_for_any_number_of_threads(threads: int) -> Non
 def test_fp16_states_take_the_plain_path() -> None:
     inputs, stage = random_inputs(BATCHES[2]), STAGES[0]
     x = normal(len(inputs.tokens), WIDTH, seed=1)
-    fast, naive = (random_state(stage, torch.float16) for _ in range(2))
+    fast, naive = (random_state(stage, StateForm.FP16) for _ in range(2))
     weights = weights_from(random_weights(LAYERS, WIDTH, 256, seed=3, ranks=(20, 24, 12, 40)))
-    prepared = Stage(weights, *stage, Precision(CPU, torch.float32, torch.float32, torch.float16), CpuOps())
+    prepared = Stage(weights, *stage, Precision(CPU, torch.float32, torch.float32, StateForm.FP16), CpuOps())
     prepared.state = fast
     out, _ = prepared.forward(x, None, inputs)
     with pytest.raises(ValueError, match="over fp32 states"):

@@ -12,6 +12,7 @@ from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.weights import Weights, weights_from
 
 WIDTH = 640
@@ -25,7 +26,7 @@ def stored(dtype: torch.dtype = torch.float16) -> Weights:
 
 
 def loaded(weights: Weights, index: int, device: torch.device = CPU) -> Layer:
-    precision = Precision(device, torch.float16, torch.float16, torch.float16)
+    precision = Precision(device, torch.float16, torch.float16, StateForm.FP16)
     return LayerLoader(weights, precision, moves_matrices=False).layer(index)
 
 
@@ -101,6 +102,6 @@ def test_released_sizes_are_taken(width: int) -> None:
 
 
 def test_other_types_are_refused() -> None:
-    precision = Precision(CPU, torch.bfloat16, torch.float16, torch.float16)
+    precision = Precision(CPU, torch.bfloat16, torch.float16, StateForm.FP16)
     with pytest.raises(ValueError, match=r"fp16 weights, not torch\.bfloat16"):
         prepare_layer(LayerLoader(stored(), precision).layer(0))

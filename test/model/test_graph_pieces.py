@@ -16,6 +16,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graph_pieces import GraphPieces
@@ -28,7 +29,7 @@ SIZE = 32
 def made_stage() -> Stage:
     tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=3, ranks=RANKS)
     weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    stage = Stage(weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 3), NaiveOps())
+    stage = Stage(weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateForm.FP32), NaiveOps())
     stage.allocate_slots(SIZE + 8)
     return stage
 
