@@ -67,7 +67,7 @@ def true_stage(weights: Weights) -> Stage:
     return stage
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.float16], ids=["fp32-state", "fp16-state"])
+@pytest.fixture(scope="module", params=list(StateForm), ids=lambda form: f"{form}-state")
 def stages(weights: Weights, request: pytest.FixtureRequest) -> tuple[Stage, Stage]:
     return fast_stage(weights, request.param), true_stage(weights)
 
