@@ -2,6 +2,7 @@
 
     python -m bench.quality                                             # the demo model, held-out sentences
     python -m bench.quality --model-path FILE --text-file FILE --device cuda:0
+    python -m bench.quality --wkv-states fp16 int8 --max-tokens 32768   # forms of the WKV state instead of dtypes
 
 Against the same model in fp32, over the text (a token at a time is predicted from those before it):
 - bits per byte of the text, and what the dtype adds to it
@@ -11,6 +12,9 @@ Against the same model in fp32, over the text (a token at a time is predicted fr
   many its own text would first have differed
 Then, for each small format, the same KL with one kind of matrix in it and all others in fp32, and how far the matrices
 themselves are off. That is what decides which matrices take small formats (rwkv_batch/model/quant/formats.py).
+
+With --wkv-states the same figures for forms of the state, by quarter of --texts texts that are read side by side a token
+at a time (quality_states.py); without a text file they are documents of the demo's mixture one after the other.
 
 What bounds it: nothing is timed. With fp32 weights kept on a GPU, memory: 7.2B needs 29 GB beside the dtype's own.
 The file of `--out` holds all that is known so far, from the first dtype on. The last line is JSON, the same.
@@ -35,6 +39,7 @@ from torch import Tensor
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
+from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, open_weights
 from rwkv_batch.runner.pipeline import Pipeline
@@ -194,6 +199,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8", "int8", "int4"])
     parser.add_argument("--max-tokens", type=int, default=2048, help="of the text")
     parser.add_argument("--written", type=int, default=1000, help="tokens for the agreement")
+    parser.add_argument("--wkv-states", nargs="+", type=StateForm, choices=list(StateForm), default=[])
+    parser.add_argument("--texts", type=int, default=2, help="read side by side with --wkv-states")
     parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
     parser.add_argument("--out", type=Path, help="a file for what is known so far, and in the end for the last line")
     return parser.parse_args()
@@ -213,6 +220,9 @@ def main() -> None:
     """Read, compare and print."""
     args = parse_arguments()
     weights = open_weights(args.model_path or ensure_model())
+    if args.wkv_states:
+        compare_states(weights, args)
+        return
     text = read_text(args)
     reference = Reader(weights, args.device, "fp32")
     known: dict[str, Any] = {
@@ -228,6 +238,36 @@ def main() -> None:
     if not args.no_kinds:
         for row in by_kind(weights, reference, args.device, text):
             keep(known, known["kinds"], row, args.out)
+    print(json.dumps(known))
+
+
+def compare_states(weights: Weights, args: argparse.Namespace) -> None:
+    """Forms of the state instead of dtypes of the weights."""
+    from bench.quality_states import by_state_form, long_texts  # which needs what this file has
+
+    count, length = args.texts, args.max_tokens
+    if args.text_file is None:
+        texts = long_texts(count, length)
+    else:
+        ids = Tokenizer().encode(args.text_file.read_text(encoding="utf-8"))
+        length = min(length, len(ids) // count - 1)
+        if length < 4:
+            raise SystemExit(f"{args.text_file} holds {len(ids)} tokens; {count} texts of at least 5 are wanted")
+        texts = torch.tensor(ids[: count * (length + 1)]).view(count, length + 1)
+    known: dict[str, Any] = {
+        "model": weights.path.name,
+        "shape": weights.shape.describe(),
+        "texts": count,
+        "tokens": length,
+        "device": args.device,
+        "states": [],
+    }
+    names = "wkv_state", "quarter", "bits_per_byte", "kl", "logits_error", "same_token"
+    print("  ".join(f"{name:>14}" for name in names), flush=True)
+    forms = [form for form in args.wkv_states if form is not StateForm.FP32]
+    for row in by_state_form(weights, args.device, forms, texts, lambda line: print(line, flush=True)):
+        print(_line(row, names), flush=True)
+        keep(known, known["states"], row, args.out)
     print(json.dumps(known))
 
 
