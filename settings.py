@@ -423,7 +423,11 @@ FLAGS: dict[Section | type[ServiceConfig], tuple[Flag, ...]] = {
         ),
         Flag("kernels", _one_of("auto", "cuda", "cpu", "naive"), "kernels; auto: the fastest that run here"),
         Flag("samplers", _samplers, "samplers in order of preference"),
-        Flag("wkv_state", _one_of("auto", "fp32", "fp16", "int8"), "storage of the WKV state"),
+        Flag(
+            "wkv_state",
+            _one_of("auto", "fp32", "fp16", "int8"),
+            "storage of the WKV state; auto: fp16 on CUDA, fp32 on a CPU; int8: half of fp16, less exact",
+        ),
         Flag("max_running", _COUNT, "rows that decode at once; 0: by memory"),
         Flag("max_waiting_rows", _POSITIVE, "rows that may wait; more are refused with 429"),
         Flag(

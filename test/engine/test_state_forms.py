@@ -1,0 +1,114 @@
+"""States of int8 through the engine: sessions on every tier, files, tuned states, stages; and from another form."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.model.state_form import HEAD_BYTES, unpack_int8
+from rwkv_batch.runner.state_copy import HostTensors
+from state_pool.config import PoolConfig
+from state_pool.session_file import SessionFile, decode
+from test.harness import ask, call, run, started_engine, tiny_model, turn
+from test.state_files import random_state, write_state
+
+INT8: dict[str, Any] = {"wkv_state": "int8"}
+NAMES = [f"s{i}" for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def talk(engine: Engine, names: list[str], turns: range) -> dict[str, list[bytes]]:
+    """A turn of each session after the other; short ones, read in one step each, alone or not."""
+    said: dict[str, list[bytes]] = {name: [] for name in names}
+    for number in turns:
+        for name in names:
+            given = turn(name, f" turn {number} of {name}", max_tokens=8, ignore_eos=True, use_prefix_cache=False)
+            said[name].append(run(engine, given).texts[0])
+    return said
+
+
+@pytest.fixture(scope="module")
+def unparked(model: Path) -> dict[str, list[bytes]]:
+    """What sessions say that never leave their slots."""
+    with started_engine(model, PoolConfig(state_db="", l1_sessions=16), **INT8) as engine:
+        status = call(engine, "status")
+        assert status["wkv_state"] == "int8"
+        assert status["state_bytes"] == 3 * (2 * HEAD_BYTES + 2 * 128 * 4)
+        return talk(engine, NAMES, range(3))
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=["one stage", "two stages"])
+def test_sessions_that_were_parked_say_the_same(
+    model: Path, tmp_path: Path, unparked: dict[str, list[bytes]], devices: tuple[str, ...]
+) -> None:
+    """Four sessions over one slot, a place in host memory and the file; then after a restart."""
+    pool = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", l1_sessions=1, l2_sessions=1)
+    with started_engine(model, pool, devices=devices, **INT8) as engine:
+        said = talk(engine, NAMES, range(2))
+    with started_engine(model, pool, devices=devices, **INT8) as engine:
+        last = talk(engine, NAMES, range(2, 3))
+    assert {name: said[name] + last[name] for name in NAMES} == unparked
+
+
+@pytest.mark.parametrize("before", ["fp32", "fp16"])
+def test_a_session_kept_in_another_form_goes_on_from_its_tokens(model: Path, tmp_path: Path, before: str) -> None:
+    """Where all of them were kept; else it is refused, and stays for the form that it has."""
+    for retain, goes_on in ((-1, True), (0, False)):
+        pool = PoolConfig(state_db=str(tmp_path / f"{retain}.db"), durability="turn", retain_tokens=retain)
+        with started_engine(model, pool, wkv_state=before) as engine:
+            talk(engine, NAMES[:2], range(2))
+        with started_engine(model, pool, **INT8) as engine:
+            end = run(engine, turn(NAMES[0], " go on", max_tokens=8, ignore_eos=True)).finishes[0]
+            if goes_on:
+                assert end.completion_tokens == 8
+            else:
+                assert end.error is not None and re.search(r"float\d\d.*uint8.*the same state dtype", end.error.message)
+        with started_engine(model, pool, wkv_state=before) as engine:
+            assert len(talk(engine, NAMES[1:2], range(2, 3))[NAMES[1]][0]) > 0
+
+
+def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, list[bytes]]) -> None:
+    with started_engine(model, **INT8) as engine:
+        talk(engine, NAMES[:1], range(2))
+        content = call(engine, "session_export", session_id=NAMES[0])
+        call(engine, "session_delete", session_id=NAMES[0], delete_prefix=False)
+        call(engine, "session_import", session_id=NAMES[0], content=content)
+        assert talk(engine, NAMES[:1], range(2, 3))[NAMES[0]] == unparked[NAMES[0]][2:]
+        file = decode(content)
+        wkv = bytearray(file.parts["stage0.wkv"])
+        wkv[HEAD_BYTES - 2 : HEAD_BYTES] = struct.pack("<H", 0x7FC0)  # the last scale of the first head: NaN
+        parts = {**file.parts, "stage0.wkv": bytes(wkv)}
+        damaged = SessionFile(file.fingerprint, file.num_tokens, file.replay, file.layout, parts).encode()
+        with pytest.raises(ServiceError, match="NaN or infinite scales"):
+            call(engine, "session_import", session_id="damaged", content=damaged)
+    with started_engine(model, wkv_state="fp32") as engine, pytest.raises(ServiceError, match="laid out"):
+        call(engine, "session_import", session_id="t", content=content)
+
+
+def test_a_tuned_state_is_packed_into_its_slot(model: Path, tmp_path: Path) -> None:
+    wkv = random_state(1)
+    file = write_state(tmp_path / "poet.pth", wkv)
+    with started_engine(model, states=(f"poet={file}",), devices=("cpu", "cpu"), **INT8) as engine:
+        host = engine.machine.pool.tuned.get("poet").host
+        assert isinstance(host, HostTensors)
+        kept = torch.cat([unpack_int8(host.tensors[f"stage{i}.wkv"]) for i in range(2)])
+        assert ((kept - wkv).abs() <= wkv.abs().amax(-1, keepdim=True) / 126).all()
+        own, other = (run(engine, ask("Once", state=name, ignore_eos=True)).texts[0] for name in ("poet", ""))
+    assert own != other
+
+
+def test_the_layout_names_the_form(model: Path) -> None:
+    with started_engine(model, **INT8) as engine:
+        assert json.dumps(engine.machine.arena.layout["stage0.wkv"]) == json.dumps(["uint8", [3, 2, HEAD_BYTES]])

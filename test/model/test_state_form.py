@@ -1,0 +1,164 @@
+"""States of int8: what is kept of a number, that nothing wanders, and that rows are read and written as in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.kernels import cpu_library
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import HEAD_BYTES, KEEP, TOP, StateForm, pack_int8, unpack_int8
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import Weights, weights_from
+from rwkv_batch.runner.pipeline import Pipeline
+
+PROBLEM = cpu_library.build_problem()
+KERNELS = ["naive", pytest.param("cpu", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))]
+SLOTS, LAYERS, WIDTH = 12, 3, 128
+CODES = 64 * 64
+
+
+def numbers(*size: int, seed: int = 1) -> Tensor:
+    """States [..., 64, 64] whose rows are of many sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*size, 64, 1, generator=generator).mul(3).exp()
+    return torch.randn(*size, 64, 64, generator=generator) * rows
+
+
+def scales(packed: Tensor) -> Tensor:
+    return packed[..., CODES:].contiguous().view(torch.bfloat16).float()
+
+
+def codes(packed: Tensor) -> Tensor:
+    return packed[..., :CODES].contiguous().view(torch.int8).unflatten(-1, (64, 64))
+
+
+def test_a_number_is_off_by_less_than_a_step_of_its_row() -> None:
+    true = numbers(8, 4)
+    packed = pack_int8(true)
+    assert packed.shape == (8, 4, HEAD_BYTES) and packed.dtype is torch.uint8
+    largest, scale = true.abs().amax(-1), scales(packed)
+    assert (scale >= largest / TOP).all() and (scale <= largest / TOP * (1 + 2**-7)).all()
+    assert codes(packed).abs().max() == TOP
+    steps = (unpack_int8(packed) - true) / scale.unsqueeze(-1)
+    assert steps.abs().max() < 1 + 2**-15
+    assert steps.mean().abs() < 0.005, "131,072 roundings of variance 1/6"
+
+
+def test_what_does_not_change_stays_bit_for_bit() -> None:
+    packed = first = pack_int8(numbers(8, 4))
+    for _ in range(3):
+        packed = pack_int8(unpack_int8(packed), packed)
+        assert torch.equal(packed, first)
+    for _ in range(9):  # from numbers alone, a scale whose largest code is 126 may shrink first
+        packed = pack_int8(unpack_int8(packed))
+    assert torch.equal(packed, pack_int8(unpack_int8(packed)))
+
+
+def test_a_scale_is_kept_while_it_serves() -> None:
+    row = torch.linspace(-1, 1, 64).expand(1, 64, 64)
+    packed = pack_int8(row)
+    smaller = (KEEP + 1) / TOP
+    assert torch.equal(scales(pack_int8(row * smaller, packed)), scales(packed))
+    for factor in (1.02, (KEEP - 2) / TOP):
+        assert torch.equal(scales(pack_int8(row * factor, packed)), scales(pack_int8(row * factor)))
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.999])
+def test_slow_decays_are_kept_in_the_mean(decay: float) -> None:
+    """Rounded to nearest, codes below 1 / (2 (1 - decay)) would stay for ever."""
+    true = numbers(2, 2)
+    packed, tiny = pack_int8(true), true.abs().amax(-1, keepdim=True) * 1e-3
+    start, generator = true.clone(), torch.Generator().manual_seed(3)
+    for _ in range(300):
+        added = torch.randn(true.shape, generator=generator) * tiny
+        packed = pack_int8(unpack_int8(packed) * decay + added, packed)
+        true = true * decay + added
+    left = (unpack_int8(packed) * start).sum() / (true * start).sum()
+    assert abs(left.item() - 1) < 0.02
+
+
+def test_rows_of_nothing_and_of_extremes() -> None:
+    assert not pack_int8(torch.zeros(2, 64, 64)).any()
+    assert not pack_int8(torch.full((2, 64, 64), 1e-38)).any()
+    huge = numbers(2).clamp(-1, 1) * 1e37
+    assert unpack_int8(pack_int8(huge)).isfinite().all()
+    packed = pack_int8(huge)
+    assert StateForm.INT8.is_finite(packed)
+    packed[1, CODES : CODES + 2] = torch.tensor([0x80, 0x7F], dtype=torch.uint8)
+    assert not StateForm.INT8.is_finite(packed)
+
+
+def test_bytes_of_a_slot() -> None:
+    shape = ModelShape(32, 4096, 65536, 16384)
+    fp16, int8 = (shape.slot_bytes(32, form, 2) for form in (StateForm.FP16, StateForm.INT8))
+    assert fp16 - int8 == 32 * 64 * (2 * CODES - HEAD_BYTES)
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return weights_from(random_weights(LAYERS, WIDTH, 300, seed=7))
+
+
+def pipeline(weights: Weights, kernels: str, form: str = "int8", stages: int = 1) -> Pipeline:
+    made = Pipeline(weights, ("cpu",) * stages, "fp32", kernels, form)
+    made.allocate_slots(SLOTS)
+    return made
+
+
+def state_of(model: Pipeline, slot: int) -> list[Tensor]:
+    states = [stage.state for stage in model.stages if stage.state is not None]
+    return [torch.cat([state.wkv[slot] for state in states]), torch.cat([state.shift[slot] for state in states])]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_are_near_those_of_fp32(weights: Weights, kernels: str) -> None:
+    int8, fp32 = pipeline(weights, kernels), pipeline(weights, kernels, "fp32")
+    for at, token in enumerate(prompt(1, 60)):
+        found, true = (model.forward(step_inputs([[token]], [2 if at else 0], [2], [0])) for model in (int8, fp32))
+    assert 0 < (found - true).norm() / true.norm() < 0.03
+
+
+def test_a_head_is_packed_alike_alone_and_in_company() -> None:
+    states, before = numbers(6, 4), pack_int8(numbers(6, 4, seed=2))
+    together = pack_int8(states, before)
+    assert torch.equal(together[3:4, 1:2], pack_int8(states[3:4, 1:2].clone(), before[3:4, 1:2]))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_are_kept_apart(weights: Weights, kernels: str) -> None:
+    """Rows of one token and of several, over two steps: as alone, and slots of others stay as they were."""
+    prompts = [prompt(seed, length) for seed, length in enumerate((1, 9, 1, 23))]
+    slots = list(range(3, 7))
+    crowd = pipeline(weights, kernels)
+    crowd.forward(step_inputs(prompts, [0] * 4, slots, []))
+    before = [state_of(crowd, slot) for slot in range(SLOTS)]
+    together = crowd.forward(step_inputs([[5], [6, 7], [8]], slots[:3], [3, 8, 5], [0, 1, 2]))
+    for i, row in enumerate(([5], [6, 7], [8])):
+        alone = pipeline(weights, kernels)
+        alone.forward(step_inputs([prompts[i]], [0], [2], []))
+        found, states = alone.forward(step_inputs([row], [2], [2], [0]))[0], state_of(crowd, (3, 8, 5)[i])
+        if kernels == "cpu":  # whose products do not depend on what else is in the batch
+            assert torch.equal(found, together[i])
+            assert all(map(torch.equal, state_of(alone, 2), states))
+        else:
+            assert (found - together[i]).norm() < 0.02 * found.norm()
+    for slot in (0, 2, 4, 6, 7):
+        assert all(map(torch.equal, state_of(crowd, slot), before[slot]))
+    assert not state_of(crowd, 0)[0].any()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_two_stages_are_one(weights: Weights, kernels: str) -> None:
+    one, two = pipeline(weights, kernels), pipeline(weights, kernels, stages=2)
+    assert two.slot_bytes == one.slot_bytes
+    for row, read in ((prompt(1, 12), 0), ([4], 2), ([9], 2)):
+        inputs = step_inputs([row], [read], [2], [0])
+        assert torch.equal(one.forward(inputs), two.forward(inputs))
+    assert all(map(torch.equal, state_of(one, 2), state_of(two, 2)))
