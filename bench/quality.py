@@ -13,8 +13,8 @@ Against the same model in fp32, over the text (a token at a time is predicted fr
 Then, for each small format, the same KL with one kind of matrix in it and all others in fp32, and how far the matrices
 themselves are off. That is what decides which matrices take small formats (rwkv_batch/model/quant/formats.py).
 
-With --wkv-states the same figures for forms of the state, by quarter of --texts texts that are read side by side a token
-at a time (quality_states.py); without a text file they are documents of the demo's mixture one after the other.
+With --wkv-states the same figures for forms of the state, by quarter of --texts texts that are read side by side, a
+token at a time (quality_states.py); without a text file they are documents of the demo's mixture one after the other.
 
 What bounds it: nothing is timed. With fp32 weights kept on a GPU, memory: 7.2B needs 29 GB beside the dtype's own.
 The file of `--out` holds all that is known so far, from the first dtype on. The last line is JSON, the same.

@@ -3,8 +3,8 @@
     python -m bench.state_stress                        # 32,768 tokens, fp16 and int8 beside fp64
     python -m bench.state_stress --tokens 4096 --forms int8
 
-Each head has one decay for all of its channels, drawn around it for each token; r, k, v, the removal key kk (of length
-one) and its rate a are random. After each token the state is brought into its form, as while a row decodes. Told are the
+Each head has one decay for all of its channels, drawn around it for each token; r, k, v, the removal key kk (of
+length one) and its rate a are random. After each token the state is brought into its form, as while a row decodes. Told are the
 relative errors ||y - true|| / ||true|| of the outputs y = S r of the last tokens, the truth being the same in fp64,
 without removal (a = 0: a decay near one keeps what came thousands of tokens ago) and with it (a around a half).
 
