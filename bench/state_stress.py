@@ -4,9 +4,10 @@
     python -m bench.state_stress --tokens 4096 --forms int8
 
 Each head has one decay for all of its channels, drawn around it for each token; r, k, v, the removal key kk (of
-length one) and its rate a are random. After each token the state is brought into its form, as while a row decodes. Told are the
-relative errors ||y - true|| / ||true|| of the outputs y = S r of the last tokens, the truth being the same in fp64,
-without removal (a = 0: a decay near one keeps what came thousands of tokens ago) and with it (a around a half).
+length one) and its rate a are random. After each token the state is brought into its form, as while a row decodes.
+Told are the relative errors ||y - true|| / ||true|| of the outputs y = S r of the last tokens, the truth being the
+same in fp64, without removal (a = 0: a decay near one keeps what came thousands of tokens ago) and with it (a around
+a half).
 
 What bounds it: nothing is timed. Models are not made of random numbers: what theirs lose, `bench.quality --wkv-states`
 tells of a text. The last line is JSON; `--out` keeps it.
