@@ -81,7 +81,7 @@ class StateForm(enum.StrEnum):
         return unpack_int8(stored) if self is StateForm.INT8 else stored.float()
 
     def is_finite(self, stored: Tensor) -> bool:
-        """Whether a stored state has neither infinite numbers nor NaN."""
+        """Whether a stored state [...] of this form has neither infinite numbers nor NaN."""
         numbers = _scales(stored) if self is StateForm.INT8 else stored
         return bool(numbers.isfinite().all())
 

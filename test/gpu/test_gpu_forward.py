@@ -110,7 +110,7 @@ def test_decode_after_prefill(stages: tuple[Stage, Stage], batch: int) -> None:
     for step in range(3):
         inputs = step_inputs(random_rows([1] * batch, seed=step + 1), slots, slots, list(range(batch)))
         fast, true = (forward(stage, inputs) for stage in stages)
-        assert_same(fast, true)
+        assert_same(fast, true, 0.9995 if stages[0].precision.wkv_state is StateForm.INT8 else 0.9999)
 
 
 def test_chunked_equals_whole_and_decode(stages: tuple[Stage, Stage]) -> None:
