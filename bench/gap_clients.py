@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from bench.engine_stream import EngineStream
 from bench.gaps import Gap
@@ -137,39 +138,53 @@ def receive_from_engine(engine: int, max_tokens: int, path: Path, parent: Connec
     parent.send(False)
 
 
-class Receiver:
-    """One of these processes, and what it has told by now."""
+class Beside:
+    """A process of its own beside a run: `target`'s last arguments are the file that it writes and its end of a pipe,
+    on which it is told to stop and answers with what it found."""
 
     def __init__(self, target: Callable[..., None], path: Path, *arguments: object) -> None:
-        self._path = path
+        self.path = path
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=target, args=(*arguments, path, theirs), daemon=True)
         self._process.start()
+
+    def end(self) -> Any:
+        """Have it end; returns its answer."""
+        self._pipe.send("stop")
+        return self._pipe.recv()
+
+
+class Receiver(Beside):
+    """One that receives streams, and what it has told by now."""
+
+    def __init__(self, target: Callable[..., None], path: Path, *arguments: object) -> None:
+        super().__init__(target, path, *arguments)
         self._read = 0
         self.gaps: list[Gap] = []
         self.stamped_by = "client"
 
-    def look(self) -> None:
-        """Take what is new, which may miss the last second."""
-        if self._path.exists():
-            with self._path.open("rb") as file:
+    def look(self) -> list[Gap]:
+        """Take what is new, which may miss the last second, and return it."""
+        known = len(self.gaps)
+        if self.path.exists():
+            with self.path.open("rb") as file:
                 file.seek(self._read)
                 told = file.read()
             whole = len(told) // _GAP.size * _GAP.size
             self._read += whole
             self.gaps += [(int(stream), at, gap) for stream, at, gap in _GAP.iter_unpack(told[:whole])]
+        return self.gaps[known:]
 
     def stop(self) -> None:
         """Have it end, and take the rest."""
-        self._pipe.send("stop")
-        self.stamped_by = "system" if self._pipe.recv() else "client"
+        self.stamped_by = "system" if self.end() else "client"
         self.look()
 
     @property
     def failures(self) -> list[str]:
         """What was wrong with streams."""
-        path = self._path.with_suffix(".failures")
+        path = self.path.with_suffix(".failures")
         return path.read_text().splitlines() if path.exists() else []
 
 

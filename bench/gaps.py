@@ -1,10 +1,10 @@
-"""Gaps between a stream's deltas while something happens, beside those before and after it."""
+"""Gaps between a stream's deltas while something happens, beside those of as much time in which nothing does."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +14,47 @@ Gap = tuple[int, float, float]
 """Stream, when it ended (monotonic s), how long it was (s)."""
 Span = tuple[float, float]
 """From and to a moment (monotonic s)."""
+SAME_S = 0.04
+"""Gaps of several streams that end within so long are told as one."""
 
 
-def figures(gaps: list[Gap], before: Span, rounds: Span, after: Span, second_s: float) -> dict[str, Any]:
-    """Gaps of the three times, and by how much those in the rounds are longer than in the two others together.
+def figures(gaps: list[Gap], alone: Sequence[Span], rounds: Sequence[Span], second_s: float) -> dict[str, Any]:
+    """Gaps in the rounds and alone, and by how much a stream's in the rounds are longer than alone.
 
+    The longest of all grows with the time that is looked at: there should be as much of both.
     `second_s`: length of the pieces of which each has a longest gap.
     """
-    times = {"before": [before], "in_rounds": [rounds], "after": [after], "alone": [before, after]}
+    half = (len(alone) + 1) // 2
+    times = {"alone": alone, "in_rounds": rounds, "first": alone[:half], "second": alone[half:]}
     found = {name: _of_streams(gaps, spans, second_s) for name, spans in times.items()}
     told: dict[str, Any] = {"streams_seen": len(found["in_rounds"])}
-    for name in ("before", "in_rounds", "after"):
+    for name in ("alone", "in_rounds"):
         every = [gap for stream in found[name].values() for gap in stream.gaps]
         longest = [gap for stream in found[name].values() for gap in stream.longest]
         told[f"{name}_gap_ms"] = {
             **{n: percentile(every, p) for n, p in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999), ("max", 1.0))},
             "longest_of_a_second": {n: percentile(longest, p) for n, p in (("p50", 0.5), ("p90", 0.9))},
+            "longest_of_each_time": [_longest_ms(gaps, span) for span in times[name]],
+            "seconds": round(sum(end - begin for begin, end in times[name]), 1),
         }
     told["grew"] = _grew(found["alone"], found["in_rounds"])
-    told["after_by_before"] = _grew(found["before"], found["after"])
+    told["alone_by_alone"] = _grew(found["first"], found["second"])
     return told
+
+
+def longest(gaps: list[Gap], spans: Sequence[Span], count: int) -> list[Span]:
+    """When the longest gaps of that time were, each with all streams that had it, the longest first."""
+    found: list[Span] = []
+    for _, at, gap in sorted((g for g in gaps if any(b <= g[1] < e for b, e in spans)), key=lambda one: -one[2]):
+        if len(found) == count:
+            break
+        if all(abs(at - end) > SAME_S for _, end in found):
+            found.append((at - gap, at))
+    return found
+
+
+def _longest_ms(gaps: list[Gap], span: Span) -> float | None:
+    return percentile([gap for _, at, gap in gaps if span[0] <= at < span[1]], 1.0)
 
 
 @dataclass
@@ -44,7 +65,7 @@ class Stream:
     longest: list[float]
 
 
-def _of_streams(gaps: list[Gap], spans: list[Span], second_s: float) -> dict[int, Stream]:
+def _of_streams(gaps: list[Gap], spans: Sequence[Span], second_s: float) -> dict[int, Stream]:
     pieces: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     streams: dict[int, list[float]] = defaultdict(list)
     for stream, at, gap in gaps:

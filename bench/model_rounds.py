@@ -5,31 +5,46 @@
 
 One line of JSON; a run that is ended by SIGTERM in its rounds says what is known of these.
 
-`--streams` clients stream from the service's own model, a token a delta. First nothing else happens, for half as long
-as the rounds are to take; then a second model is loaded and unloaded every `--period-s`, each time under a name of its
-own, so that several rounds are under way where one takes longer; then nothing again, for as long; then, in the same
-streams: an engine that is killed in the middle of loading, a file that is broken, one that vanishes as soon as it is
-asked for, the same name twice at once, two names.
+`--streams` clients stream from the service's own model, a token a delta. Times in which nothing else happens and times
+of rounds take turns, each as long as the other: the longest gap of all grows with the time that is looked at. In the
+rounds a second model is loaded and unloaded every `--period-s`, each time under a name of its own, so that several
+rounds are under way where one takes longer. `--warm` such rounds come before: what is made once is no loss. In the end,
+in the same streams: an engine that is killed in the middle of loading, a file that is broken, one that vanishes as soon
+as it is asked for, the same name twice at once, two names.
 
-Told: the gaps between a stream's deltas in the three times, and the longest one of every `--period-s` of a stream. By
-how much each stream's gaps in the rounds are longer than in the two other times together: the longest of all, the
+Told: the gaps between a stream's deltas alone and in the rounds, the longest one of each of these times and of every
+`--period-s` of a stream. By how much each stream's gaps in the rounds are longer than alone: the longest of all, the
 median of the longest of every `--period-s` (one long gap that had another cause does not change it), the 99th of a
-hundred, the median; and the same of the time after by the time before, which is what the machine does by itself.
-The same of one stream more, straight from the engine's socket (`engine_stream`): without what HTTP workers add. Who
-receives notes what comes and nothing else; when a delta came says the system where it does (`bench/gap_clients.py`).
-Errors of streams. Memory (PSS without pages of files) of all processes and of each kind, and what rounds leave of it
-beyond what the tokens take that the streams draw meanwhile: the service keeps a stream's tokens until it ends. What
-says something on a machine that others use, too: how often a second the serving engine's threads lost their core
-(where the system counts it), and the CPU seconds of a round's engine, from its fork to its end. Bounds: on a CPU the
-models share memory bandwidth with the streams, and the cores but for those that `--threads` leaves.
+hundred, the median; and the same of the second half of the times alone by the first, which is what the machine does by
+itself. The same of one stream more, straight from the engine's socket (`engine_stream`): without what HTTP workers add.
+Who receives notes what comes and nothing else; when a delta came says the system where it does
+(`bench/gap_clients.py`). Errors of streams.
+
+`longest_gaps`, of the rounds and alone, each with what the engine and the HTTP workers met at that time, by what is
+noted every tenth of a second (`bench/core_watch.py`): threads that waited for a core, page faults, time that the
+machine below took; and collections of garbage of a millisecond or more, which each process tells in its log. With
+`--trace FOLDER` the scheduler's own events besides (`bench/scheduler_events.py`): how long a thread of the engine
+waited for a core and who had it, how long it ran or was blocked, and CPUs that stood still. That takes some of the
+cores' time, and a system that lets us.
+
+Memory (PSS without pages of files) of all processes and of each kind before and after each of these times.
+`kept_kb_of_a_round`: what a round leaves, beyond what tokens take, since the service keeps a stream's tokens until it
+ends; both fitted to these figures together, with the standard error. What says something on a machine that others use,
+too: how often a second the serving engine's threads lost their core (where the system counts it), and the CPU seconds
+of a round's engine, from its fork to its end. Bounds: on a CPU the models share memory bandwidth with the streams, and
+the cores but for those that `--threads` leaves.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
+import operator
 import os
+import re
 import signal
 import statistics
 import sys
@@ -38,12 +53,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gap_clients import Receiver, address, receive, receive_from_engine
-from bench.gaps import Span, figures
+from bench.core_watch import around, samples, watch
+from bench.gap_clients import Beside, Receiver, address, receive, receive_from_engine
+from bench.gaps import Span, figures, longest
 from bench.http_load import Load, fetch, served_tokens
+from bench.scheduler_events import Buffers
 from bench.serve import machine, percentile, service
 from bench.streams import ENGINE_FORKS, _parent, memory_mb
 from demo.random_weights import write_random_model
@@ -51,9 +70,13 @@ from demo.random_weights import write_random_model
 PASSWORD = "rounds"
 MAX_TOKENS = 60_000
 """Of a stream: none ends between the two looks at memory."""
-LOOKS = ("begin", "rounds_begin", "rounds_end", "end")
-SETTLE_S = 3.0
-"""After the streams have begun, and after the rounds, before memory is looked at."""
+SETTLE_S = 1.0
+"""After something has happened, before memory is looked at and the next time begins."""
+TRACED_MB = 8
+"""Of each CPU's events: those of some five seconds and more."""
+TRACED_GAPS = 6
+NOTED_S = 0.3
+"""So often a gap that is to be traced is looked for."""
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -61,6 +84,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument(
+        "--times", type=int, default=5, help="in which the rounds are done, with as many others between"
+    )
+    parser.add_argument("--warm", type=int, default=8, help="rounds before that are not counted")
+    parser.add_argument("--longest", type=int, default=3, help="gaps that are told one by one")
+    parser.add_argument("--trace", metavar="FOLDER", help="the scheduler's events in the longest gaps, kept there")
     parser.add_argument("--period-s", type=float, default=1.0)
     parser.add_argument("--at-once", type=int, default=4, help="rounds under way")
     parser.add_argument("--no-faults", action="store_true", help="rounds alone")
@@ -75,20 +104,27 @@ class Look(NamedTuple):
     memory: dict[str, float]
     drawn: int
 
-    def since(self, other: Look) -> tuple[float, int]:
-        """What came to both."""
-        return self.memory["all"] - other.memory["all"], self.drawn - other.drawn
 
+def kept_kb(looks: list[Look], rounds: list[int]) -> dict[str, dict[str, float]]:
+    """What a round leaves of memory beyond what tokens take (KB), and its standard error, of all and of each kind.
 
-def kept_mb(looks: list[Look]) -> float:
-    """What rounds leave of memory, beyond what as many tokens take in the undisturbed times before and after.
-
-    `looks`: where the first of these begins and ends, and the second.
+    `rounds`: how many there were between each look and the next. Least squares of growth = tokens * a + rounds * b.
     """
-    begin, rounds_begin, rounds_end, end = looks
-    (before, drawn_before), (after, drawn_after) = rounds_begin.since(begin), end.since(rounds_end)
-    grown, drawn = rounds_end.since(rounds_begin)
-    return round(grown - drawn * (before + after) / (drawn_before + drawn_after), 2)
+    told = {}
+    drawn = [(after.drawn - before.drawn) / 1e3 for before, after in itertools.pairwise(looks)]
+    tt, tr, rr = (sum(map(operator.mul, *two)) for two in ((drawn, drawn), (drawn, rounds), (rounds, rounds)))
+    for kind in looks[0].memory:
+        grown = [(y.memory.get(kind, 0.0) - x.memory[kind]) * 1e3 for x, y in itertools.pairwise(looks)]
+        tg, rg = sum(map(operator.mul, drawn, grown)), sum(map(operator.mul, rounds, grown))
+        of_token, of_round = (tg * rr - rg * tr) / (tt * rr - tr * tr), (rg * tt - tg * tr) / (tt * rr - tr * tr)
+        off = [g - t * of_token - r * of_round for g, t, r in zip(grown, drawn, rounds, strict=True)]
+        spread = sum(map(operator.mul, off, off)) / max(len(off) - 2, 1)
+        told[kind] = {
+            "kb": round(of_round, 2),
+            "error": round((spread * tt / (tt * rr - tr * tr)) ** 0.5, 2),
+            "bytes_of_a_token": round(of_token, 1),
+        }
+    return told
 
 
 class Service:
@@ -151,7 +187,7 @@ class Service:
     def look(self) -> Look:
         """What it has now."""
         kinds = memory_mb(self.engine, "Pss_Anon")
-        return Look({"all": round(sum(kinds.values()), 1), **kinds}, int(served_tokens(self.url, "")))
+        return Look({"all": round(sum(kinds.values()), 3), **kinds}, int(served_tokens(self.url, "")))
 
 
 def _command(pid: int) -> bytes:
@@ -160,8 +196,8 @@ def _command(pid: int) -> bytes:
     return b""
 
 
-def rounds(service: Service, args: argparse.Namespace, seconds: list[float]) -> list[str]:
-    """What went wrong. `seconds` is given those of each round when it ends."""
+def rounds(service: Service, args: argparse.Namespace, numbers: range, seconds: list[float]) -> list[str]:
+    """What went wrong in rounds of these numbers. `seconds` is given those of each round when it ends."""
     wrong: list[str] = []
     places = threading.Semaphore(args.at_once)
 
@@ -178,7 +214,7 @@ def rounds(service: Service, args: argparse.Namespace, seconds: list[float]) -> 
         places.release()
 
     threads = []
-    for number in range(args.rounds):
+    for number in numbers:
         due = time.monotonic() + args.period_s
         places.acquire()
         threads.append(threading.Thread(target=one, args=(number,), daemon=True))
@@ -228,84 +264,196 @@ def _settled(service: Service, name: str, answer: dict[str, Any] | None = None) 
     return f"{answer['status']}: {answer['error']}" if answer.get("error") else str(answer["status"])
 
 
-def undisturbed(service: Service, seconds: float) -> tuple[Span, int]:
-    """A time in which nothing else happens, and how often the serving engine's threads had to leave a core in it."""
-    started, lost = time.monotonic(), service.lost_cores()
-    time.sleep(seconds)
-    return (started, time.monotonic()), service.lost_cores() - lost
-
-
 class Times:
-    """When what happened: gaps of the streams, and of one straight from the engine, by what happened beside them."""
+    """The times alone and those of rounds: when, how often the engine's threads lost their core, memory around them."""
 
-    def __init__(self, client: Receiver, direct: Receiver, second_s: float) -> None:
-        self._client, self._direct, self._second_s = client, direct, second_s
+    def __init__(self, served: Service) -> None:
+        self._served = served
+        self.spans: dict[bool, list[Span]] = {False: [], True: []}
+        """of rounds: True"""
+        self.lost = {False: 0, True: 0}
+        self.looks: list[Look] = []
+        self.rounds: list[int] = []
+        """between each look and the next"""
+        self.begun: float | None = None
+        """when the one that goes on has begun, which is one of rounds"""
 
-    def told(self, before: Span, in_rounds: Span, after: Span | None = None) -> dict[str, Any]:
-        """Figures of all gaps by now; `after`: None, where that time is yet to come."""
-        self._client.look()
-        self._direct.look()
-        spans = before, in_rounds, after or (in_rounds[1], in_rounds[1])
-        direct = figures(self._direct.gaps, *spans, self._second_s)
-        return {**figures(self._client.gaps, *spans, self._second_s), "engine_stream": direct}
+    def look(self) -> None:
+        """At memory."""
+        time.sleep(SETTLE_S)
+        self.looks.append(self._served.look())
+        time.sleep(SETTLE_S / 2)
+
+    def take(self, act: Callable[[], None], num_rounds: int) -> None:
+        """The time that `act` takes, and a look behind it."""
+        lost, self.begun = self._served.lost_cores(), time.monotonic()
+        act()
+        self.spans[num_rounds > 0].append((self.begun, time.monotonic()))
+        self.lost[num_rounds > 0] += self._served.lost_cores() - lost
+        self.begun = None
+        self.rounds.append(num_rounds)
+        self.look()
+
+    def seconds(self, of_rounds: bool) -> float:
+        """Of all of these times."""
+        return sum(end - begin for begin, end in self.spans[of_rounds])
+
+
+class Notes:
+    """What is noted beside the streams: their gaps, what processes meet on their cores, the scheduler's events."""
+
+    def __init__(self, served: Service, load: Load, folder: Path, args: argparse.Namespace) -> None:
+        self._args, self._folder = args, folder
+        self.client = Receiver(receive, folder / "gaps", load, *address(served.url))
+        while served.status()["running_rows"] < args.streams:
+            time.sleep(0.1)
+        self.direct = Receiver(receive_from_engine, folder / "engine-gaps", served.engine, MAX_TOKENS)
+        workers = served.status()["processes"]["http_workers"]
+        self._names = {served.engine: "engine", **{w["pid"]: w["name"] for w in workers if w["name"] != "bench"}}
+        self._watch = Beside(watch, folder / "cores", list(self._names))
+        self.buffers: Buffers | None = None
+        self._end = threading.Event()
+
+    def trace(self, buffers: Buffers, above_s: float) -> None:
+        """From now on keep the scheduler's events of the longest gaps among those that are longer."""
+
+        since = time.monotonic()
+
+        def look() -> None:
+            while not self._end.wait(NOTED_S):
+                new = [gap for one in (self.client, self.direct) for gap in one.look()]
+                long = [gap for gap in new if gap[2] > above_s and gap[1] - gap[2] > since]
+                if long:
+                    buffers.keep(longest(long, [(since, math.inf)], TRACED_GAPS))
+
+        self.buffers = buffers
+        threading.Thread(target=look, daemon=True).start()
+
+    def long_s(self, spans: Sequence[Span]) -> float:
+        """From how long on a gap is to be traced: one and a half of the longest but one of a hundred of that time."""
+        self.client.look()
+        found = sorted(gap for _, at, gap in self.client.gaps if any(b <= at < e for b, e in spans))
+        return 1.5 * found[int(0.99 * (len(found) - 1))]
+
+    def stop(self) -> None:
+        """Nothing is noted any more."""
+        self._end.set()
+        if self.buffers is not None:
+            self.buffers.stop()
+        self.client.stop()
+        self.direct.stop()
+        self._watch.end()
+
+    def told(self, alone: Sequence[Span], in_rounds: Sequence[Span]) -> dict[str, Any]:
+        """Figures of all gaps by now."""
+        self.client.look()
+        self.direct.look()
+        direct = figures(self.direct.gaps, alone, in_rounds, self._args.period_s)
+        return {**figures(self.client.gaps, alone, in_rounds, self._args.period_s), "engine_stream": direct}
+
+    def longest(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
+        """The longest gaps of that time, and what was noted then."""
+        noted, log = samples(self._folder / "cores"), (self._folder / "service.log").read_text(errors="replace")
+        told = []
+        for begin, end in longest(self.client.gaps, spans, self._args.longest):
+            direct = [gap for _, at, gap in self.direct.gaps if begin <= at and at - gap <= end]
+            found: dict[str, Any] = {
+                "ended_s": round(end, 3),
+                "at_s": round(begin - spans[0][0], 2),
+                "ms": _ms(end - begin),
+            }
+            found |= {"engine_stream_ms": _ms(max(direct, default=0.0)), "collections": collections(log, begin, end)}
+            told.append(found | around(noted, begin, end, self._names))
+        return told
+
+    def traced(self) -> list[dict[str, Any]]:
+        """What the scheduler says of the longest gaps."""
+        if self.buffers is None:
+            return []
+        threads = {}
+        for pid, name in self._names.items():
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                threads[int(task.name)] = name
+        return self.buffers.told(threads, Path(self._args.trace))
+
+
+def collections(log: str, begin: float, end: float) -> list[str]:
+    """Collections of garbage in that time (monotonic s), by the log of all processes."""
+    found = []
+    for what in _COLLECTION.finditer(log):
+        told = json.loads(what[2])
+        if begin <= told["at_s"] + told["ms"] / 1e3 and told["at_s"] <= end:
+            found.append(f"{what[1]} generation {told['generation']} {told['ms']} ms")
+    return found
+
+
+_COLLECTION = re.compile(r"(\S+) +DEBUG +collection (\{.*?\})")
+"""A process's name and what it tells; lines of several processes may be one."""
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)
 
 
 def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     served = Service(url, folder)
     load = Load("/v1/chat/completions", args.streams, 1, 1, MAX_TOKENS, 16, 1, True, "")
-    client = Receiver(receive, folder / "gaps", load, *address(url))
-    while served.status()["running_rows"] < args.streams:
-        time.sleep(0.1)
-    direct = Receiver(receive_from_engine, folder / "engine-gaps", served.engine, MAX_TOKENS)
-    times = Times(client, direct, args.period_s)
-    served.unload("warm" if served.load("warm")["status"] == "ready" else "none")  # what is compiled once
-    time.sleep(SETTLE_S)
-    processes = len(served.processes())
-    quiet_s = max(args.period_s * args.rounds / 2, 5.0)
-    looks = [served.look()]
-    before, lost_before = undisturbed(served, quiet_s)
-    looks.append(served.look())
-    used, lost, begun = served.ended_cpu_s(), served.lost_cores(), time.monotonic()
-
+    notes = Notes(served, load, folder, args)
     seconds: list[float] = []
-    try:
-        wrong = rounds(served, args, seconds)
-    except SystemExit:  # a time limit
-        print(json.dumps({"rounds": len(seconds), **times.told(before, (begun, time.monotonic()))}), flush=True)
-        raise
-    in_rounds = begun, time.monotonic()
-    lost = served.lost_cores() - lost
-    used = served.ended_cpu_s() - used
-    time.sleep(SETTLE_S)
-    looks.append(served.look())
-    after, lost_after = undisturbed(served, quiet_s)
-    looks.append(served.look())
-    told = {} if args.no_faults else faults(served)
-    faults_end = time.monotonic()
-    client.stop()
-    direct.stop()
-    found = times.told(before, in_rounds, after)
+    wrong = rounds(served, args, range(-args.warm, 0), seconds)
+    seconds.clear()
+    processes = len(served.processes())
+    times = Times(served)
+
+    def come_and_go(numbers: range) -> None:
+        wrong.extend(rounds(served, args, numbers, seconds))
+
+    with contextlib.ExitStack() as stack:
+        buffers = stack.enter_context(Buffers(TRACED_GAPS, TRACED_MB)) if args.trace else None
+        times.look()
+        used = 0.0
+        quiet_s = max(args.period_s * args.rounds / args.times, 3.0)
+        try:
+            for number in range(args.times):
+                numbers = range(args.rounds * number // args.times, args.rounds * (number + 1) // args.times)
+                times.take(partial(time.sleep, quiet_s), 0)
+                if number == 0 and buffers is not None:
+                    notes.trace(buffers, notes.long_s(times.spans[False]))
+                used -= served.ended_cpu_s()
+                times.take(partial(come_and_go, numbers), len(numbers))
+                used += served.ended_cpu_s()
+                quiet_s = times.spans[True][-1][1] - times.spans[True][-1][0]
+        except SystemExit:  # a time limit
+            in_rounds = times.spans[True] + ([(times.begun, time.monotonic())] if times.begun else [])
+            print(json.dumps({"rounds": len(seconds), **notes.told(times.spans[False], in_rounds)}), flush=True)
+            raise
+        faults_begin = time.monotonic()
+        told = {} if args.no_faults else faults(served)
+        faults_end = time.monotonic()
+        notes.stop()
+        traced = notes.traced()
+    alone, in_rounds = times.spans[False], times.spans[True]
     return {
         "streams": args.streams,
-        "stamped_by": client.stamped_by,
+        "stamped_by": notes.client.stamped_by,
         "rounds": len(seconds),
         "round_s_p50": round(statistics.median(seconds), 2),
-        "rounds_s": round(in_rounds[1] - in_rounds[0], 1),
-        **found,
+        **notes.told(alone, in_rounds),
+        "longest_gaps": {"in_rounds": notes.longest(in_rounds), "alone": notes.longest(alone)},
+        "traced": traced,
         "lost_cores_a_second": {
-            "before": round(lost_before / quiet_s),
-            "in_rounds": round(lost / (in_rounds[1] - in_rounds[0])),
-            "after": round(lost_after / quiet_s),
+            "alone": round(times.lost[False] / times.seconds(False)),
+            "in_rounds": round(times.lost[True] / times.seconds(True)),
         },
         "cpu_s_of_a_round": round(used / args.rounds, 2),
         "faults": told,
-        "faults_gap_ms_max": percentile([g for _, at, g in client.gaps if after[1] < at < faults_end], 1.0),
-        "memory_mb": {name: look.memory for name, look in zip(LOOKS, looks, strict=True)},
-        "drawn": [look.drawn - looks[0].drawn for look in looks],
-        "rounds_kept_mb": kept_mb(looks),
+        "faults_gap_ms_max": percentile([g for _, at, g in notes.client.gaps if faults_begin < at < faults_end], 1.0),
+        "memory_mb": [look.memory for look in times.looks],
+        "drawn": [look.drawn - times.looks[0].drawn for look in times.looks],
+        "kept_kb_of_a_round": kept_kb(times.looks, times.rounds),
         "processes": {"before": processes, "after": len(served.processes())},
-        "stream_errors": client.failures[:3],
+        "stream_errors": notes.client.failures[:3],
         "wrong": wrong[:3],
     }
 
@@ -320,6 +468,7 @@ def main() -> None:
         folder = Path(name)
         write_random_model(folder / "second.safetensors", layers, width)
         flags += ["--models-dir", name, "--admin-password", PASSWORD, "--max-models", str(args.at_once + 4)]
+        flags += ["--log-level", "debug"]  # with which collections of garbage are told
         with (folder / "service.log").open("wb") as log, service(flags, log) as url:
             told = measure(url, folder, args)
     about = {"second": args.second, "flags": flags_said, **machine()}

@@ -76,7 +76,7 @@ def memory_mb(engine: int, figure: str = "Pss") -> dict[str, float]:
             continue
         kind = "engine" if int(entry.name) == engine else _kind((entry / "cmdline").read_bytes())
         size = next(int(line.split()[1]) for line in lines if line.startswith(f"{figure}:")) / 1e3
-        sizes[kind] = round(sizes.get(kind, 0.0) + size, 1)
+        sizes[kind] = round(sizes.get(kind, 0.0) + size, 3)
     return sizes
 
 
