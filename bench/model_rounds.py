@@ -72,8 +72,8 @@ MAX_TOKENS = 60_000
 """Of a stream: none ends between the two looks at memory."""
 SETTLE_S = 1.0
 """After something has happened, before memory is looked at and the next time begins."""
-TRACED_MB = 8
-"""Of each CPU's events: those of some five seconds and more."""
+TRACED_MB = 4
+"""Of each CPU's events: those of some four seconds and more."""
 TRACED_GAPS = 6
 NOTED_S = 0.3
 """So often a gap that is to be traced is looked for."""
