@@ -29,7 +29,8 @@ cores' time, and a system that lets us.
 
 Memory (PSS without pages of files) of all processes and of each kind before and after each of these times.
 `kept_kb_of_a_round`: what a round leaves, beyond what tokens take, since the service keeps a stream's tokens until it
-ends; both fitted to these figures together, with the standard error. What says something on a machine that others use,
+ends; both fitted to these figures together, with the standard error. With `--tokens` so small that streams end and are
+opened anew, they take none, and the error is smaller. What says something on a machine that others use,
 too: how often a second the serving engine's threads lost their core (where the system counts it), and the CPU seconds
 of a round's engine, from its fork to its end. Bounds: on a CPU the models share memory bandwidth with the streams, and
 the cores but for those that `--threads` leaves.
@@ -69,9 +70,11 @@ from demo.random_weights import write_random_model
 
 PASSWORD = "rounds"
 MAX_TOKENS = 60_000
-"""Of a stream: none ends between the two looks at memory."""
-SETTLE_S = 1.0
+"""Of a stream: none ends before the run does."""
+SETTLE_S = 0.5
 """After something has happened, before memory is looked at and the next time begins."""
+LOOKS = 3
+"""At memory, of which the middle one is taken."""
 TRACED_MB = 4
 """Of each CPU's events: those of some four seconds and more."""
 TRACED_GAPS = 6
@@ -84,9 +87,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument(
-        "--times", type=int, default=5, help="in which the rounds are done, with as many others between"
-    )
+    parser.add_argument("--tokens", type=int, default=MAX_TOKENS, help="of a stream, which is then opened anew")
+    parser.add_argument("--times", type=int, default=5, help="in which the rounds are done, as many others between")
     parser.add_argument("--warm", type=int, default=8, help="rounds before that are not counted")
     parser.add_argument("--longest", type=int, default=3, help="gaps that are told one by one")
     parser.add_argument("--trace", metavar="FOLDER", help="the scheduler's events in the longest gaps, kept there")
@@ -280,8 +282,11 @@ class Times:
 
     def look(self) -> None:
         """At memory."""
-        time.sleep(SETTLE_S)
-        self.looks.append(self._served.look())
+        looks = []
+        for _ in range(LOOKS):
+            time.sleep(SETTLE_S)
+            looks.append(self._served.look())
+        self.looks.append(sorted(looks, key=lambda look: look.memory["all"])[LOOKS // 2])
         time.sleep(SETTLE_S / 2)
 
     def take(self, act: Callable[[], None], num_rounds: int) -> None:
@@ -398,7 +403,7 @@ def _ms(seconds: float) -> float:
 def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     served = Service(url, folder)
-    load = Load("/v1/chat/completions", args.streams, 1, 1, MAX_TOKENS, 16, 1, True, "")
+    load = Load("/v1/chat/completions", args.streams, 1, 1, args.tokens, 16, 1, True, "")
     notes = Notes(served, load, folder, args)
     seconds: list[float] = []
     wrong = rounds(served, args, range(-args.warm, 0), seconds)
