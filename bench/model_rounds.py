@@ -33,7 +33,8 @@ ends; both fitted to these figures together, with the standard error. With `--to
 opened anew, they take none, and the error is smaller. What says something on a machine that others use,
 too: how often a second the serving engine's threads lost their core (where the system counts it), and the CPU seconds
 of a round's engine, from its fork to its end. Bounds: on a CPU the models share memory bandwidth with the streams, and
-the cores but for those that `--threads` leaves.
+the cores but for those that `--threads` leaves. With `--only-memory-mb N` no model comes or goes: in each round another
+process takes so much memory and ends, which says what the machine itself makes of that.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ import os
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -96,6 +98,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--at-once", type=int, default=4, help="rounds under way")
     parser.add_argument("--no-faults", action="store_true", help="rounds alone")
     parser.add_argument("--second", default="12x768", help="layers x width of the second model")
+    parser.add_argument("--only-memory-mb", type=int, default=0, help="instead of a model, a process takes so much")
     parser.add_argument("--commit", default="", help="of the code, where git is not at hand")
     return parser.parse_known_args()
 
@@ -205,15 +208,20 @@ def rounds(service: Service, args: argparse.Namespace, numbers: range, seconds: 
 
     def one(number: int) -> None:
         started = time.monotonic()
-        name = f"round-{number}"
+        if args.only_memory_mb:
+            take_memory(args.only_memory_mb)
+        else:
+            come_and_go(f"round-{number}")
+        seconds.append(time.monotonic() - started)
+        places.release()
+
+    def come_and_go(name: str) -> None:
         answer = service.load(name)
         if answer.get("status") != "ready":
             wrong.append(f"{name}: {answer}")
         answer = service.unload(name)
         if answer.get("status") != "unloaded":
             wrong.append(f"{name}: {answer}")
-        seconds.append(time.monotonic() - started)
-        places.release()
 
     threads = []
     for number in numbers:
@@ -225,6 +233,12 @@ def rounds(service: Service, args: argparse.Namespace, numbers: range, seconds: 
     for thread in threads:
         thread.join()
     return wrong
+
+
+def take_memory(mb: int) -> None:
+    """A process that is no part of the service takes so much memory, at the lowest priority, and ends."""
+    work = f"import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); b'x' * ({mb} << 20)"
+    subprocess.run([sys.executable, "-c", work], check=True)
 
 
 def faults(service: Service) -> dict[str, str]:
@@ -411,7 +425,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     processes = len(served.processes())
     times = Times(served)
 
-    def come_and_go(numbers: range) -> None:
+    def all_of(numbers: range) -> None:
         wrong.extend(rounds(served, args, numbers, seconds))
 
     with contextlib.ExitStack() as stack:
@@ -426,7 +440,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 if number == 0 and buffers is not None:
                     notes.trace(buffers, notes.long_s(times.spans[False]))
                 used -= served.ended_cpu_s()
-                times.take(partial(come_and_go, numbers), len(numbers))
+                times.take(partial(all_of, numbers), len(numbers))
                 used += served.ended_cpu_s()
                 quiet_s = times.spans[True][-1][1] - times.spans[True][-1][0]
         except SystemExit:  # a time limit
@@ -443,6 +457,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "streams": args.streams,
         "stamped_by": notes.client.stamped_by,
         "rounds": len(seconds),
+        **({"only_memory_mb": args.only_memory_mb} if args.only_memory_mb else {}),
         "round_s_p50": round(statistics.median(seconds), 2),
         **notes.told(alone, in_rounds),
         "longest_gaps": {"in_rounds": notes.longest(in_rounds), "alone": notes.longest(alone)},

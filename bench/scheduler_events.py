@@ -27,10 +27,12 @@ EVENTS = (
     "sched/sched_wakeup",
     "sched/sched_process_fork",
     "sched/sched_process_exit",
+    "workqueue/workqueue_execute_start",
     "irq_vectors/local_timer_entry",
 )
-"""The last: the clock's tick, every few milliseconds on each CPU that is not idle. Where none comes on a CPU that has a
-thread to run, it is not Linux that keeps it: the machine below a virtual one does."""
+"""What a worker of the kernel's does is told by its function. The last: the clock's tick, every few milliseconds on
+each CPU that is not idle. Where none comes on a CPU that has a thread to run, it is not Linux that keeps it: the
+machine below a virtual one does."""
 CONTEXT_S = 0.006
 """Events so long before a gap say what each thread did when it began."""
 
@@ -163,6 +165,8 @@ class Window:
     """by CPU: when anything was noted on it"""
     ticks: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     """by CPU: when the clock's tick came"""
+    work: dict[int, str] = field(default_factory=dict)
+    """by the number of a kernel's worker, the function that it ran"""
     beside: list[str] = field(default_factory=list)
     """processes that began or ended"""
     _now: dict[int, tuple[str, float, int]] = field(default_factory=dict)
@@ -192,6 +196,8 @@ class Window:
                 self.names[thread] = fields["comm"]
                 if self._now.get(thread, ("", 0.0, 0))[0] not in ("waits", "runs"):
                     self._change(thread, "waits", at, int(fields["target_cpu"]), "sleeps")
+            case "workqueue_execute_start":
+                self.work[int(who.rpartition("-")[2])] = what.rpartition("function ")[2]
             case "local_timer_entry":
                 self.ticks[cpu].append(at)
             case "sched_process_fork" | "sched_process_exit":
@@ -241,9 +247,13 @@ class Window:
         for thread, pieces in self.pieces.items():
             for piece in pieces:
                 if piece.does == "runs" and piece.cpu == cpu and piece.begin < end and piece.end > begin:
-                    name = "idle" if thread < 0 else f"{self.names.get(thread, '?')} {thread}"
+                    name = "idle" if thread < 0 else self._name(thread)
                     ran[name] += min(piece.end, end) - max(piece.begin, begin)
         return [f"{name} {s * 1e3:.1f} ms" for name, s in sorted(ran.items(), key=lambda one: -one[1])]
+
+    def _name(self, thread: int) -> str:
+        work = f" ({self.work[thread]})" if thread in self.work else ""
+        return f"{self.names.get(thread, '?')} {thread}{work}"
 
     def _stood_still(self) -> list[dict[str, Any]]:
         """Where a thread had a CPU and nothing at all was noted there for two ticks of 4 ms."""

@@ -1,0 +1,88 @@
+"""What an HTTP worker keeps of models that have come and gone: nothing, however many there were."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import pytest
+
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.model_clients import connected
+from routes.model_directory import ModelDirectory
+from routes.readiness import Readiness
+from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
+from rwkv_batch.ipc.wire import NO_LOAD, Heartbeat, SocketLink, ToEngine, ToWorker, to_engine_decoder
+from test.serving import wait_for
+
+WARM, ROUNDS = 3, 20
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: a socket's has a hundred characters at most."""
+    with TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def engine_at(address: str) -> threading.Thread:
+    """An engine that says that it is there, until the worker is gone."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+
+    def serve() -> None:
+        with listener:
+            link: SocketLink[ToEngine, ToWorker] = SocketLink(listener.accept()[0], to_engine_decoder, "engine")
+        link.send(Heartbeat(NO_LOAD))
+        for _ in link.receive():
+            pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def kept() -> tuple[int, int, int]:
+    """Objects, threads and descriptors of this process."""
+    gc.collect()
+    return len(gc.get_objects()), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the descriptors of a process are not told here")
+def test_a_worker_keeps_nothing_of_models_that_have_left(folder: Path) -> None:
+    context = Context(None, HttpConfig(models_dir=str(folder)), Gate(4, 0), Readiness(1.0))  # type: ignore[arg-type]
+    models = ModelDirectory(lambda command: None, lambda model: connected(context, model, "http-0"))
+
+    def one_round(number: int) -> None:
+        address = str(folder / f"{number}")
+        engine = engine_at(address)
+        wish = ModelWish(name=f"round-{number}", file="file")
+        ready = ServedModel(wish=wish, status=ModelStatus.READY, address=address, since=0)
+        models.update([msgspec.structs.replace(ready, status=ModelStatus.LOADING)])
+        models.update([ready])
+        wait_for(lambda: models.chosen(context, wish.name).engine.is_connected, 10, "a connection")
+        assert models.take_used() == (wish.name,)
+        models.update([])
+        engine.join(10)
+        assert not engine.is_alive()
+
+    for number in range(WARM):
+        one_round(number)
+    wait_for(
+        lambda: not any(thread.name in ("fleet", "engine-client") for thread in threading.enumerate()), 10, "their end"
+    )
+    before = kept()
+    for number in range(WARM, WARM + ROUNDS):
+        one_round(number)
+    wait_for(lambda: kept()[1] <= before[1], 10, "the end of threads")
+    after = kept()
+    assert after[0] < before[0] + ROUNDS, "objects are left by every round"
+    assert after[1:] <= before[1:], "threads or descriptors are left"
