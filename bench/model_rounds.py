@@ -24,8 +24,8 @@ Who receives notes what comes and nothing else; when a delta came says the syste
 noted every tenth of a second (`bench/core_watch.py`): threads that waited for a core, page faults, time that the
 machine below took; and collections of garbage of a millisecond or more, which each process tells in its log. With
 `--trace FOLDER` the scheduler's own events besides (`bench/scheduler_events.py`): how long a thread of the engine
-waited for a core and who had it, how long it ran or was blocked, and CPUs that stood still. That takes some of the
-cores' time, and a system that lets us.
+waited for a core and who had it, how long it ran or was blocked, and CPUs that stood still; and of all that workers of
+the kernel did (`kernel_work`) what took longest. That takes some of the cores' time, and a system that lets us.
 
 Memory (PSS without pages of files) of all processes and of each kind before and after each of these times.
 `kept_kb_of_a_round`: what a round leaves, beyond what tokens take, since the service keeps a stream's tokens until it
@@ -65,7 +65,7 @@ from bench.core_watch import around, samples, watch
 from bench.gap_clients import Beside, Receiver, address, receive, receive_from_engine
 from bench.gaps import Span, figures, longest
 from bench.http_load import Load, fetch, served_tokens
-from bench.scheduler_events import Buffers
+from bench.scheduler_events import Buffers, KernelWork
 from bench.serve import machine, percentile, service
 from bench.streams import ENGINE_FORKS, _parent, memory_mb
 from demo.random_weights import write_random_model
@@ -430,6 +430,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     with contextlib.ExitStack() as stack:
         buffers = stack.enter_context(Buffers(TRACED_GAPS, TRACED_MB)) if args.trace else None
+        work = stack.enter_context(KernelWork(TRACED_MB)) if args.trace else None
         times.look()
         used = 0.0
         quiet_s = max(args.period_s * args.rounds / args.times, 3.0)
@@ -452,7 +453,8 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         faults_end = time.monotonic()
         notes.stop()
         traced = notes.traced()
-    alone, in_rounds = times.spans[False], times.spans[True]
+        alone, in_rounds = times.spans[False], times.spans[True]
+        kernel = work.told({"alone": alone, "in_rounds": in_rounds}) if work is not None else {}
     return {
         "streams": args.streams,
         "stamped_by": notes.client.stamped_by,
@@ -462,6 +464,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         **notes.told(alone, in_rounds),
         "longest_gaps": {"in_rounds": notes.longest(in_rounds), "alone": notes.longest(alone)},
         "traced": traced,
+        "kernel_work": kernel,
         "lost_cores_a_second": {
             "alone": round(times.lost[False] / times.seconds(False)),
             "in_rounds": round(times.lost[True] / times.seconds(True)),

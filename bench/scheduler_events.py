@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,18 +51,8 @@ class Buffers:
         self._since = 0.0
 
     def __enter__(self) -> Buffers:
-        cpus = os.sched_getaffinity(0)
-        mask = f"{sum(1 << cpu for cpu in cpus):x}"
-        groups = [mask[max(0, end - 8) : end] for end in range(len(mask), 0, -8)]
         for folder in self._all:
-            folder.mkdir()
-            _write(folder / "tracing_on", "0")
-            _write(folder / "trace_clock", "mono")
-            _write(folder / "tracing_cpumask", ",".join(reversed(groups)))
-            for cpu in cpus:
-                _write(folder / "per_cpu" / f"cpu{cpu}" / "buffer_size_kb", str(self._mb_per_cpu << 10))
-            for event in EVENTS:
-                _write(folder / "events" / event / "enable", "1")
+            _make(folder, self._mb_per_cpu, EVENTS)
         self._go_on()
         return self
 
@@ -115,6 +105,21 @@ class Buffers:
         return found
 
 
+def _make(folder: Path, mb_per_cpu: int, events: Sequence[str]) -> None:
+    """A buffer that takes these events of the CPUs that this process may use, and is not begun."""
+    cpus = os.sched_getaffinity(0)
+    mask = f"{sum(1 << cpu for cpu in cpus):x}"
+    groups = [mask[max(0, end - 8) : end] for end in range(len(mask), 0, -8)]
+    folder.mkdir()
+    _write(folder / "tracing_on", "0")
+    _write(folder / "trace_clock", "mono")
+    _write(folder / "tracing_cpumask", ",".join(reversed(groups)))
+    for cpu in cpus:
+        _write(folder / "per_cpu" / f"cpu{cpu}" / "buffer_size_kb", str(mb_per_cpu << 10))
+    for event in events:
+        _write(folder / "events" / event / "enable", "1")
+
+
 def _s(span: Span) -> float:
     return span[1] - span[0]
 
@@ -123,6 +128,53 @@ def _write(path: Path, value: str) -> None:
     path.write_text(value)
 
 
+class KernelWork:
+    """What workers of the kernel's do in a whole run, and for how long at a time. A context, as `Buffers`."""
+
+    def __init__(self, mb_per_cpu: int) -> None:
+        self._folder = TRACEFS / "instances" / f"rwkv-{os.getpid()}-work"
+        self._mb_per_cpu = mb_per_cpu
+
+    def __enter__(self) -> KernelWork:
+        _make(self._folder, self._mb_per_cpu, ("workqueue/workqueue_execute_start", "workqueue/workqueue_execute_end"))
+        _write(self._folder / "tracing_on", "1")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            _write(self._folder / "tracing_on", "0")
+            self._folder.rmdir()
+
+    def told(self, times: dict[str, Sequence[Span]]) -> dict[str, dict[str, dict[str, float]]]:
+        """Of each of these times the functions that took longest at once: how often, ms at most, ms in all."""
+        with (self._folder / "trace").open(errors="replace") as file:
+            return work_of(file, times)
+
+
+def work_of(lines: Iterable[str], times: dict[str, Sequence[Span]]) -> dict[str, dict[str, dict[str, float]]]:
+    """See `KernelWork.told`."""
+    took: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in times}
+    begun: dict[str, tuple[float, str]] = {}
+    for line in lines:
+        if found := _LINE.match(line):
+            at, worker = float(found[4]), found[2]
+            if found[5] == "workqueue_execute_start":
+                begun[worker] = at, found[6].rpartition("function ")[2]
+            elif worker in begun:
+                since, function = begun.pop(worker)
+                for name, spans in times.items():
+                    if any(begin <= since < end for begin, end in spans):
+                        took[name][function].append(at - since)
+    return {
+        name: {
+            function: {"times": len(s), "ms_max": _ms(max(s)), "ms": _ms(sum(s))}
+            for function, s in sorted(of.items(), key=lambda one: -max(one[1]))[:_FUNCTIONS]
+        }
+        for name, of in took.items()
+    }
+
+
+_FUNCTIONS = 4
 _LINE = re.compile(r"^\s*(.+)-(\d+)\s+\[(\d+)\] \S+\s+(\d+\.\d+): (\w+): (.*)$")
 _FIELD = re.compile(r"(\w+)=(.*?)(?= ==> | \w+=|$)")
 _AT = re.compile(r" (\d+\.\d+): ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.core_watch import Sample, around
 from bench.gaps import Gap, figures, longest
 from bench.model_rounds import Look, collections, kept_kb
-from bench.scheduler_events import Window, within
+from bench.scheduler_events import Window, within, work_of
 
 ALONE, ROUNDS = ((0.0, 10.0), (33.0, 43.0)), ((10.0, 30.0),)
 
@@ -105,3 +105,12 @@ def test_collections_of_garbage_are_read_from_a_log_whose_lines_two_processes_wr
     one = 'http-0     DEBUG   collection {"at_s":5.0,"ms":3.0,"generation":2}'
     log = f"20:00:00.000 {one}20:00:00.001 engine     INFO    said\n20:00:01.000 {one.replace('5.0', '7.5')}\n"
     assert collections(log, 5.002, 6.0) == ["http-0 generation 2 3.0 ms"]
+
+
+def test_how_long_workers_of_the_kernel_work_at_once() -> None:
+    line = "     kworker/3:1-9     [003] .....   {}: workqueue_execute_{}: work struct 00000000c7: function {}\n"
+    log = [(1.0, "start", "gives"), (1.03, "end", "gives"), (5.0, "start", "gives"), (5.001, "end", "gives")]
+    lines = [line.format(f"{at:.6f}", *what) for at, *what in log]
+    told = work_of(lines, {"alone": [(4.0, 6.0)], "in_rounds": [(0.0, 2.0), (8.0, 9.0)]})
+    assert told["in_rounds"] == {"gives": {"times": 1, "ms_max": 30.0, "ms": 30.0}}
+    assert told["alone"]["gives"]["ms_max"] == 1.0
