@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLog
 class RowProgress:
     """One row of the job as its caller numbers it."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    """four bytes each: an HTTP worker holds those of all its streams until they end"""
     shown: int = 0
     """bytes of text"""
     logprobs: int = 0
@@ -33,7 +35,7 @@ class RowProgress:
 
     def take(self, delta: Delta) -> None:
         """Note what is told."""
-        self.token_ids += delta.token_ids
+        self.token_ids.fromlist(delta.token_ids)
         self.shown += len(delta.text)
         self.logprobs += len(delta.logprobs or ())
         self.prompt_logprobs += len(delta.prompt_logprobs or ())
