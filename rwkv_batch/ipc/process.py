@@ -14,6 +14,7 @@ import time
 
 import msgspec
 
+from native.futexes import fix_futex_table
 from native.heap import share_heaps
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def become_child(process: str, style: LogStyle) -> None:
     their threads' priorities. In one of its own, a single thread that stands back would go before each of many others.
     """
     share_heaps()
+    fix_futex_table()
     threading.excepthook = _end_with_a_thread
     faulthandler.enable()  # a crash in native code leaves the stacks in the log
     with contextlib.suppress(OSError):
