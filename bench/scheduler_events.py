@@ -196,7 +196,7 @@ class Piece(NamedTuple):
     begin: float
     end: float
     cpu: int
-    """where it ran, or got a core at last; -1: not known"""
+    """where it ran or waited; -1: not known"""
 
     @property
     def s(self) -> float:
@@ -222,6 +222,8 @@ class Window:
     beside: list[str] = field(default_factory=list)
     """processes that began or ended"""
     _now: dict[int, tuple[str, float, int]] = field(default_factory=dict)
+    _switched: dict[int, float] = field(default_factory=dict)
+    """by CPU: when it was given to who has it"""
 
     def read(self, lines: Iterable[str]) -> Window:
         """Take events in any order; returns itself."""
@@ -241,26 +243,35 @@ class Window:
                 before, after = (int(fields[name]) or -1 - cpu for name in ("prev_pid", "next_pid"))
                 self.names[before], self.names[after] = fields["prev_comm"], fields["next_comm"]
                 runs_on = fields["prev_state"].startswith("R")
-                self._change(before, "waits" if runs_on else f"sleeps {fields['prev_state']}", at, cpu, "runs")
-                self._change(after, "runs", at, cpu, "waits")
+                since = self._switched.get(cpu, self.begin - CONTEXT_S)
+                self._change(before, "waits" if runs_on else f"sleeps {fields['prev_state']}", at, cpu, ("runs", since))
+                self._change(after, "runs", at, cpu, ("waits", self.begin - CONTEXT_S))
+                self._switched[cpu] = at
             case "sched_waking":
                 thread = int(fields["pid"])
                 self.names[thread] = fields["comm"]
                 if self._now.get(thread, ("", 0.0, 0))[0] not in ("waits", "runs"):
-                    self._change(thread, "waits", at, int(fields["target_cpu"]), "sleeps")
+                    self._change(thread, "waits", at, int(fields["target_cpu"]), ("sleeps", self.begin - CONTEXT_S))
+            case "sched_wakeup":
+                if self._now.get(int(fields["pid"]), ("", 0.0, 0))[0] == "waits":
+                    self._now[int(fields["pid"])] = "waits", self._now[int(fields["pid"])][1], int(fields["target_cpu"])
             case "workqueue_execute_start":
                 self.work[int(who.rpartition("-")[2])] = what.rpartition("function ")[2]
             case "local_timer_entry":
                 self.ticks[cpu].append(at)
+                name, _, number = who.rpartition("-")
+                thread = int(number) or -1 - cpu
+                if thread not in self._now:
+                    self.names[thread] = name
+                    self._now[thread] = "runs", self._switched.get(cpu, self.begin - CONTEXT_S), cpu
             case "sched_process_fork" | "sched_process_exit":
                 if at >= self.begin:
                     self.beside.append(f"{(at - self.begin) * 1e3:.1f} ms {event[14:]} {who}")
 
-    def _change(self, thread: int, does: str, at: float, cpu: int, did: str) -> None:
-        """From now on it does that; `did`: what it must have done before, where nothing is known of that."""
-        before, since, there = self._now.get(thread, (did, self.begin - CONTEXT_S, -1))
-        where = cpu if before in ("waits", "runs") else there
-        self.pieces[thread].append(Piece(before, since, at, where))
+    def _change(self, thread: int, does: str, at: float, cpu: int, did: tuple[str, float]) -> None:
+        """From now on it does that; `did`: what it must have done since when, where nothing is known of it."""
+        before, since, there = self._now.get(thread, (*did, cpu))
+        self.pieces[thread].append(Piece(before, since, at, there))
         self._now[thread] = does, at, cpu
 
     def told(self, threads: dict[int, str]) -> dict[str, Any]:
