@@ -243,6 +243,7 @@ class Window:
                 before, after = (int(fields[name]) or -1 - cpu for name in ("prev_pid", "next_pid"))
                 self.names[before], self.names[after] = fields["prev_comm"], fields["next_comm"]
                 runs_on = fields["prev_state"].startswith("R")
+                self._has(before, cpu)
                 since = self._switched.get(cpu, self.begin - CONTEXT_S)
                 self._change(before, "waits" if runs_on else f"sleeps {fields['prev_state']}", at, cpu, ("runs", since))
                 self._change(after, "runs", at, cpu, ("waits", self.begin - CONTEXT_S))
@@ -261,12 +262,22 @@ class Window:
                 self.ticks[cpu].append(at)
                 name, _, number = who.rpartition("-")
                 thread = int(number) or -1 - cpu
+                self._has(thread, cpu)
                 if thread not in self._now:
                     self.names[thread] = name
                     self._now[thread] = "runs", self._switched.get(cpu, self.begin - CONTEXT_S), cpu
             case "sched_process_fork" | "sched_process_exit":
                 if at >= self.begin:
                     self.beside.append(f"{(at - self.begin) * 1e3:.1f} ms {event[14:]} {who}")
+
+    def _has(self, thread: int, cpu: int) -> None:
+        """That thread has the CPU. Some kernels do not tell that an idle one was given to a thread: it was as soon as
+        the thread wanted it."""
+        does, since, there = self._now.get(thread, ("", 0.0, 0))
+        idle, idle_since, _ = self._now.get(-1 - cpu, ("", 0.0, 0))
+        if thread >= 0 and does == "waits" and idle == "runs" and there == cpu:
+            self._change(thread, "runs", max(since, idle_since), cpu, ("waits", since))
+            self._change(-1 - cpu, "waits", max(since, idle_since), cpu, ("runs", idle_since))
 
     def _change(self, thread: int, does: str, at: float, cpu: int, did: tuple[str, float]) -> None:
         """From now on it does that; `did`: what it must have done since when, where nothing is known of it."""

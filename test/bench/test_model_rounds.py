@@ -94,6 +94,18 @@ def test_who_had_the_core_that_a_thread_waited_for() -> None:
     ]
 
 
+def test_a_thread_that_was_given_an_idle_core_unseen_has_not_waited() -> None:
+    """As some kernels tell it: that the core goes from idle to a thread is missing."""
+    other = "2] d..2.   100.021500: sched_switch: prev_comm=engine prev_pid=11 prev_prio=120 prev_state=S ==> "
+    lines = [
+        line for line in LINES.splitlines() if "kworker" not in line and "22000" not in line and "107." not in line
+    ]
+    lines.append(f"          engine-11   [00{other}next_comm=swapper/2 next_pid=0 next_prio=120")
+    told = Window(100.0, 100.022).read(lines).told({11: "engine"})
+    assert told["ran"] == [{"who": "engine 11", "from_ms": 1.0, "ms": 20.5, "cpu": 2, "ticks": 0}]
+    assert told["waited"] == [{"who": "engine 11", "from_ms": 1.0, "ms": 0.0, "cpu": 2, "ticks": 0, "behind": []}]
+
+
 def test_what_was_noted_of_each_process_at_that_time() -> None:
     noted = [Sample(at, pid, 0.002 * pid, 0.001, 3, 0, 0.01) for at in (1.0, 1.1, 1.2, 9.0) for pid in (1, 2)]
     told = around(noted, 1.05, 1.15, {1: "engine", 2: "http-0"})
