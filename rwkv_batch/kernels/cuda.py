@@ -33,6 +33,7 @@ from rwkv_batch.kernels.cuda_quant import (
     QuantMap,
     RowCodes,
     UnmixedRow,
+    fits_wide_row,
     make_quantised,
     multiply_codes,
     multiply_few,
@@ -383,9 +384,14 @@ class CudaOps:
 
 
 def _mixes_in_launch(entrance: Entrance) -> bool:
-    """Whether the launch that multiplies one row's mixed inputs makes them. With 4 bits that is slower."""
+    """Whether the launch that multiplies one row's mixed inputs makes them.
+
+    With 4 bits that is slower, and on Hopper with int8.
+    """
     reader = entrance.reader
     if not isinstance(reader, CudaQuantLinear) or reader.format is Format.INT4:
+        return False
+    if reader.format is Format.INT8 and fits_wide_row(reader, [reader.packed.columns]):
         return False
     return reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
 

@@ -27,7 +27,7 @@ NAMES = (
     "quantise",
     "adapters",
 )
-HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4")
+HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4", "wide_row")
 MAX_MAPS = 8
 MAX_WIDE_MAPS = 12
 
@@ -86,7 +86,7 @@ class SkinnyArgs(Structure):
 
 
 class QuantMapArgs(Structure):
-    """Mirrors struct QuantMap in skinny_quant.cu."""
+    """Mirrors struct QuantMap in quant_maps.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("codes", "scales", "x", "y")],
@@ -106,7 +106,7 @@ class NormMixArgs(Structure):
 
 
 class QuantArgs(Structure):
-    """Mirrors the struct in skinny_quant.cu."""
+    """Mirrors the struct in quant_maps.cuh."""
 
     _fields_ = [
         ("maps", QuantMapArgs * MAX_MAPS),
@@ -213,6 +213,7 @@ SIGNATURES: dict[str, list[type]] = {
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide": [POINTER(WideArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
+    "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
     **{f"rwkv_wide_codes_{name}": [POINTER(WideCodesArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 

@@ -1,7 +1,8 @@
 """Linear maps of 8- and 4-bit weights on the GPU.
 
-Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu).
-More, on Hopper: the same on its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a
+Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu);
+one row on Hopper: the codes multiplied as they are by the parts of its inputs (csrc/wide_row.cu). More, on Hopper:
+codes made halves on its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a
 scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
 """
 
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, NormMixArgs, QuantArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda_library import MAX_MAPS, NormMixArgs, QuantArgs, cuda_pointer, hopper_library, library
 from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
-from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, launch_wide_fp8
+from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, has_wide, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
@@ -39,6 +40,8 @@ OUTPUT_STEP = 32
 MAX_MIXED_ROWS = 8
 """Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
 MAX_INPUTS = 32768
+MOST_ROW_INPUTS = 4096
+"""Of one row that Hopper's kernel for it takes."""
 SCALE_STEP = 4
 """Scales of rows begin at 16 bytes in a product."""
 ZERO_OFFSET = 1024
@@ -338,7 +341,15 @@ def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = (), norm: Nor
         slot.activation, slot.float_out = m.activation, m.y.dtype == torch.float32
         chunks = k // INPUT_STEP[format_]
         slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
+    if rows == 1 and fits_wide_row(maps[0].linear, [slot.k for slot in args.maps[:count]]):
+        hopper_library().call("rwkv_wide_row", ctypes.byref(args))
+        return
     library().call("rwkv_skinny_quant", ctypes.byref(args))
+
+
+def fits_wide_row(linear: CudaQuantLinear, inputs: Sequence[int]) -> bool:
+    """Whether Hopper's kernel for one row (csrc/wide_row.cu) takes maps of so many inputs in a launch with `linear`."""
+    return has_wide(linear.packed.codes.device) and all(k <= MOST_ROW_INPUTS and k % 64 == 0 for k in inputs)
 
 
 def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:

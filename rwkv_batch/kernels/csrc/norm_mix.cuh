@@ -82,13 +82,15 @@ struct MixRoom {
     bool is_last;
 };
 
-// A thread's channels of that row in a block of 256 threads: two times 8.
+// A thread's channels of that row in a block of THREADS threads: TIMES times 8.
+template <int THREADS>
 struct RowMix {
-    static constexpr int TIMES = MAX_WARPS / 8;
+    static constexpr int TIMES = MAX_WARPS * 32 / THREADS;
     float weight[TIMES][8], bias[TIMES][8];
-    uint4 mix[TIMES], previous[TIMES];
+    uint4 mix[TIMES], previous[TIMES], packed[TIMES];
+    Moments of;
 
-    __device__ static __forceinline__ int channel(int i) { return (threadIdx.x + 256 * i) * 8; }
+    __device__ static __forceinline__ int channel(int i) { return (threadIdx.x + THREADS * i) * 8; }
 
     // Before the inputs are waited for: the slot was written by an earlier step.
     __device__ __forceinline__ RowMix(const NormMix& a, const __half* of_mix) {
@@ -107,10 +109,11 @@ struct RowMix {
         }
     }
 
-    // The mixed row into shared memory; whole behind the next barrier, when the token before has been read as well.
-    __device__ __forceinline__ void make(const NormMix& a, uint4* held, MixRoom& room) const {
+    // The row and its norm; `sync` is a barrier of these threads.
+    template <typename Sync>
+    __device__ __forceinline__ void enter(const NormMix& a, MixRoom& room, const Sync& sync) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        uint4 packed[TIMES], delta[TIMES];
+        uint4 delta[TIMES];
 #pragma unroll
         for (int i = 0; i < TIMES; ++i) {
             packed[i] = delta[i] = make_uint4(0, 0, 0, 0);
@@ -121,39 +124,52 @@ struct RowMix {
 #pragma unroll
         for (int i = 0; i < TIMES; ++i) {
             if (a.delta != nullptr) packed[i] = add_packed(packed[i], delta[i]);
-            const float share = 1.0f / fmaxf(channels_of(warp + 8 * i, a.width), 1.0f);
+            const float share = 1.0f / fmaxf(channels_of(warp + THREADS / 32 * i, a.width), 1.0f);
             const float2 part = part_moments(packed[i], channel(i) < a.width, share);
-            if (lane == 0) room.parts[warp + 8 * i] = part;
+            if (lane == 0) room.parts[warp + THREADS / 32 * i] = part;
         }
-        __syncthreads();
-        const Moments of = join_moments(room.parts, (a.width + 255) / 256, a.width);
+        sync();
+        of = join_moments(room.parts, (a.width + 255) / 256, a.width);
+    }
+
+    // The i-th 8 of its channels mixed; the first time also what others are given of them.
+    __device__ __forceinline__ uint4 mixed(const NormMix& a, MixRoom& room, int i, bool first) const {
+        float h[8], change[8];
+        normalise(packed[i], of, weight[i], bias[i], h);
+        unpack8(previous[i], change);
 #pragma unroll
-        for (int i = 0; i < TIMES; ++i) {
-            if (channel(i) >= a.width) continue;
-            float h[8], change[8];
-            normalise(packed[i], of, weight[i], bias[i], h);
-            unpack8(previous[i], change);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) change[j] -= h[j];
-            held[channel(i) / 8] = mixed_with(h, change, mix[i]);
+        for (int j = 0; j < 8; ++j) change[j] -= h[j];
+        if (first) {
             room.normed[channel(i) / 8] = pack8(h);
             if (blockIdx.x == 0) store16(a.x_out + channel(i), packed[i]);
+        }
+        return mixed_with(h, change, mix[i]);
+    }
+
+    // The mixed row into shared memory; whole behind the next barrier, when the token before has been read as well.
+    __device__ __forceinline__ void make(const NormMix& a, uint4* held, MixRoom& room) {
+        enter(a, room, [] { __syncthreads(); });
+#pragma unroll
+        for (int i = 0; i < TIMES; ++i) {
+            if (channel(i) < a.width) held[channel(i) / 8] = mixed(a, room, i, true);
         }
     }
 };
 
-// At a block's end. arrived: in thread 0, how many blocks had read the token before when this one had.
-__device__ __forceinline__ void keep_token(const NormMix& a, MixRoom& room, int arrived) {
+// At a block's end. arrived: in thread 0, how many of the `blocks` had read the token before when this one had; `sync` is a
+// barrier of its THREADS threads.
+template <int THREADS, typename Sync>
+__device__ __forceinline__ void keep_token(const NormMix& a, MixRoom& room, int arrived, int blocks, const Sync& sync) {
     if (threadIdx.x == 0) {
-        room.is_last = arrived == static_cast<int>(gridDim.x) - 1;
+        room.is_last = arrived == blocks - 1;
         if (room.is_last) *a.counter = 0;
     }
-    __syncthreads();
+    sync();
     if (!room.is_last) return;
     __half* const after = a.shift + a.write_slots[0] * a.slot_stride;
 #pragma unroll
-    for (int i = 0; i < RowMix::TIMES; ++i) {
-        const int c = RowMix::channel(i);
+    for (int i = 0; i < RowMix<THREADS>::TIMES; ++i) {
+        const int c = RowMix<THREADS>::channel(i);
         if (c < a.width) store16(after + c, room.normed[c / 8]);
     }
 }

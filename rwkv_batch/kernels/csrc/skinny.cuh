@@ -14,12 +14,10 @@
 
 #include "activation.h"
 #include "fragments.cuh"
-#include "norm_mix.cuh"
+#include "quant_maps.cuh"
 
 constexpr int WARPS = 8;
 constexpr int RED_PAD = 4;  // floats between columns of the partial sums: no bank conflicts
-constexpr int MAX_MAPS = 8;
-constexpr int MOST_HELD = 4096;  // inputs of a row in shared memory
 constexpr int MOST_INPUTS = 32768;
 constexpr int SUM_INPUTS = 128;  // of a group whose inputs a Chunk wants to know the sum of
 
@@ -146,7 +144,7 @@ __device__ __forceinline__ void stream_maps(const Args& args) {
     fetch();
     int arrived = 0;
     if constexpr (SOURCE == NORMED) {
-        const RowMix row(args.norm, m.x);
+        RowMix<WARPS * 32> row(args.norm, m.x);
         let_next_start();
         wait_for_inputs();
         row.make(args.norm, held, room);
@@ -234,7 +232,7 @@ __device__ __forceinline__ void stream_maps(const Args& args) {
         }
         __syncthreads();
     }
-    if constexpr (SOURCE == NORMED) keep_token(args.norm, room, arrived);
+    if constexpr (SOURCE == NORMED) keep_token<WARPS * 32>(args.norm, room, arrived, gridDim.x, [] { __syncthreads(); });
 }
 
 // Whether a launch's one row fits into shared memory.

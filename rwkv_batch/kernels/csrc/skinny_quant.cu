@@ -12,26 +12,6 @@
 #include "quant.cuh"
 #include "skinny.cuh"
 
-struct QuantMap {
-    const uint8_t* codes;
-    const void* scales;  // null: the map is one of halves (MIXED)
-    const __half* x;
-    void* y;
-    int n, k, ld_y;
-    int activation;
-    int float_out;
-    int warps_k;      // 1, 2, 4 or 8
-    int first_block, blocks;  // of this map in the grid
-};
-
-struct QuantArgs {
-    QuantMap maps[MAX_MAPS];
-    int count;
-    int rows;
-    int format;
-    NormMix norm;  // norm.x is null, or what the one row is made of; a map's x is then its mix [k]
-};
-
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Inputs of a lane's 16 bytes (LANE), of a piece (a quad's), of a chunk (DEPTH); groups of 128 in a chunk. MIXED: some maps

@@ -1,0 +1,105 @@
+"""One row of small weights on Hopper's tensor cores (csrc/wide_row.cu), against fp32; its norm and mix made inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_linear import Map
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, QuantMap, UnmixedRow, fits_wide_row, multiply_few
+from rwkv_batch.model.layer import Entrance, Norm
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.step_inputs import StepInputs
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+EXACT = 1e-3
+"""fp32 results of fp16 inputs; the fp8 units add in some 14 bits"""
+
+
+def error(y: Tensor, true: Tensor) -> float:
+    return float((y.float() - true.float()).norm() / true.float().norm())
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(*size, device=GPU).half()
+
+
+def linear(format_: Format, n: int, k: int) -> tuple[CudaQuantLinear, Tensor]:
+    stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
+    made = CudaQuantLinear(stored)
+    if not fits_wide_row(made, [k]):
+        pytest.skip("a kernel for sm_90 only")
+    return made, dequantise(stored)
+
+
+@pytest.mark.parametrize("inputs", ["normal", "outlier", "tiny", "zero but one"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (32, 256), (96, 768), (2560, 2560), (16384, 1024), (65536, 4096)])
+@pytest.mark.parametrize("format_", Format)
+def test_any_inputs(format_: Format, n: int, k: int, inputs: str) -> None:
+    map_, meant = linear(format_, n, k)
+    x = normal(1, k)
+    if inputs == "outlier":
+        x[0, k // 2] = 20000
+    elif inputs == "tiny":
+        x *= 1e-4
+    elif inputs == "zero but one":
+        x[0, 1:] = 0
+    out = torch.full((1, n), torch.nan, device=GPU)
+    assert error(map_.to_fp32(x, out), x.float() @ meant.T) < EXACT
+
+
+@pytest.mark.parametrize("width", [4096, 1024, 768])
+@pytest.mark.parametrize("format_", Format)
+def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> None:
+    sizes = (width, 32, 4 * width, 544)
+    maps = [linear(format_, n, width) for n in sizes]
+    halves = [normal(n, width) / width**0.5 for n in (64, 512)]
+    x = normal(6, 1, width)
+    ys = [torch.full((1, n), torch.nan, device=GPU).half() for n in (*sizes, 64, 512)]
+    coded = [QuantMap(map_, x[i], ys[i], Activation.RELU_SQUARED) for i, (map_, _) in enumerate(maps)]
+    beside = [Map(halves[i], x[4 + i], ys[4 + i], (Activation.TANH, Activation.SIGMOID)[i]) for i in range(2)]
+    multiply_few(coded, beside)
+    for i, (_, meant) in enumerate(maps):
+        assert error(ys[i], torch.relu(x[i].float() @ meant.T).square()) < 1e-3, i
+    assert error(ys[4], torch.tanh(x[4].float() @ halves[0].float().T)) < 1e-3
+    assert error(ys[5], torch.sigmoid(x[5].float() @ halves[1].float().T)) < 1e-3
+
+
+@pytest.mark.parametrize("has_delta", [True, False])
+@pytest.mark.parametrize("width", [4096, 768])
+def test_the_row_is_mixed_inside(width: int, has_delta: bool) -> None:
+    """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
+    reader, meant = linear(Format.FP8, 96, width)
+    ops = CudaOps()
+    ops.workspaces[GPU] = work = Workspace(*(torch.zeros(1, dtype=torch.int32, device=GPU) for _ in range(3)))
+    ops._processors[GPU] = 132
+    norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
+    of = Entrance(norm, torch.rand(6, width, device=GPU).half(), reader)
+    x, delta, shift = normal(2, width), normal(2, width) if has_delta else None, normal(4, width)
+    low = normal(64, width) / width**0.5
+
+    def step(rows: int) -> StepInputs:
+        ends = torch.arange(rows + 1, device=GPU)
+        read, written = torch.arange(rows, device=GPU), torch.arange(2, 2 + rows, device=GPU)
+        return StepInputs(torch.zeros_like(read), ends, read, written, ends[1:] - 1, 1)
+
+    after, alone = shift.clone(), shift.clone()
+    out, mixed = ops.shift_mix(x, delta, of, after, step(2))
+    one = step(1)  # the launch reads its slots
+    out_alone, row = ops.shift_mix(x[:1], None if delta is None else delta[:1], of, alone, one)
+    assert isinstance(mixed, Tensor)
+    assert isinstance(row, UnmixedRow)
+    y, z = torch.full((3, 1, 96), torch.nan, device=GPU).half(), torch.full((1, 64), torch.nan, device=GPU).half()
+    maps = [QuantMap(reader, row.mix[i], y[i]) for i in range(3)]
+    multiply_few(maps, [Map(low, row.mix[3], z, Activation.TANH)], row.args)
+    assert torch.equal(out_alone[0], out[0])
+    assert torch.equal(alone[2], after[2])
+    assert torch.equal(alone[[0, 1, 3]], shift[[0, 1, 3]])
+    assert work.mix_counter.item() == 0
+    for i in range(3):
+        assert error(y[i], mixed[i][:1].float() @ meant.T) < 1e-3, i
+    assert error(z, torch.tanh(mixed[3][:1].float() @ low.float().T)) < 1e-3
