@@ -45,7 +45,6 @@ from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state_form import on_unpacked
 from rwkv_batch.model.step_inputs import StepInputs
 
 MAX_WIDTH = 4096
@@ -204,12 +203,10 @@ class CudaOps:
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
+        """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224].
 
         One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both.
         """
-        if wkv.dtype is torch.uint8:
-            return on_unpacked(lambda states, own: self.time_mix(layer, p, v_first, states, own), wkv, inputs)
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         y = torch.empty_like(p.r)
@@ -223,7 +220,7 @@ class CudaOps:
             ln_weight=cuda_pointer(layer.ln_x.weight, f32),
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
             y=cuda_pointer(y),
-            state=slots_pointer(wkv, (torch.float16, f32)),
+            state=slots_pointer(wkv, (torch.float16, f32, torch.uint8)),
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),

@@ -166,11 +166,11 @@ class Launcher:
     def step(self, width: int, rows: int) -> Iterator[Record]:
         """Every launch of a step of `rows` rows: decoding, and reading prompts of several lengths."""
         yield from self._shift(width, rows, rows, ragged=False)
-        for item in (2, 4):
+        for item in (1, 2, 4):
             yield from self.call("rwkv_wkv_decode", byref(WkvArgs(rows=rows, heads=width // 64)), item)
         for tokens in (rows, 3 * rows, 64 * rows):
             yield from self._shift(width, rows, tokens, ragged=True)
-            for item in (2, 4):
+            for item in (1, 2, 4):
                 yield from self.call("rwkv_wkv_chunk", byref(WkvArgs(rows=rows, heads=width // 64)), item, tokens)
             yield from self.call("rwkv_relu_square", SOMEWHERE, 4 * width * tokens)
             yield from self.call("rwkv_low_rank_act", SOMEWHERE, 64 * tokens, SOMEWHERE, 128 * tokens)
@@ -199,7 +199,7 @@ class Launcher:
                     yield from self._quantised(quant, rows == 1 and inputs <= MAX_WIDTH and format_ is not Format.INT4)
         if rows <= 8:
             exits = LowExits(groups=3, rank=128, gate_rank=512)
-            for item in (2, 4):
+            for item in (1, 2, 4) if rows <= 4 else (2, 4):
                 yield from self.call("rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(exits), item)
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             for number in NUMBERS.values():

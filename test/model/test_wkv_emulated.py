@@ -1,4 +1,7 @@
-"""The WKV of few rows with the low ranks' exits, its kernel run thread by thread on the CPU, against plain torch."""
+"""The WKV of rows of one token, its kernels run thread by thread on the CPU, against plain torch.
+
+Of few rows with the low ranks' exits, of states of all forms; of any rows, of states of 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from native import cuda_check
 from rwkv_batch.kernels.cuda_library import LowExits, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
+from rwkv_batch.model.state_form import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
 
@@ -25,8 +29,14 @@ WIDTH = 64 * HEADS
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel on the CPU."""
+    """The kernel of few rows on the CPU."""
     return emulated("wkv_few", tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel of any rows."""
+    return emulated("wkv_decode", tmp_path_factory.mktemp("emulated_decode"))
 
 
 def make_layer() -> Any:
@@ -40,16 +50,12 @@ def make_layer() -> Any:
     )
 
 
-def run(
-    library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
-) -> Tensor:
-    """y [rows, WIDTH]; wkv is updated. Without `first` the layer is the model's first."""
-    rows, first = len(given["r"]), given.get("first")
-    y = torch.full((rows, WIDTH), torch.nan).half()
+def make_args(layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor], y: Tensor) -> WkvArgs:
+    """All but what `given` does not have."""
     at = lambda tensor: None if tensor is None else tensor.data_ptr()  # noqa: E731
-    args = WkvArgs(
-        **{name: at(given[name]) for name in ("r", "k", "v")},
-        v_first=at(first),
+    return WkvArgs(
+        **{name: at(given.get(name)) for name in ("r", "w", "k", "v", "a", "g", "v_gate")},
+        v_first=at(given.get("first")),
         **{name: at(getattr(layer, name)) for name in ("w0", "a0", "k_k", "k_a", "r_k")},
         v0=at(layer.v_residual.v0),
         ln_weight=at(layer.ln_x.weight),
@@ -59,21 +65,47 @@ def run(
         read_slots=at(slots[0]),
         write_slots=at(slots[1]),
         slot_stride=wkv.stride(0),
-        rows=rows,
+        rows=len(given["r"]),
         heads=HEADS,
     )
-    skipped = 0 if first is not None else 1
+
+
+def run(
+    library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
+) -> Tensor:
+    """y [rows, WIDTH]; wkv is updated. Without `first` the layer is the model's first."""
+    y = torch.full((len(given["r"]), WIDTH), torch.nan).half()
+    args = make_args(layer, given, wkv, slots, y)
+    skipped = 0 if "first" in given else 1
     low, low_out = given["low"][skipped:].contiguous(), layer.low_out[skipped:].contiguous()
-    exits = LowExits(at(low), at(given["gate"]), at(low_out), at(layer.gate_out), 3 - skipped, RANK, GATE_RANK)
+    addresses = (tensor.data_ptr() for tensor in (low, given["gate"], low_out, layer.gate_out))
+    exits = LowExits(*addresses, 3 - skipped, RANK, GATE_RANK)
     call(library, "rwkv_wkv_few", byref(args), byref(exits), wkv.element_size())
     return y
+
+
+def run_decode(
+    library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
+) -> Tensor:
+    """As run, with the exits multiplied before."""
+    y = torch.full((len(given["r"]), WIDTH), torch.nan).half()
+    parts = dict(zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True))
+    parts = {name: part.half() for name, part in parts.items()}
+    args = make_args(layer, given | parts, wkv, slots, y)
+    call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
+    return y
+
+
+def exits_of(layer: Any, given: dict[str, Tensor]) -> list[Tensor]:
+    """v's gate, w, a and g, [rows, WIDTH] fp32 each."""
+    low = [x.float() @ out.float().T for x, out in zip(given["low"], layer.low_out, strict=True)]
+    return [*low, given["gate"].float() @ layer.gate_out.float().T]
 
 
 def true(layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
     """The same in fp32."""
     rows, first = len(given["r"]), given.get("first")
-    gate, w, a = (low.float() @ out.float().T for low, out in zip(given["low"], layer.low_out, strict=True))
-    g = given["gate"].float() @ layer.gate_out.float().T
+    gate, w, a, g = exits_of(layer, given)
     p = Projections(*(x.float() for x in (given["r"], w, given["k"], given["v"], a, g)), v_gate=gate)
     if first is None:
         layer = SimpleNamespace(**{**vars(layer), "v_residual": None})
@@ -120,7 +152,70 @@ def test_a_row_has_the_same_bits_alone_and_in_company(library: ctypes.CDLL) -> N
     assert torch.equal(wkv[8 + row], together[8 + row])
 
 
-def test_ranks_beyond_the_registers_are_refused(library: ctypes.CDLL) -> None:
+def coded_slots(rows: int) -> tuple[Tensor, Tensor]:
+    """States of 8 bits [2 * rows + 1, HEADS, 4224] of many sizes, the first all zero, and as fp32."""
+    state = torch.randn(2 * rows + 1, HEADS, 64, 64) * torch.logspace(-6, 2, 64).unsqueeze(-1)
+    state[0] = 0
+    stored = pack_int8(state)
+    return stored, unpack_int8(stored)
+
+
+def assert_codes(got: Tensor, want: Tensor) -> None:
+    """A code off at most, on average nothing, but for halves' rounding: `got` [..., 4224], numbers [..., 64, 64]."""
+    scale = got[..., 64 * 64 :].contiguous().view(torch.bfloat16).float()
+    off = (unpack_int8(got) - want) / scale.clamp(min=1e-4).unsqueeze(-1)
+    assert float((off.abs() > 1.1).float().mean()) < 2e-3
+    assert abs(float(off.mean())) < 6 / off.numel() ** 0.5
+    assert 0.05 < float(off.square().mean()) < 0.2
+    assert int(got[..., : 64 * 64].view(torch.int8).min()) >= -127
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "first_layer"),
+    [("few", 1, True), ("few", 4, False), ("decode", 2, True), ("decode", 30, False)],
+)
+def test_a_step_of_codes(library: ctypes.CDLL, decode: ctypes.CDLL, kernel: str, rows: int, first_layer: bool) -> None:
+    """30 rows are several items for each warp of the one processor. The first row starts in slot 0."""
+    layer, given = make_layer(), make_inputs(rows, first_layer)
+    stored, wanted = coded_slots(rows)
+    slots = torch.arange(rows), torch.arange(rows).flip(0) + rows + 1
+    kept = stored[: rows + 1].clone()
+    decode["emulation_set"](1, 227 << 10)
+    step = run if kernel == "few" else run_decode
+    y = step(library if kernel == "few" else decode, layer, given, stored, slots)
+    assert error(y, true(layer, given, wanted, slots)) < 2e-3
+    assert_codes(stored[rows + 1 :], wanted[rows + 1 :])
+    assert torch.equal(stored[: rows + 1], kept)
+
+
+def test_rows_of_codes_have_the_same_bits_alone_and_in_company(decode: ctypes.CDLL) -> None:
+    layer, given = make_layer(), make_inputs(9, False)
+    stored, _ = coded_slots(9)
+    slots = torch.arange(9), torch.arange(9) + 10
+    together = stored.clone()
+    y = run_decode(decode, layer, given, together, slots)
+    mine = slice(5, 6)
+    alone = {name: (x[:, mine] if name == "low" else x[mine]).contiguous() for name, x in given.items()}
+    assert torch.equal(run_decode(decode, layer, alone, stored, (slots[0][mine], slots[1][mine])), y[mine])
+    assert torch.equal(stored[15], together[15])
+
+
+def test_codes_that_do_not_change_stay(decode: ctypes.CDLL) -> None:
+    """No decay, no key: all of them, whatever is thrown for them."""
+    layer, given = make_layer(), make_inputs(3, False)
+    layer.w0 = torch.full((WIDTH,), -100.0)
+    given["k"] *= 0
+    stored, _ = coded_slots(3)
+    kept = stored.clone()
+    for _ in range(3):
+        given["v"] = torch.randn(3, WIDTH).half()
+        run_decode(decode, layer, given, stored, (torch.arange(1, 4), torch.arange(1, 4)))
+        assert torch.equal(stored, kept)
+
+
+def test_ranks_beyond_the_registers_and_too_many_rows_of_codes_are_refused(library: ctypes.CDLL) -> None:
     args, exits = WkvArgs(rows=1, heads=HEADS), LowExits(groups=3, rank=256, gate_rank=320)
     function = library["rwkv_wkv_few"]
     assert function(byref(args), byref(exits), 2, None) != 0
+    args, exits = WkvArgs(rows=5, heads=HEADS), LowExits(groups=3, rank=128, gate_rank=192)
+    assert function(byref(args), byref(exits), 1, None) != 0

@@ -44,12 +44,21 @@ struct WkvArgs {
 struct HeadParams {
     float2 w0, a0, v0, k_k, k_a, r_k;
 
+    __device__ __forceinline__ HeadParams() {}
     __device__ __forceinline__ HeadParams(const WkvArgs& p, int channel) {
         const auto at = [&](const float* x) { return *reinterpret_cast<const float2*>(x + channel); };
         w0 = at(p.w0), a0 = at(p.a0), k_k = at(p.k_k), k_a = at(p.k_a), r_k = at(p.r_k);
         v0 = p.v_first == nullptr ? make_float2(0.0f, 0.0f) : at(p.v0);
     }
 };
+
+// e^x in two instructions; 0 where that is below 2^-126.
+__device__ __forceinline__ float fast_exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950409f));
+    return y;
+}
+__device__ __forceinline__ float fast_sigmoid(float x) { return reciprocal(1.0f + fast_exp(-x)); }
 
 // One channel's inputs turned into what the recurrence wants.
 struct StepVectors {
@@ -60,13 +69,13 @@ __device__ __forceinline__ StepVectors step_vectors(
     float r, float w, float k, float v, float a, float gate, float v_first, bool residual, float w0, float a0,
     float v0, float k_k, float k_a, float r_k) {
     StepVectors out;
-    const float rate = sigmoidf(a0 + a);
+    const float rate = fast_sigmoid(a0 + a);
     out.r = r;
-    out.decay = __expf(DECAY_SCALE * sigmoidf(w0 + w));
+    out.decay = fast_exp(DECAY_SCALE * fast_sigmoid(w0 + w));
     out.kk = k * k_k;
     out.kka = out.kk * rate;
     out.k = k * (1.0f + (rate - 1.0f) * k_a);
-    out.v = residual ? v + (v_first - v) * sigmoidf(v0 + gate) : v;
+    out.v = residual ? v + (v_first - v) * fast_sigmoid(v0 + gate) : v;
     out.bonus = r * out.k * r_k;
     return out;
 }

@@ -18,6 +18,7 @@
 // and S and u turn from accumulators into left operands without leaving the registers. A team's operands A', R' are
 // accumulators [key or s][token].
 // Bytes: 9 x 128 per head and token, the state once in and out.
+#include "coded_state.cuh"
 #include "fragments.cuh"
 #include "pair.cuh"
 #include "wkv.cuh"
@@ -488,13 +489,28 @@ __device__ __forceinline__ void advance(
     }
 }
 
-// A warp's 16 values of a head in a slot, fp16 (2 bytes) or fp32, as its sums and back.
+// A warp's 16 values of a head in a slot, of 8 bits (1 byte), fp16 (2) or fp32, as its sums and back.
 __device__ __forceinline__ void load_state(const void* head, int state_bytes, float (&s)[8][4], int warp, int lane) {
+    const int first = warp * 16 + (lane >> 2);
+    if (state_bytes == 1) {
+        const auto& state = *static_cast<const CodedState*>(head);
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+            const float scale = scale_of(state.scales[first + up * 8]);
+            const auto* codes = reinterpret_cast<const char2*>(state.codes[first + up * 8]);
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const char2 two = codes[n * 4 + (lane & 3)];
+                s[n][2 * up] = two.x * scale, s[n][2 * up + 1] = two.y * scale;
+            }
+        }
+        return;
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int up = 0; up < 2; ++up) {
-            const int at = (warp * 16 + (lane >> 2) + up * 8) * HEAD + n * 8 + 2 * (lane & 3);
+            const int at = (first + up * 8) * HEAD + n * 8 + 2 * (lane & 3);
             const auto* halves = reinterpret_cast<const __half2*>(static_cast<const __half*>(head) + at);
             const auto* floats = reinterpret_cast<const float2*>(static_cast<const float*>(head) + at);
             const float2 f = state_bytes == 2 ? __half22float2(*halves) : *floats;
@@ -503,12 +519,47 @@ __device__ __forceinline__ void load_state(const void* head, int state_bytes, fl
     }
 }
 
-__device__ __forceinline__ void store_state(void* head, int state_bytes, const float (&s)[8][4], int warp, int lane) {
+// `before`: what it was loaded from.
+__device__ __forceinline__ void store_codes(
+    CodedState& state, const CodedState& before, const float (&s)[8][4], int first, int lane) {
+#pragma unroll
+    for (int up = 0; up < 2; ++up) {
+        const int row = first + up * 8;
+        float most = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) most = fmaxf(fmaxf(most, fabsf(s[n][2 * up])), fabsf(s[n][2 * up + 1]));
+        most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+        const Rescaled rescaled(most, 1.0f, scale_of(before.scales[row]));
+        __syncwarp();
+        if ((lane & 3) == 0) state.scales[row] = bits_of(rescaled.scale);
+        const uint32_t seed = __float_as_uint(most) + __float_as_uint(s[0][2 * up]) * 0x9E3779B1u;
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            const uint32_t bytes = hashed(seed + (4 * lane + n / 2) * 0x3C6EF372u);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t lo = coded(s[n + i][2 * up], rescaled.ratio, threshold(bytes, 2 * i));
+                const uint32_t hi = coded(s[n + i][2 * up + 1], rescaled.ratio, threshold(bytes, 2 * i + 1));
+                auto* codes = reinterpret_cast<uint16_t*>(state.codes[row]);
+                codes[(n + i) * 4 + (lane & 3)] = static_cast<uint16_t>(__byte_perm(lo, hi, 0x0051));
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_state(
+    void* head, const void* before, int state_bytes, const float (&s)[8][4], int warp, int lane) {
+    const int first = warp * 16 + (lane >> 2);
+    if (state_bytes == 1) {
+        store_codes(*static_cast<CodedState*>(head), *static_cast<const CodedState*>(before), s, first, lane);
+        return;
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
         for (int up = 0; up < 2; ++up) {
-            const int at = (warp * 16 + (lane >> 2) + up * 8) * HEAD + n * 8 + 2 * (lane & 3);
+            const int at = (first + up * 8) * HEAD + n * 8 + 2 * (lane & 3);
             const float lo = s[n][2 * up], hi = s[n][2 * up + 1];
             if (state_bytes == 2) {
                 *reinterpret_cast<__half2*>(static_cast<__half*>(head) + at) = __floats2half2_rn(lo, hi);
@@ -536,7 +587,8 @@ __device__ __forceinline__ void carry_state(
     constexpr int OWN = PAIRED ? TEAMS - 1 : TEAMS, ALL = PAIRED ? OWN + TEAMS : OWN;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const auto head_at = [&](int64_t slot) {
-        return static_cast<char*>(p.state) + state_bytes * (slot * p.slot_stride + static_cast<int64_t>(head) * HEAD * HEAD);
+        const int64_t elements = state_bytes == 1 ? sizeof(CodedState) : HEAD * HEAD;
+        return static_cast<char*>(p.state) + state_bytes * (slot * p.slot_stride + head * elements);
     };
     float s[8][4];
     load_state(head_at(p.read_slots[row]), state_bytes, s, warp, lane);
@@ -558,7 +610,7 @@ __device__ __forceinline__ void carry_state(
         }
         if (++team == ALL) team = 0, parity ^= 1;
     }
-    store_state(head_at(p.write_slots[row]), state_bytes, s, warp, lane);
+    store_state(head_at(p.write_slots[row]), head_at(p.read_slots[row]), state_bytes, s, warp, lane);
 }
 
 // A team of this block. `guest`: the other block has the state.

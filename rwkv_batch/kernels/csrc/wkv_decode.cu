@@ -3,8 +3,8 @@
 // processors get unequal shares of the memory's bandwidth (dealt out evenly, the first were done after two thirds of the
 // time). So all of them sweep over a few neighbouring rows at a time.
 //
-// Memory bound: per item it reads and writes 64x64 of state (8 KiB in fp16, 16 in fp32) and touches 9 x 128 bytes of
-// activations. So every warp has a ring of STAGES states in shared memory of its own: one is computed, in place, while
+// Memory bound: per item it reads and writes 64x64 of state (4 KiB in 8 bits, 8 in fp16, 16 in fp32) and touches 9 x 128
+// bytes of activations. So every warp has a ring of STAGES states in shared memory of its own: one is computed, in place, while
 // the next comes in; on sm_90 the copy engine moves them whole, before it the lanes do. Whatever else an item needs is
 // loaded while the one before is computed: under full load a load takes microseconds, and one that is waited for on the
 // spot keeps the ring from being refilled. No two warps ever wait for each other.
@@ -14,35 +14,57 @@
 
 #include <atomic>
 
-#include "wkv_rows.cuh"
+#include "wkv_codes.cuh"
 
 constexpr int STAGES = 2;
 // Warps of a block at most, and value rows that a lane takes at once. Many items: as many warps as fit into sm_90's
 // shared memory, few registers each. Few: what counts is how soon one is done.
 template <typename State>
 constexpr int MANY_WARPS = sizeof(State) == 2 ? 12 : 6;
+template <>
+constexpr int MANY_WARPS<CodedState> = 16;
 constexpr int MANY_ROWS = 4, FEW_WARPS = 4, FEW_ROWS = 16;
 
 template <typename State>
+constexpr bool IS_CODED = false;
+template <>
+constexpr bool IS_CODED<CodedState> = true;
+// Of a head in memory; slots are apart by a number of elements of ITEM bytes.
+template <typename State>
+constexpr int HEAD_STATES = IS_CODED<State> ? 1 : HEAD * HEAD;
+template <typename State>
+constexpr int ITEM = IS_CODED<State> ? 1 : sizeof(State);
+
+template <typename State>
 struct Shared {
-    alignas(128) State ring[STAGES][HEAD * HEAD];
+    alignas(128) State ring[STAGES][HEAD_STATES<State>];
     float vectors[VECS][HEAD];
     float y[HEAD];
     uint64_t arrived[STAGES];  // mbarriers
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+// What a lane needs of an item besides the state, on its way while the item before is computed: it takes no registers.
+struct Staged {
+    __half2 activations[8][32];  // r, w, k, v, a, v's gate, the first v, g
+    float2 params[8][32];        // w0, a0, k_k, k_a, r_k, v0 and the norm's weight and bias
+};
+
+template <>
+struct Shared<CodedState> {
+    alignas(128) CodedState ring[STAGES][1];
+    CodedVectors vectors;
+    Staged staged;
+    uint64_t arrived[STAGES];
+};
 
 // A head's state on its way into a warp's shared memory and out of it.
 template <typename State>
 struct HeadCopy {
-    static constexpr int BYTES = HEAD * HEAD * sizeof(State);
+    static constexpr int BYTES = HEAD_STATES<State> * sizeof(State);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     static constexpr int ARRIVALS = 1;
 
-    __device__ static __forceinline__ void load(State* to, const State* from, uint64_t* arrived, int lane) {
+    __device__ static __forceinline__ void fetch_head(State* to, const State* from, uint64_t* arrived, int lane) {
         if (lane != 0) return;
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)), "r"(BYTES)
                      : "memory");
@@ -54,7 +76,7 @@ struct HeadCopy {
     }
 
     // Of what the whole warp wrote.
-    __device__ static __forceinline__ void store(State* to, const State* from, int lane) {
+    __device__ static __forceinline__ void put_head(State* to, const State* from, int lane) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane != 0) return;
@@ -68,27 +90,25 @@ struct HeadCopy {
     __device__ static __forceinline__ void wait_stored() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 #else
     static constexpr int ARRIVALS = 32;
-    static constexpr int PIECES = BYTES / (32 * sizeof(uint4));
+    static constexpr int PIECES = BYTES / sizeof(uint4);
 
-    __device__ static __forceinline__ void load(State* to, const State* from, uint64_t* arrived, int lane) {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-            __pipeline_memcpy_async(reinterpret_cast<uint4*>(to) + i * 32 + lane,
-                                    reinterpret_cast<const uint4*>(from) + i * 32 + lane, sizeof(uint4));
+    __device__ static __forceinline__ void fetch_head(State* to, const State* from, uint64_t* arrived, int lane) {
+        for (int i = lane; i < PIECES; i += 32)
+            __pipeline_memcpy_async(reinterpret_cast<uint4*>(to) + i, reinterpret_cast<const uint4*>(from) + i,
+                                    sizeof(uint4));
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrived)) : "memory");
     }
 
-    __device__ static __forceinline__ void store(State* to, const State* from, int lane) {
+    __device__ static __forceinline__ void put_head(State* to, const State* from, int lane) {
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-            reinterpret_cast<uint4*>(to)[i * 32 + lane] = reinterpret_cast<const uint4*>(from)[i * 32 + lane];
+        for (int i = lane; i < PIECES; i += 32)
+            reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
     }
 
     __device__ static __forceinline__ void wait_stored() {}
 #endif
 
-    __device__ static __forceinline__ void prepare(uint64_t* arrived) {
+    __device__ static __forceinline__ void prepare_arrival(uint64_t* arrived) {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(arrived)), "r"(ARRIVALS) : "memory");
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -124,88 +144,164 @@ constexpr int TURNS = 4096;
 __device__ Claims claims_of_turn[TURNS];
 
 template <typename State, int WARPS, int ROWS>
-__global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs p, int turn) {
+__global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs p, int turn, unsigned per_head) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     using Copy = HeadCopy<State>;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = lane * 2, q = lane & 7, octet = lane >> 3;
-    Shared<State>& sh = reinterpret_cast<Shared<State>*>(dynamic)[warp];
-    // Head n % heads of row n / heads is item n; its activations begin at n * HEAD.
+    auto& sh = reinterpret_cast<Shared<State>*>(dynamic)[warp];
+    // Head n % heads of row n / heads is item n; its activations begin at n * HEAD. per_head: 2^32 / heads, rounded up.
     const int items = p.rows * p.heads, warps = gridDim.x * (blockDim.x >> 5);
-    int item = warp * gridDim.x + blockIdx.x, next = item + warps;
-    if (item >= items) return;
-    const auto state_of = [&](int64_t slot, int n) {
-        return static_cast<State*>(p.state) + slot * p.slot_stride + n % p.heads * (HEAD * HEAD);
+    struct Item {
+        int number, row, head;
     };
-    const auto load_state = [&](int stage, int64_t slot, int n) {
-        Copy::load(sh.ring[stage], state_of(slot, n), &sh.arrived[stage], lane);
+    const auto item_of = [&](int n) {
+        const int row = p.heads == 1 ? n : static_cast<int>(__umulhi(static_cast<unsigned>(n), per_head));
+        return Item{n, row, n - row * p.heads};
+    };
+    Item item = item_of(warp * gridDim.x + blockIdx.x), next = item_of(item.number + warps);
+    if (item.number >= items) return;
+    const auto state_of = [&](int64_t slot, const Item& n) {
+        auto* const first = static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM<State>;
+        return reinterpret_cast<State*>(first) + n.head * HEAD_STATES<State>;
+    };
+    const auto load_state = [&](int stage, int64_t slot, const Item& n) {
+        Copy::fetch_head(sh.ring[stage], state_of(slot, n), &sh.arrived[stage], lane);
     };
 
     if (lane == 0)
-        for (int stage = 0; stage < STAGES; ++stage) Copy::prepare(&sh.arrived[stage]);
+        for (int stage = 0; stage < STAGES; ++stage) Copy::prepare_arrival(&sh.arrived[stage]);
     __syncwarp();
-    load_state(0, p.read_slots[item / p.heads], item);
-    if (next < items) load_state(1, p.read_slots[next / p.heads], next);
+    load_state(0, p.read_slots[item.row], item);
+    if (next.number < items) load_state(1, p.read_slots[next.row], next);
     let_next_start();
 
-    const auto channel_of = [&](int n) { return n % p.heads * HEAD + pair; };
-    HeadParams params(p, channel_of(item));
-    float2 weight, bias;
-    const auto load_norm = [&](int channel) {
-        weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
-        bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
-    };
-    load_norm(channel_of(item));
-    wait_for_inputs();
-    int64_t write_slot = p.write_slots[item / p.heads];
+    const auto channel_of = [&](const Item& n) { return n.head * HEAD + pair; };
+    const auto activations_of = [&](const Item& n) { return static_cast<int64_t>(n.number) * HEAD + pair; };
     Inputs in;
+    HeadParams params;
     __half2 gate;
-    const auto activations_of = [&](int n) { return static_cast<int64_t>(n) * HEAD + pair; };
-    const auto load_gate = [&](int n) { gate = *reinterpret_cast<const __half2*>(p.g + activations_of(n)); };
-    in.load(p, activations_of(item));
+    float2 weight, bias;
+    const auto load_params = [&](const Item& n) {
+        const int channel = channel_of(n);
+        if constexpr (IS_CODED<State>) {
+            const float* const from[6] = {p.w0, p.a0, p.k_k, p.k_a, p.r_k, p.v0};
+#pragma unroll
+            for (int i = 0; i < 6; ++i)
+                __pipeline_memcpy_async(&sh.staged.params[i][lane], from[i] + channel, sizeof(float2));
+        } else {
+            params = HeadParams(p, channel);
+        }
+    };
+    const auto load_inputs = [&](const Item& n) {
+        const int64_t at = activations_of(n);
+        if constexpr (IS_CODED<State>) {
+            const __half* const from[7] = {p.r, p.w, p.k, p.v, p.a, p.v_gate, p.v_first};
+#pragma unroll
+            for (int i = 0; i < 7; ++i)
+                __pipeline_memcpy_async(&sh.staged.activations[i][lane], from[i] + at, sizeof(__half2));
+        } else {
+            in.load(p, at);
+        }
+    };
+    const auto load_norm = [&](const Item& n) {
+        const int channel = channel_of(n);
+        if constexpr (IS_CODED<State>) {
+            __pipeline_memcpy_async(&sh.staged.params[6][lane], p.ln_weight + channel, sizeof(float2));
+            __pipeline_memcpy_async(&sh.staged.params[7][lane], p.ln_bias + channel, sizeof(float2));
+        } else {
+            weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
+            bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
+        }
+    };
+    const auto load_gate = [&](const Item& n) {
+        if constexpr (IS_CODED<State>) {
+            __pipeline_memcpy_async(&sh.staged.activations[7][lane], p.g + activations_of(n), sizeof(__half2));
+        } else {
+            gate = *reinterpret_cast<const __half2*>(p.g + activations_of(n));
+        }
+    };
+    // Of an item: inputs, then gate and norm, then the state that is two items ahead, each a group of copies.
+    const auto end_group = [&] {
+        if constexpr (IS_CODED<State>) __pipeline_commit();
+    };
+    load_params(item);
+    load_norm(item);
+    wait_for_inputs();
+    int64_t write_slot = p.write_slots[item.row];
+    load_inputs(item);
+    end_group();
     load_gate(item);
+    end_group();
+    end_group();
     Claims& claims = claims_of_turn[turn];
     int claim = 0;
     const auto claim_one = [&] {
-        if (lane == 0 && next < items && items > STAGES * warps) claim = atomicAdd(&claims.claimed, 1);
+        if (lane == 0 && next.number < items && items > STAGES * warps) claim = atomicAdd(&claims.claimed, 1);
     };
     claim_one();
 
-    for (int stage = 0, parity = 0; item < items; parity ^= stage, stage ^= 1) {
-        const bool more = next < items;
-        const Scalars scalars = prologue(params, in, p.v_first != nullptr, sh.vectors, pair);
-        if (more) in.load(p, activations_of(next)), params = HeadParams(p, channel_of(next));
-        const int ahead = STAGES * warps + __shfl_sync(FULL, claim, 0);
-        const bool refill = more && ahead < items;
-        int64_t ahead_slot = 0;
-        if (refill) ahead_slot = p.read_slots[ahead / p.heads];
-        __syncwarp();
-        KeyVectors t;
-        read_keys<State>(sh.vectors[VKK], q, t.kk);
-        read_keys<State>(sh.vectors[VDECAY], q, t.decay);
-        read_keys<State>(sh.vectors[VKKA], q, t.kka);
-        read_keys<State>(sh.vectors[VK], q, t.k);
-        read_keys<State>(sh.vectors[VR], q, t.r);
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) t.kk[j] *= -scalars.inv_square;
-        State* const state = sh.ring[stage];
-        Copy::wait_loaded(&sh.arrived[stage], parity);
-#pragma unroll 1
-        for (int row = octet; row < HEAD; row += ROWS * ROW_STEP) {
-            RawRows<State, ROWS> raw;
-            raw.load(state + row * HEAD, q);
-            wkv_step<State, ROWS>(raw, state + row * HEAD, t, &sh.vectors[VV][row], q, &sh.y[row]);
+    for (int stage = 0, parity = 0; item.number < items; parity ^= stage, stage ^= 1) {
+        const bool more = next.number < items;
+        if constexpr (IS_CODED<State>) {
+            __pipeline_wait_prior(2);
+            const auto& staged = sh.staged;
+            in.r = staged.activations[0][lane], in.w = staged.activations[1][lane], in.k = staged.activations[2][lane];
+            in.v = staged.activations[3][lane], in.a = staged.activations[4][lane];
+            in.gate = staged.activations[5][lane], in.first = staged.activations[6][lane];
+            params.w0 = staged.params[0][lane], params.a0 = staged.params[1][lane], params.k_k = staged.params[2][lane];
+            params.k_a = staged.params[3][lane], params.r_k = staged.params[4][lane], params.v0 = staged.params[5][lane];
         }
-        Copy::store(state_of(write_slot, item), state, lane);
-        if (more) write_slot = p.write_slots[next / p.heads];
-        const float2 out = wkv_epilogue(*reinterpret_cast<const float2*>(&sh.y[pair]), scalars.bonus,
-                                        *reinterpret_cast<const float2*>(&sh.vectors[VV][pair]), __half22float2(gate),
-                                        weight, bias);
+        const auto scalars = prologue(params, in, IS_CODED<State> || p.v_first != nullptr, sh.vectors, pair);
+        if (more) load_inputs(next), load_params(next);
+        end_group();
+        const Item ahead = item_of(STAGES * warps + __shfl_sync(FULL, claim, 0));
+        const bool refill = more && ahead.number < items;
+        int64_t ahead_slot = 0;
+        if (refill) ahead_slot = p.read_slots[ahead.row];
+        __syncwarp();
+        State* const state = sh.ring[stage];
+        float2 y, v;
+        if constexpr (IS_CODED<State>) {
+            Copy::wait_loaded(&sh.arrived[stage], parity);
+            y = coded_step(*state, sh.vectors, scalars, lane);
+            v = scalars.v;
+        } else {
+            KeyVectors t;
+            read_keys<State>(sh.vectors[VKK], q, t.kk);
+            read_keys<State>(sh.vectors[VDECAY], q, t.decay);
+            read_keys<State>(sh.vectors[VKKA], q, t.kka);
+            read_keys<State>(sh.vectors[VK], q, t.k);
+            read_keys<State>(sh.vectors[VR], q, t.r);
+#pragma unroll
+            for (int j = 0; j < KEYS; ++j) t.kk[j] *= -scalars.inv_square;
+            Copy::wait_loaded(&sh.arrived[stage], parity);
+#pragma unroll 1
+            for (int row = octet; row < HEAD; row += ROWS * ROW_STEP) {
+                RawRows<State, ROWS> raw;
+                raw.load(state + row * HEAD, q);
+                wkv_step<State, ROWS>(raw, state + row * HEAD, t, &sh.vectors[VV][row], q, &sh.y[row]);
+            }
+        }
+        Copy::put_head(state_of(write_slot, item), state, lane);
+        if (more) write_slot = p.write_slots[next.row];
+        if constexpr (!IS_CODED<State>) {
+            y = *reinterpret_cast<const float2*>(&sh.y[pair]);
+            v = *reinterpret_cast<const float2*>(&sh.vectors[VV][pair]);
+        }
+        if constexpr (IS_CODED<State>) {
+            __pipeline_wait_prior(2);
+            gate = sh.staged.activations[7][lane], weight = sh.staged.params[6][lane], bias = sh.staged.params[7][lane];
+        }
+        const float2 out = wkv_epilogue(y, scalars.bonus, v, __half22float2(gate), weight, bias);
         *reinterpret_cast<__half2*>(p.y + activations_of(item)) = __floats2half2_rn(out.x, out.y);
-        if (more) load_gate(next), load_norm(channel_of(next));
+        if (more) load_gate(next), load_norm(next);
+        end_group();
         __syncwarp();
         if (lane == 0) Copy::wait_stored();
         if (refill) load_state(stage, ahead_slot, ahead);
-        item = next, next = refill ? ahead : items;
+        end_group();
+        item = next, next = ahead;
+        if (!refill) next.number = items;
         claim_one();
     }
     if (lane == 0 && items > STAGES * warps && atomicAdd(&claims.ended, 1) == warps - 1) claims = {0, 0};
@@ -225,7 +321,8 @@ int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
         raised[this_device()] = true;
     }
     const dim3 blocks(min(p.rows * p.heads, this_machine().processors));
-    launch_with_shared(kernel, blocks, 32 * warps, shared_bytes, stream, p, static_cast<int>(launches++ % TURNS));
+    const unsigned per_head = 0xffffffffu / p.heads + 1;  // exact for as many items as 2^32 / heads
+    launch_with_shared(kernel, blocks, 32 * warps, shared_bytes, stream, p, static_cast<int>(launches++ % TURNS), per_head);
     return launch_result();
 }
 
@@ -243,6 +340,13 @@ int run(const WkvArgs& p, void* stream) {
     return launch_kernel<State, MANY_WARPS<State>, MANY_ROWS>(p, warps, shared_bytes, stream);
 }
 
+// state_bytes: of an element, 1 for codes with their scales.
 RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, void* stream) {
+    if (state_bytes == 1) {
+        WkvArgs with = *p;
+        // The first layer: v + (v - v) * anything.
+        if (p->v_first == nullptr) with.v_first = with.v_gate = p->v, with.v0 = p->w0;
+        return run<CodedState>(with, stream);
+    }
     return state_bytes == 2 ? run<__half>(*p, stream) : run<float>(*p, stream);
 }

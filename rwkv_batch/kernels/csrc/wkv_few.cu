@@ -5,14 +5,15 @@
 //
 // G is 3, or 2 in layer 0, D and Dg multiples of 64. A warp takes up to CHUNKS pieces of 16 outputs and 64 inputs, on the
 // tensor cores (m16n8k16: 8 rows at once); pieces of one output are added up in order. Then four warps share a head of a
-// row, 16 value rows each.
+// row, 16 value rows each; of states of 8 bits, up to 4 rows, one has it whole.
 //
 // Bytes: a block's share of the exits (2 * 64 * (G * D + Dg), 112 KiB at 7.2B) and the states; both are on their way
 // into registers while the kernel before still runs, states of more than 4 rows after it.
-#include "fragments.cuh"
-#include "wkv_rows.cuh"
+#include <cuda_pipeline.h>
 
-constexpr int WARPS = 16, CHUNKS = 4, MAX_ROWS = 8;
+#include "wkv_codes.cuh"
+
+constexpr int WARPS = 16, CHUNKS = 4, MAX_ROWS = 8, MAX_CODED_ROWS = 4;
 constexpr int PIECE_OUTPUTS = 16, PIECE_INPUTS = 64;
 constexpr int QUARTER = HEAD / 4;  // value rows of a warp
 
@@ -51,7 +52,7 @@ __host__ __device__ inline int count_pieces(const LowExits& e) {
     return HEAD / PIECE_OUTPUTS * (e.groups * e.rank + e.gate_rank) / PIECE_INPUTS;
 }
 
-template <int ROWS>
+template <typename State, int ROWS>
 struct Shared {
     float sums[WARPS * CHUNKS][ROWS][PIECE_OUTPUTS];
     float vectors[ROWS][VECS][HEAD];
@@ -59,9 +60,16 @@ struct Shared {
     float inv_square[ROWS];
 };
 
-// Two channels of an exit: pieces first, first + 1 .. of the 16 outputs that they are of, summed in order.
 template <int ROWS>
-__device__ __forceinline__ __half2 add_pieces(const Shared<ROWS>& sh, int first, int depth, int row, int pair) {
+struct Shared<CodedState, ROWS> {
+    float sums[WARPS * CHUNKS][ROWS][PIECE_OUTPUTS];
+    CodedState states[ROWS];
+    CodedVectors vectors[ROWS];
+};
+
+// Two channels of an exit: pieces first, first + 1 .. of the 16 outputs that they are of, summed in order.
+template <typename State, int ROWS>
+__device__ __forceinline__ __half2 add_pieces(const Shared<State, ROWS>& sh, int first, int depth, int row, int pair) {
     float2 sum = make_float2(0.0f, 0.0f);
     first += pair / PIECE_OUTPUTS * depth;
     for (int i = 0; i < depth; ++i) {
@@ -73,7 +81,8 @@ __device__ __forceinline__ __half2 add_pieces(const Shared<ROWS>& sh, int first,
 
 template <typename State, int ROWS>
 __global__ void __launch_bounds__(32 * WARPS, 1) wkv_few_kernel(const WkvArgs p, const LowExits e) {
-    __shared__ __align__(16) Shared<ROWS> sh;
+    constexpr bool CODED = std::is_same_v<State, CodedState>;
+    __shared__ __align__(16) Shared<State, ROWS> sh;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int pair = lane * 2, q = lane & 7, octet = lane >> 3, head = blockIdx.x, rows = p.rows;
     const bool residual = p.v_first != nullptr;
@@ -97,8 +106,21 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_few_kernel(const WkvArgs p,
         const int first = item % 4 * QUARTER + octet;
         return static_cast<State*>(p.state) + slot * p.slot_stride + head_at + first * HEAD;
     };
-    RawRows<State, 4> raw;
-    if (warp < 4 * rows) raw.load(state_of(p.read_slots[warp / 4], warp), q);
+    const auto pieces_of = [&](int64_t slot) {
+        auto* const first = static_cast<unsigned char*>(p.state) + slot * p.slot_stride + head * sizeof(CodedState);
+        return reinterpret_cast<uint4*>(first);
+    };
+    constexpr int STATE_PIECES = sizeof(CodedState) / sizeof(uint4);
+    RawRows<std::conditional_t<CODED, __half, State>, 4> raw;
+    if constexpr (CODED) {
+        if (warp < rows) {
+            const uint4* const from = pieces_of(p.read_slots[warp]);
+            for (int i = lane; i < STATE_PIECES; i += 32)
+                __pipeline_memcpy_async(reinterpret_cast<uint4*>(&sh.states[warp]) + i, from + i, sizeof(uint4));
+        }
+    } else if (warp < 4 * rows) {
+        raw.load(state_of(p.read_slots[warp / 4], warp), q);
+    }
     const int channel = head * HEAD + pair;
     const HeadParams params(p, channel);
     let_next_start();
@@ -143,7 +165,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_few_kernel(const WkvArgs p,
     __syncthreads();
 
     __half2 gate;
-    Scalars scalars;
+    std::conditional_t<CODED, CodedScalars, Scalars> scalars;
+    float2 y, v;
     if (warp < rows) {
         const int depth = e.rank / PIECE_INPUTS, of_map = HEAD / PIECE_OUTPUTS * depth;
         const auto exit_of = [&](int map) { return add_pieces(sh, map * of_map, depth, warp, pair); };
@@ -151,42 +174,55 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_few_kernel(const WkvArgs p,
         in.w = exit_of(e.groups - 2), in.a = exit_of(e.groups - 1);
         gate = add_pieces(sh, e.groups * of_map, e.gate_rank / PIECE_INPUTS, warp, pair);
         scalars = prologue(params, in, residual, sh.vectors[warp], pair);
-        if (lane == 0) sh.inv_square[warp] = scalars.inv_square;
     }
-    __syncthreads();
-
-    for (int item = warp; item < 4 * rows; item += WARPS) {
-        const int row = item / 4, first = item % 4 * QUARTER + octet;
-        if (item != warp) raw.load(state_of(p.read_slots[row], item), q);
-        const auto& vectors = sh.vectors[row];
-        KeyVectors v;
-        read_keys<State>(vectors[VKK], q, v.kk);
-        read_keys<State>(vectors[VDECAY], q, v.decay);
-        read_keys<State>(vectors[VKKA], q, v.kka);
-        read_keys<State>(vectors[VK], q, v.k);
-        read_keys<State>(vectors[VR], q, v.r);
+    if constexpr (CODED) {
+        if (warp >= rows) return;
+        CodedState& state = sh.states[warp];
+        __pipeline_wait_prior(0);
+        __syncwarp();
+        y = coded_step(state, sh.vectors[warp], scalars, lane), v = scalars.v;
+        uint4* const to = pieces_of(p.write_slots[warp]);
+        for (int i = lane; i < STATE_PIECES; i += 32) to[i] = reinterpret_cast<const uint4*>(&state)[i];
+    } else {
+        if (warp < rows && lane == 0) sh.inv_square[warp] = scalars.inv_square;
+        __syncthreads();
+        for (int item = warp; item < 4 * rows; item += WARPS) {
+            const int row = item / 4, first = item % 4 * QUARTER + octet;
+            if (item != warp) raw.load(state_of(p.read_slots[row], item), q);
+            const auto& vectors = sh.vectors[row];
+            KeyVectors v;
+            read_keys<State>(vectors[VKK], q, v.kk);
+            read_keys<State>(vectors[VDECAY], q, v.decay);
+            read_keys<State>(vectors[VKKA], q, v.kka);
+            read_keys<State>(vectors[VK], q, v.k);
+            read_keys<State>(vectors[VR], q, v.r);
 #pragma unroll
-        for (int j = 0; j < KEYS; ++j) v.kk[j] *= -sh.inv_square[row];
-        wkv_step<State, 4>(raw, state_of(p.write_slots[row], item), v, &vectors[VV][first], q, &sh.y[row][first]);
+            for (int j = 0; j < KEYS; ++j) v.kk[j] *= -sh.inv_square[row];
+            wkv_step<State, 4>(raw, state_of(p.write_slots[row], item), v, &vectors[VV][first], q, &sh.y[row][first]);
+        }
+        __syncthreads();
+        if (warp >= rows) return;
+        y = *reinterpret_cast<const float2*>(&sh.y[warp][pair]);
+        v = *reinterpret_cast<const float2*>(&sh.vectors[warp][VV][pair]);
     }
-    __syncthreads();
-    if (warp >= rows) return;
     const auto two = [&](const float* x) { return *reinterpret_cast<const float2*>(x + channel); };
-    const float2 out = wkv_epilogue(*reinterpret_cast<const float2*>(&sh.y[warp][pair]), scalars.bonus,
-                                    *reinterpret_cast<const float2*>(&sh.vectors[warp][VV][pair]), __half22float2(gate),
-                                    two(p.ln_weight), two(p.ln_bias));
+    const float2 out =
+        wkv_epilogue(y, scalars.bonus, v, __half22float2(gate), two(p.ln_weight), two(p.ln_bias));
     *reinterpret_cast<__half2*>(p.y + at) = __floats2half2_rn(out.x, out.y);
 }
 
-template <typename State>
+template <typename State, int MOST = MAX_ROWS>
 static int launch_few(const WkvArgs& p, const LowExits& e, void* stream) {
-    const auto kernel = p.rows == 1 ? wkv_few_kernel<State, 1> : wkv_few_kernel<State, MAX_ROWS>;
+    const auto kernel = p.rows == 1 ? wkv_few_kernel<State, 1> : wkv_few_kernel<State, MOST>;
     launch(kernel, dim3(p.heads), 32 * WARPS, stream, p, e);
     return launch_result();
 }
 
-// Rows of one token, at most 8; w, a, g and v_gate of `p` are not read. Refuses ranks that the warps' registers do not hold.
+// Rows of one token, at most 8, of states of 8 bits at most 4; w, a, g and v_gate of `p` are not read. Refuses ranks that
+// the warps' registers do not hold. state_bytes: of an element, 1 for codes with their scales.
 RWKV_API int rwkv_wkv_few(const WkvArgs* p, const LowExits* e, int state_bytes, void* stream) {
-    if (p->rows > MAX_ROWS || count_pieces(*e) > WARPS * CHUNKS) return static_cast<int>(cudaErrorInvalidValue);
+    const int most = state_bytes == 1 ? MAX_CODED_ROWS : MAX_ROWS;
+    if (p->rows > most || count_pieces(*e) > WARPS * CHUNKS) return static_cast<int>(cudaErrorInvalidValue);
+    if (state_bytes == 1) return launch_few<CodedState, MAX_CODED_ROWS>(*p, *e, stream);
     return state_bytes == 2 ? launch_few<__half>(*p, *e, stream) : launch_few<float>(*p, *e, stream);
 }

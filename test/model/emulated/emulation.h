@@ -151,6 +151,22 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   }
   meet_warp();
 }
+// mma.m16n8k32 of int8
+inline void multiply_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  std::memcpy(threads[running].operands, mine, sizeof mine);
+  meet_warp();
+  for (int i = 0; i < 4; ++i) {
+    const int n = 2 * t + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const int lane = k % 16 / 4, right = k / 16, shift = 8 * (k % 4);
+      const auto a = static_cast<int8_t>(threads[first + g * 4 + lane].operands[i / 2 + 2 * right] >> shift);
+      c[i] += a * static_cast<int8_t>(threads[first + n * 4 + lane].operands[4 + right] >> shift);
+    }
+  }
+  meet_warp();
+}
 template <typename T>
 T exchange(T value, int from) {
   static_assert(sizeof(T) == 4, "a word");
@@ -277,6 +293,8 @@ inline uint32_t reduce_max(uint32_t value) {
   for (int offset = 16; offset > 0; offset /= 2) value = std::max(value, __shfl_xor_sync(0, value, offset));
   return value;
 }
+inline bool any_of_warp(bool value) { return reduce_max(value) != 0; }
+#define __any_sync(mask, value) any_of_warp(value)
 #define __reduce_max_sync(mask, value) reduce_max(value)
 inline uint32_t __float_as_uint(float x) { return emulation::bits<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bits<float>(x); }
@@ -291,6 +309,9 @@ template <typename T>
 T __ldcg(const T* p) { return *p; }
 template <typename T>
 void __stcg(T* p, const T& v) { *p = v; }
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
+inline void __pipeline_commit() {}
+inline void __pipeline_wait_prior(int) {}
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
   const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
   return __floats2half2_rn(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
@@ -301,6 +322,7 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
   return out;
 }
+inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint64_t>(x) * y >> 32; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
 using std::max;

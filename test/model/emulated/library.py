@@ -16,6 +16,7 @@ BODIES = {
     "this_device": "return 0;",
     "launch_result": "return 0;",
     "reciprocal": "return 1.0f / x;",
+    "fast_exp": "return std::exp(x);",
     "init_barrier": ("emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"),
     "publish_barriers": "",
     "wait_for_count": "while (*at < wanted) emulation::yield();",
@@ -45,6 +46,15 @@ BODIES = {
     "this_machine": (
         "static Machine m; m = {emulation::processors, emulation::shared_bytes, 228 << 10, 1024, true}; return m;"
     ),
+    "mma_short": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
+    "mma_codes": "emulation::multiply_codes(c, a.x, a.y, a.z, a.w, b0, b1);",
+    "fetch_head": (
+        "if (lane == 0) { std::memcpy(to, from, BYTES); ++emulation::barriers[emulation::address(arrived)].phase; }"
+    ),
+    "put_head": "__syncwarp(); if (lane == 0) std::memcpy(to, from, BYTES);",
+    "wait_stored": "",
+    "prepare_arrival": "emulation::barriers[emulation::address(arrived)] = {};",
+    "wait_loaded": "emulation::wait_barrier(emulation::address(arrived), parity);",
     "launch_with_split": "emulation::launch(kernel, grid, threads, shared_bytes, args...);",
     "launch_streaming": "emulation::launch(kernel, grid, threads, 0, args...);",
 }
@@ -112,6 +122,7 @@ def _without_ptx(text: str) -> str:
     text = re.sub(r"^HOPPER_\w*PRODUCT\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
     text = text.replace('asm volatile("" : "+f"(sums[i])::"memory");', ";")
+    text = text.replace("#include <cuda_pipeline.h>", "")
     text = re.sub(r"extern __shared__ [^;]*\bdynamic\[\];", "auto* dynamic = emulation::dynamic_shared.data();", text)
     return re.sub(r"cudaFuncSetAttribute\([^;]*\);", "cudaSuccess;", text)
 
