@@ -200,6 +200,19 @@ def test_rows_of_codes_have_the_same_bits_alone_and_in_company(decode: ctypes.CD
     assert torch.equal(stored[15], together[15])
 
 
+def test_one_warp_has_all_heads_where_no_more_fit(decode: ctypes.CDLL) -> None:
+    """And another launch right behind finds the claims as it wants them."""
+    layer, given = make_layer(), make_inputs(5, False)
+    slots = torch.arange(5), torch.arange(5) + 6
+    results = []
+    for room in (16, 227):
+        decode["emulation_set"](1, room << 10)
+        stored = pack_int8(torch.ones(11, HEADS, 64, 64) + torch.arange(64) / 70)
+        results += [(run_decode(decode, layer, given, stored, slots), stored)]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
 def test_codes_that_do_not_change_stay(decode: ctypes.CDLL) -> None:
     """No decay, no key: all of them, whatever is thrown for them."""
     layer, given = make_layer(), make_inputs(3, False)

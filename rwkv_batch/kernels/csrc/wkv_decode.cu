@@ -1,15 +1,16 @@
-// WKV with its prologue and epilogue for rows of one token. A warp takes one item, a head of a row, after another; one
-// block per processor. The first two items of a warp are dealt out, all others are claimed by whoever is free, as
-// processors get unequal shares of the memory's bandwidth (dealt out evenly, the first were done after two thirds of the
-// time). So all of them sweep over a few neighbouring rows at a time.
+// WKV with its prologue and epilogue for rows of one token. A warp has a head and takes one row after another, so that the
+// head's constants (2 KiB) are read once; one block per processor. The first two rows of a warp are dealt out, all others
+// are claimed by whoever of a head's warps is free, as processors get unequal shares of the memory's bandwidth (dealt out
+// evenly, the first were done after two thirds of the time). So all of them sweep over a few neighbouring rows at a time.
 //
-// Memory bound: per item it reads and writes 64x64 of state (4 KiB in 8 bits, 8 in fp16, 16 in fp32) and touches 9 x 128
-// bytes of activations. So every warp has a ring of STAGES states in shared memory of its own: one is computed, in place, while
-// the next comes in; on sm_90 the copy engine moves them whole, before it the lanes do. Whatever else an item needs is
+// Memory bound: of a row it reads and writes 64x64 of state (4 KiB in 8 bits, 8 in fp16, 16 in fp32) and touches 9 x 128
+// bytes of activations. So every warp has a ring of STAGES states in shared memory of its own: one is computed, in place,
+// while the next comes in; on sm_90 the copy engine moves them whole, before it the lanes do. Whatever else a row needs is
 // loaded while the one before is computed: under full load a load takes microseconds, and one that is waited for on the
 // spot keeps the ring from being refilled. No two warps ever wait for each other.
 //
-// Shared memory per warp: ring [2][64][64], vectors [6][64] fp32, y [64] fp32, an mbarrier per stage.
+// Shared memory per warp: ring [2][64][64], vectors [6][64] fp32, y [64] fp32, an mbarrier per stage; of states of 8 bits a
+// token's vectors in the form of the tensor cores, and activations and constants besides.
 #include <cuda_pipeline.h>
 
 #include <atomic>
@@ -135,176 +136,166 @@ struct HeadCopy {
     }
 };
 
-// Of a launch: items claimed beyond those that are dealt out, and warps that have ended; the last one puts both back to
-// 0. The launches take turns with many of them, so that one that starts early finds its own at 0.
+// Of a launch: rows claimed of each head beyond those that are dealt out, and warps that have ended; the last one puts all
+// back to 0. The launches take turns with many of them, so that one that starts early finds its own at 0.
+constexpr int MAX_HEADS = 64, TURNS = 4096;
 struct Claims {
-    int claimed, ended;
+    int rows[MAX_HEADS], ended;
 };
-constexpr int TURNS = 4096;
 __device__ Claims claims_of_turn[TURNS];
 
 template <typename State, int WARPS, int ROWS>
-__global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs p, int turn, unsigned per_head) {
+__global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs p, int turn) {
     extern __shared__ __align__(128) unsigned char dynamic[];
     using Copy = HeadCopy<State>;
+    constexpr bool CODED = IS_CODED<State>;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = lane * 2, q = lane & 7, octet = lane >> 3;
     auto& sh = reinterpret_cast<Shared<State>*>(dynamic)[warp];
-    // Head n % heads of row n / heads is item n; its activations begin at n * HEAD. per_head: 2^32 / heads, rounded up.
-    const int items = p.rows * p.heads, warps = gridDim.x * (blockDim.x >> 5);
-    struct Item {
-        int number, row, head;
-    };
-    const auto item_of = [&](int n) {
-        const int row = p.heads == 1 ? n : static_cast<int>(__umulhi(static_cast<unsigned>(n), per_head));
-        return Item{n, row, n - row * p.heads};
-    };
-    Item item = item_of(warp * gridDim.x + blockIdx.x), next = item_of(item.number + warps);
-    if (item.number >= items) return;
-    const auto state_of = [&](int64_t slot, const Item& n) {
-        auto* const first = static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM<State>;
-        return reinterpret_cast<State*>(first) + n.head * HEAD_STATES<State>;
-    };
-    const auto load_state = [&](int stage, int64_t slot, const Item& n) {
-        Copy::fetch_head(sh.ring[stage], state_of(slot, n), &sh.arrived[stage], lane);
-    };
+    const int warps = gridDim.x * (blockDim.x >> 5), own = warp * gridDim.x + blockIdx.x;
+    Claims& claims = claims_of_turn[turn];
+    const bool any_claims = p.rows > STAGES * max(1, warps / p.heads);
 
     if (lane == 0)
         for (int stage = 0; stage < STAGES; ++stage) Copy::prepare_arrival(&sh.arrived[stage]);
     __syncwarp();
-    load_state(0, p.read_slots[item.row], item);
-    if (next.number < items) load_state(1, p.read_slots[next.row], next);
     let_next_start();
+    int stage = 0, parity = 0;
+    // One head, but on a GPU that has fewer warps than the model heads.
+    for (int head = own % p.heads; head < p.heads; head += warps) {
+        const int sharers = max(1, (warps - head + p.heads - 1) / p.heads);
+        int row = own / p.heads, next = row + sharers;
+        if (row >= p.rows) break;
+        const auto state_of = [&](int64_t slot) {
+            auto* const first = static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM<State>;
+            return reinterpret_cast<State*>(first) + head * HEAD_STATES<State>;
+        };
+        const auto load_state = [&](int to, int64_t slot) {
+            Copy::fetch_head(sh.ring[to], state_of(slot), &sh.arrived[to], lane);
+        };
+        load_state(stage, p.read_slots[row]);
+        if (next < p.rows) load_state(stage ^ 1, p.read_slots[next]);
 
-    const auto channel_of = [&](const Item& n) { return n.head * HEAD + pair; };
-    const auto activations_of = [&](const Item& n) { return static_cast<int64_t>(n.number) * HEAD + pair; };
-    Inputs in;
-    HeadParams params;
-    __half2 gate;
-    float2 weight, bias;
-    const auto load_params = [&](const Item& n) {
-        const int channel = channel_of(n);
-        if constexpr (IS_CODED<State>) {
-            const float* const from[6] = {p.w0, p.a0, p.k_k, p.k_a, p.r_k, p.v0};
+        const int channel = head * HEAD + pair;
+        const auto at = [&](int of) { return static_cast<int64_t>(of) * (p.heads * HEAD) + channel; };
+        Inputs in;
+        HeadParams params;
+        __half2 gate;
+        float2 weight, bias;
+        const auto load_inputs = [&](int of) {
+            if constexpr (CODED) {
+                const __half* const from[7] = {p.r, p.w, p.k, p.v, p.a, p.v_gate, p.v_first};
 #pragma unroll
-            for (int i = 0; i < 6; ++i)
+                for (int i = 0; i < 7; ++i)
+                    __pipeline_memcpy_async(&sh.staged.activations[i][lane], from[i] + at(of), sizeof(__half2));
+            } else {
+                in.load(p, at(of));
+            }
+        };
+        const auto load_gate = [&](int of) {
+            if constexpr (CODED) {
+                __pipeline_memcpy_async(&sh.staged.activations[7][lane], p.g + at(of), sizeof(__half2));
+            } else {
+                gate = *reinterpret_cast<const __half2*>(p.g + at(of));
+            }
+        };
+        // Of a row: inputs, then the gate, then the state that is two rows ahead, each a group of copies.
+        const auto end_group = [&] {
+            if constexpr (CODED) __pipeline_commit();
+        };
+        if constexpr (CODED) {
+            const float* const from[8] = {p.w0, p.a0, p.k_k, p.k_a, p.r_k, p.v0, p.ln_weight, p.ln_bias};
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
                 __pipeline_memcpy_async(&sh.staged.params[i][lane], from[i] + channel, sizeof(float2));
         } else {
             params = HeadParams(p, channel);
-        }
-    };
-    const auto load_inputs = [&](const Item& n) {
-        const int64_t at = activations_of(n);
-        if constexpr (IS_CODED<State>) {
-            const __half* const from[7] = {p.r, p.w, p.k, p.v, p.a, p.v_gate, p.v_first};
-#pragma unroll
-            for (int i = 0; i < 7; ++i)
-                __pipeline_memcpy_async(&sh.staged.activations[i][lane], from[i] + at, sizeof(__half2));
-        } else {
-            in.load(p, at);
-        }
-    };
-    const auto load_norm = [&](const Item& n) {
-        const int channel = channel_of(n);
-        if constexpr (IS_CODED<State>) {
-            __pipeline_memcpy_async(&sh.staged.params[6][lane], p.ln_weight + channel, sizeof(float2));
-            __pipeline_memcpy_async(&sh.staged.params[7][lane], p.ln_bias + channel, sizeof(float2));
-        } else {
             weight = *reinterpret_cast<const float2*>(p.ln_weight + channel);
             bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
         }
-    };
-    const auto load_gate = [&](const Item& n) {
-        if constexpr (IS_CODED<State>) {
-            __pipeline_memcpy_async(&sh.staged.activations[7][lane], p.g + activations_of(n), sizeof(__half2));
-        } else {
-            gate = *reinterpret_cast<const __half2*>(p.g + activations_of(n));
-        }
-    };
-    // Of an item: inputs, then gate and norm, then the state that is two items ahead, each a group of copies.
-    const auto end_group = [&] {
-        if constexpr (IS_CODED<State>) __pipeline_commit();
-    };
-    load_params(item);
-    load_norm(item);
-    wait_for_inputs();
-    int64_t write_slot = p.write_slots[item.row];
-    load_inputs(item);
-    end_group();
-    load_gate(item);
-    end_group();
-    end_group();
-    Claims& claims = claims_of_turn[turn];
-    int claim = 0;
-    const auto claim_one = [&] {
-        if (lane == 0 && next.number < items && items > STAGES * warps) claim = atomicAdd(&claims.claimed, 1);
-    };
-    claim_one();
-
-    for (int stage = 0, parity = 0; item.number < items; parity ^= stage, stage ^= 1) {
-        const bool more = next.number < items;
-        if constexpr (IS_CODED<State>) {
-            __pipeline_wait_prior(2);
-            const auto& staged = sh.staged;
-            in.r = staged.activations[0][lane], in.w = staged.activations[1][lane], in.k = staged.activations[2][lane];
-            in.v = staged.activations[3][lane], in.a = staged.activations[4][lane];
-            in.gate = staged.activations[5][lane], in.first = staged.activations[6][lane];
-            params.w0 = staged.params[0][lane], params.a0 = staged.params[1][lane], params.k_k = staged.params[2][lane];
-            params.k_a = staged.params[3][lane], params.r_k = staged.params[4][lane], params.v0 = staged.params[5][lane];
-        }
-        const auto scalars = prologue(params, in, IS_CODED<State> || p.v_first != nullptr, sh.vectors, pair);
-        if (more) load_inputs(next), load_params(next);
+        wait_for_inputs();
+        int64_t write_slot = p.write_slots[row];
+        load_inputs(row);
         end_group();
-        const Item ahead = item_of(STAGES * warps + __shfl_sync(FULL, claim, 0));
-        const bool refill = more && ahead.number < items;
-        int64_t ahead_slot = 0;
-        if (refill) ahead_slot = p.read_slots[ahead.row];
-        __syncwarp();
-        State* const state = sh.ring[stage];
-        float2 y, v;
-        if constexpr (IS_CODED<State>) {
-            Copy::wait_loaded(&sh.arrived[stage], parity);
-            y = coded_step(*state, sh.vectors, scalars, lane);
-            v = scalars.v;
-        } else {
-            KeyVectors t;
-            read_keys<State>(sh.vectors[VKK], q, t.kk);
-            read_keys<State>(sh.vectors[VDECAY], q, t.decay);
-            read_keys<State>(sh.vectors[VKKA], q, t.kka);
-            read_keys<State>(sh.vectors[VK], q, t.k);
-            read_keys<State>(sh.vectors[VR], q, t.r);
-#pragma unroll
-            for (int j = 0; j < KEYS; ++j) t.kk[j] *= -scalars.inv_square;
-            Copy::wait_loaded(&sh.arrived[stage], parity);
-#pragma unroll 1
-            for (int row = octet; row < HEAD; row += ROWS * ROW_STEP) {
-                RawRows<State, ROWS> raw;
-                raw.load(state + row * HEAD, q);
-                wkv_step<State, ROWS>(raw, state + row * HEAD, t, &sh.vectors[VV][row], q, &sh.y[row]);
-            }
-        }
-        Copy::put_head(state_of(write_slot, item), state, lane);
-        if (more) write_slot = p.write_slots[next.row];
-        if constexpr (!IS_CODED<State>) {
-            y = *reinterpret_cast<const float2*>(&sh.y[pair]);
-            v = *reinterpret_cast<const float2*>(&sh.vectors[VV][pair]);
-        }
-        if constexpr (IS_CODED<State>) {
-            __pipeline_wait_prior(2);
-            gate = sh.staged.activations[7][lane], weight = sh.staged.params[6][lane], bias = sh.staged.params[7][lane];
-        }
-        const float2 out = wkv_epilogue(y, scalars.bonus, v, __half22float2(gate), weight, bias);
-        *reinterpret_cast<__half2*>(p.y + activations_of(item)) = __floats2half2_rn(out.x, out.y);
-        if (more) load_gate(next), load_norm(next);
+        load_gate(row);
         end_group();
-        __syncwarp();
-        if (lane == 0) Copy::wait_stored();
-        if (refill) load_state(stage, ahead_slot, ahead);
         end_group();
-        item = next, next = ahead;
-        if (!refill) next.number = items;
+        int claim = 0;
+        const auto claim_one = [&] {
+            if (lane == 0 && next < p.rows && any_claims) claim = atomicAdd(&claims.rows[head], 1);
+        };
         claim_one();
+
+        for (; row < p.rows; parity ^= stage, stage ^= 1) {
+            const bool more = next < p.rows;
+            if constexpr (CODED) {
+                __pipeline_wait_prior(2);
+                const auto& staged = sh.staged;
+                in.r = staged.activations[0][lane], in.w = staged.activations[1][lane], in.k = staged.activations[2][lane];
+                in.v = staged.activations[3][lane], in.a = staged.activations[4][lane];
+                in.gate = staged.activations[5][lane], in.first = staged.activations[6][lane];
+                params.w0 = staged.params[0][lane], params.a0 = staged.params[1][lane];
+                params.k_k = staged.params[2][lane], params.k_a = staged.params[3][lane];
+                params.r_k = staged.params[4][lane], params.v0 = staged.params[5][lane];
+            }
+            const auto scalars = prologue(params, in, CODED || p.v_first != nullptr, sh.vectors, pair);
+            if (more) load_inputs(next);
+            end_group();
+            const int ahead = STAGES * sharers + __shfl_sync(FULL, claim, 0);
+            const bool refill = more && ahead < p.rows;
+            int64_t ahead_slot = 0;
+            if (refill) ahead_slot = p.read_slots[ahead];
+            __syncwarp();
+            State* const state = sh.ring[stage];
+            float2 y, v;
+            if constexpr (CODED) {
+                Copy::wait_loaded(&sh.arrived[stage], parity);
+                y = coded_step(*state, sh.vectors, scalars, lane);
+                v = scalars.v;
+            } else {
+                KeyVectors t;
+                read_keys<State>(sh.vectors[VKK], q, t.kk);
+                read_keys<State>(sh.vectors[VDECAY], q, t.decay);
+                read_keys<State>(sh.vectors[VKKA], q, t.kka);
+                read_keys<State>(sh.vectors[VK], q, t.k);
+                read_keys<State>(sh.vectors[VR], q, t.r);
+#pragma unroll
+                for (int j = 0; j < KEYS; ++j) t.kk[j] *= -scalars.inv_square;
+                Copy::wait_loaded(&sh.arrived[stage], parity);
+#pragma unroll 1
+                for (int i = octet; i < HEAD; i += ROWS * ROW_STEP) {
+                    RawRows<State, ROWS> raw;
+                    raw.load(state + i * HEAD, q);
+                    wkv_step<State, ROWS>(raw, state + i * HEAD, t, &sh.vectors[VV][i], q, &sh.y[i]);
+                }
+            }
+            Copy::put_head(state_of(write_slot), state, lane);
+            if (more) write_slot = p.write_slots[next];
+            if constexpr (CODED) {
+                __pipeline_wait_prior(2);
+                gate = sh.staged.activations[7][lane];
+                weight = sh.staged.params[6][lane], bias = sh.staged.params[7][lane];
+            } else {
+                y = *reinterpret_cast<const float2*>(&sh.y[pair]);
+                v = *reinterpret_cast<const float2*>(&sh.vectors[VV][pair]);
+            }
+            const float2 out = wkv_epilogue(y, scalars.bonus, v, __half22float2(gate), weight, bias);
+            *reinterpret_cast<__half2*>(p.y + at(row)) = __floats2half2_rn(out.x, out.y);
+            if (more) load_gate(next);
+            end_group();
+            __syncwarp();
+            if (lane == 0) Copy::wait_stored();
+            if (refill) load_state(stage, ahead_slot);
+            end_group();
+            row = next, next = refill ? ahead : p.rows;
+            claim_one();
+        }
     }
-    if (lane == 0 && items > STAGES * warps && atomicAdd(&claims.ended, 1) == warps - 1) claims = {0, 0};
+    if (!any_claims) return;
+    int ended = 0;
+    if (lane == 0) ended = atomicAdd(&claims.ended, 1);
+    if (__shfl_sync(FULL, ended, 0) != warps - 1) return;
+    for (int i = lane; i < MAX_HEADS; i += 32) claims.rows[i] = 0;
+    if (lane == 0) claims.ended = 0;
 }
 
 static std::atomic<unsigned> launches;
@@ -321,8 +312,7 @@ int launch_kernel(const WkvArgs& p, int warps, int shared_bytes, void* stream) {
         raised[this_device()] = true;
     }
     const dim3 blocks(min(p.rows * p.heads, this_machine().processors));
-    const unsigned per_head = 0xffffffffu / p.heads + 1;  // exact for as many items as 2^32 / heads
-    launch_with_shared(kernel, blocks, 32 * warps, shared_bytes, stream, p, static_cast<int>(launches++ % TURNS), per_head);
+    launch_with_shared(kernel, blocks, 32 * warps, shared_bytes, stream, p, static_cast<int>(launches++ % TURNS));
     return launch_result();
 }
 
@@ -342,6 +332,7 @@ int run(const WkvArgs& p, void* stream) {
 
 // state_bytes: of an element, 1 for codes with their scales.
 RWKV_API int rwkv_wkv_decode(const WkvArgs* p, int state_bytes, void* stream) {
+    if (p->heads > MAX_HEADS) return static_cast<int>(cudaErrorInvalidValue);
     if (state_bytes == 1) {
         WkvArgs with = *p;
         // The first layer: v + (v - v) * anything.
