@@ -1,8 +1,8 @@
 """What forms of the WKV state cost in quality: part of `bench.quality --wkv-states`.
 
 Texts are read side by side, a token of each at a time, so that every state is kept in its form after every token, as it
-is while a row decodes; weights and arithmetic are fp32 in all. Each form beside fp32, by quarter of the texts: an error
-that grows with what was read shows in the last.
+is while a row decodes. Weights and kernels are what a server takes on the device, fp32 on a CPU. Each form is told
+beside fp32 states, by quarter of the texts: an error that grows with what was read shows in the last.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class TokenReader:
 
 
 def make_reader(weights: Weights, device: str, form: StateForm, num_texts: int) -> TokenReader:
-    """The model in fp32 but for its states."""
-    kernels = "naive" if device.startswith("cuda") else "auto"  # the kernels of a GPU compute in fp16
-    pipeline = Pipeline(weights, (device,), "fp32", kernels, form.value)
+    """The model as it is served but for its states."""
+    pipeline = Pipeline(weights, (device,), wkv_state=form.value)
     pipeline.allocate_slots(FIRST_SLOT + num_texts)
     return TokenReader(pipeline, torch.arange(FIRST_SLOT, FIRST_SLOT + num_texts))
 

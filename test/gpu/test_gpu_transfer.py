@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda", 0)
 
 
-def random_arena() -> StateArena:
-    arena = StateArena(7, 5, ModelShape(5, 256, 64, 1024), GPU, StateForm.FP16, torch.float16)
+def random_arena(form: StateForm = StateForm.FP16) -> StateArena:
+    arena = StateArena(7, 5, ModelShape(5, 256, 64, 1024), GPU, form, torch.float16)
     for part in (arena.wkv, arena.shift):
-        part.copy_(torch.randn(part.shape, dtype=torch.float16))
+        part.copy_(torch.randn(part.shape).abs().mul(50).to(part.dtype))
     return arena
 
 
@@ -28,11 +28,14 @@ def pinned_like(slot: Tensor) -> Tensor:
     return torch.empty(slot.shape, dtype=slot.dtype, pin_memory=True)
 
 
+@pytest.mark.parametrize("form", [StateForm.FP16, StateForm.INT8])
 @pytest.mark.parametrize("max_pitch", [transfer.MAX_PITCH, 0], ids=["one copy", "too far apart for one"])
-def test_a_slot_goes_out_and_comes_in_to_the_bit(max_pitch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_goes_out_and_comes_in_to_the_bit(
+    max_pitch: int, form: StateForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert transfer._copy_2d() is not None, "torch's own runtime has it"
     monkeypatch.setattr(transfer, "MAX_PITCH", max_pitch)
-    arena = random_arena()
+    arena = random_arena(form)
     for part in (arena.wkv, arena.shift):
         before = part.clone()
         host = pinned_like(part[3])
