@@ -19,7 +19,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_state_forms import NAMES, talk
-from test.harness import TOKENIZER, ask, call, run, started_engine, submit, turn
+from test.harness import TOKENIZER, ask, call, free_slots, run, started_engine, submit, turn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,14 +154,14 @@ def test_states_agree_with_the_cpu(model: Path) -> None:
 
 
 def test_cancelled_rows_free_every_slot(engine: Engine) -> None:
-    free = call(engine, "status")["free_slots"]
+    free = free_slots(engine)
     jobs = [submit(engine, *[ask("x", max_tokens=10**6, ignore_eos=True)] * 50) for _ in range(8)]
     assert jobs[0].started.wait(30)
     for job in jobs:
         engine.cancel(job.job.job_id)
         job.wait()
     run(engine, ask("x", max_tokens=2))
-    assert call(engine, "status")["free_slots"] == free
+    assert free_slots(engine) >= free, "or one more: a session that was on its way to host memory has arrived"
 
 
 def test_several_stages_give_the_same_text(model: Path) -> None:
