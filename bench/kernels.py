@@ -109,11 +109,12 @@ class Bench:
             )
         parts = Projections(*(self.normal(tokens, width) for _ in range(7)))
         first = self.normal(tokens, width)
-        for dtype in (torch.float32, torch.float16):
-            wkv = torch.zeros(rows + 2, COPIES, width // 64, 64, 64, device=GPU, dtype=dtype)
-            state_bytes = 2 * rows * width * 64 * dtype.itemsize
+        for form in StateForm:
+            sizes = (width // 64, 64, 64)
+            wkv = torch.zeros(rows + 2, COPIES, *form.sizes(sizes), device=GPU, dtype=form.dtype)
+            state_bytes = 2 * rows * form.num_bytes(sizes)
             yield Case(
-                f"wkv {str(dtype)[6:]} {kind}",
+                f"wkv {form.shown} {kind}",
                 tokens,
                 lambda i, wkv=wkv: self.ops.time_mix(self.layers[i], parts, first, wkv[:, i], inputs),  # type: ignore[misc]
                 state_bytes + 2 * tokens * width * 9,
