@@ -51,6 +51,7 @@ from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, LastTokens, padded_sizes
 from rwkv_batch.runner.drawing import Drawing
 from rwkv_batch.runner.model_runner import ModelRunner
+from rwkv_batch.runner.step_graphs import StepGraphs
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.sampler import Sampled
 from state_pool.config import PoolConfig
@@ -164,9 +165,9 @@ class Runner(ModelRunner):
         self.pipeline = NoPipeline()  # type: ignore[assignment]
         self._drawing = Drawing(("naive",), CPU, limits.num_seats, VOCAB, self.tokenizer)
         self._drawing._samplers[""] = NoSampler()  # type: ignore[assignment]
-        self._graphs = NoGraphs(limits, self.steps_in_flight)
-        self._prefill_graphs = self._mixed_graphs = None
-        self._tokens, self._logits, self._known = self._graphs.tokens, None, 0
+        self.graphs = StepGraphs()
+        self.graphs.decode = NoGraphs(limits, self.steps_in_flight)
+        self._tokens, self._logits, self._known = self.graphs.decode.tokens, None, 0
 
 
 class OwnThread(Engine):

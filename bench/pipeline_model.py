@@ -123,7 +123,7 @@ class TimedRunner(Runner):
         super().__init__(config, limits)
         self._times, self._host_ms = times, host_ms
         self._beside, self._hand_over = links_ms
-        self._mixed_graphs = Riding(limits.rows_in_mixed_step)  # type: ignore[assignment]
+        self.graphs.mixed = Riding(limits.rows_in_mixed_step)  # type: ignore[assignment]
         self.now = 0.0
         """the host's clock, ms"""
         self.free_at = [0.0] * times.stages
@@ -142,7 +142,7 @@ class TimedRunner(Runner):
         decoding = sum(row.feeds_back for row in rows)
         tokens = sum(row.num_tokens for row in rows) - decoding
         if decoding and tokens:
-            size = self._mixed_graphs.size_for(decoding, len(rows) - decoding, tokens)
+            size = self.graphs.mixed_size(decoding, len(rows) - decoding, tokens)
             assert size is not None, "`parts` has found one"
             took = self._times.mixed(size)
         else:

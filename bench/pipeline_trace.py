@@ -52,8 +52,8 @@ class Trace:
 
     def __init__(self, engine: Engine) -> None:
         machine = engine.machine
-        assert machine._graphs is not None, "only graphs are traced"
-        self._places = machine._graphs.places
+        assert machine.graphs.decode is not None, "only graphs are traced"
+        self._places = machine.graphs.decode.places
         self._engine = engine
         self.stages: list[StageSpan] = []
         self.host: list[HostSpan] = []

@@ -105,8 +105,8 @@ class Case(NamedTuple):
 
 def cases(runner: ModelRunner) -> Iterator[Case]:
     """All that are measured."""
-    graphs, prefill, mixed = runner._graphs, runner._prefill_graphs, runner._mixed_graphs
-    assert graphs is not None and prefill is not None and mixed is not None, runner.graph_refusal
+    graphs, prefill, mixed = runner.graphs.decode, runner.graphs.prompts, runner.graphs.mixed
+    assert graphs is not None and prefill is not None and mixed is not None, runner.graphs.refusal
 
     def decoding(rows: int) -> dict[str, list[int]]:
         slots = list(range(FIRST_FREE_SLOT, FIRST_FREE_SLOT + rows))
@@ -133,10 +133,10 @@ def cases(runner: ModelRunner) -> Iterator[Case]:
 
 def measured(runner: ModelRunner, seconds: float) -> dict[str, dict[str, list[float]]]:
     """See the top of this file."""
-    assert runner._graphs is not None, runner.graph_refusal
+    assert runner.graphs.decode is not None, runner.graphs.refusal
     for seat in range(runner.limits.num_seats):
         runner.sampler("").admit(seat, SAMPLING)
-    places = runner._graphs.places
+    places = runner.graphs.decode.places
     found: dict[str, dict[str, list[float]]] = {}
     for case in cases(runner):
         captured = [case.capture(number) for number in range(len(places))]

@@ -20,22 +20,19 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
-from rwkv_batch.runner.decode_graphs import DecodeGraphs, DeviceSampler, LastTokens, padded_sizes
+from rwkv_batch.runner.decode_graphs import DecodeGraphs, LastTokens
 from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undrawn, parted
 from rwkv_batch.runner.giving_way import behind_others, set_compute_threads
 from rwkv_batch.runner.graph_capture import CaptureError
-from rwkv_batch.runner.graph_pieces import piece_layers
 from rwkv_batch.runner.host_copy import TokenCopies
 from rwkv_batch.runner.memory import Memory
-from rwkv_batch.runner.mixed_graphs import MixedGraphs, MixedSize, usable_mixed_sizes
+from rwkv_batch.runner.mixed_graphs import MixedSize
 from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slots
 from rwkv_batch.runner.model_files import under_adapters
 from rwkv_batch.runner.pipeline import Pipeline, own_devices
-from rwkv_batch.runner.prefill_graphs import PrefillGraphs, usable_sizes
-from rwkv_batch.runner.prompt_pieces import PromptPieces
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
-from rwkv_batch.runner.stage_graphs import graph_stages
 from rwkv_batch.runner.state_copy import PipelineArena
+from rwkv_batch.runner.step_graphs import StepGraphs
 from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
 from sampling.grammar.errors import GrammarError
 from sampling.registry import COMPILED_AT_FIRST_USE
@@ -88,16 +85,14 @@ class ModelRunner:
         if leaves_cores:
             behind(partial(self.sampler, ""))
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
-        self.graph_refusal = DecodeGraphs.why_not(self.pipeline.stages, self.sampler(""))
-        self._graphs = None if self.graph_refusal else self._make_graphs()
-        self._prefill_graphs = None if self._graphs is None else self._make_prefill_graphs(self._graphs)
-        self._prompt_pieces = None if self._graphs is None else self._make_prompt_pieces(self._graphs)
-        self._mixed_graphs = None if self._graphs is None else self._make_mixed_graphs(self._graphs)
+        stages, parameters = self.pipeline.stages, self.weights.num_parameters
+        self.graphs = StepGraphs.over(stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters)
         self._require_pieces()
-        self._tokens = self._graphs.tokens if self._graphs is not None else self._make_last_tokens()
+        decode = self.graphs.decode
+        self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
         self._known = 0
         """number under which the tokens of the last step that the host has read come to the first device"""
-        self._logits = self._graphs.logits if self._graphs is not None else self._make_logits()
+        self._logits = decode.logits if decode is not None else self._make_logits()
         """[rows, V] where steps leave their logits; None: each in memory of its own"""
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
@@ -107,7 +102,7 @@ class ModelRunner:
         """Raises StartupError for --batch-step-layers where steps cannot be launched in pieces."""
         layers = self._config.batch_step_layers
         if layers > 0 and not self.has_pieces:
-            reason = self.graph_refusal or f"here the layers are on {self.device_names()}, or come from host memory"
+            reason = self.graphs.refusal or f"here the layers are on {self.device_names()}, or come from host memory"
             needs = "needs decode graphs and one GPU that keeps all layers"
             raise StartupError(f"--batch-step-layers {layers} {needs}: {reason}; leave it out")
 
@@ -152,36 +147,10 @@ class ModelRunner:
                 "lower --max-running"
             ) from error
 
-    # Graphs --------------------------------------------------------------------------------------------------
-
-    def _make_graphs(self) -> DecodeGraphs:
-        sampler = self.sampler("")
-        assert isinstance(sampler, DeviceSampler)
-        rows, stages = self.limits.rows_in_step, self.pipeline.stages
-        mixed = usable_mixed_sizes(self.limits.rows_in_mixed_step)
-        prompts = usable_sizes(stages, rows)
-        most_tokens = max(padded_sizes(rows)[-1], *(size.tokens for size in mixed), *(size.tokens for size in prompts))
-        places = graph_stages(stages, most_tokens, self.steps_in_flight)
-        drawn = max((size.drawn for size in mixed), default=0)
-        seats, adapters = self.limits.num_seats, self._config.pool.max_adapters
-        pieces = piece_layers(self._config.batch_step_layers, places, self.weights.num_parameters)
-        return DecodeGraphs(places, rows, sampler, seats, self.steps_in_flight, drawn, adapters, pieces)
-
-    def _make_mixed_graphs(self, graphs: DecodeGraphs) -> MixedGraphs:
-        sizes = usable_mixed_sizes(self.limits.rows_in_mixed_step)
-        return MixedGraphs(graphs, sizes, self.steps_in_flight)
-
-    def _make_prefill_graphs(self, graphs: DecodeGraphs) -> PrefillGraphs:
-        return PrefillGraphs(graphs.places, graphs.logits, self.steps_in_flight)
-
-    def _make_prompt_pieces(self, graphs: DecodeGraphs) -> PromptPieces | None:
-        return None if graphs.pieces is None else PromptPieces(graphs.pieces, graphs.logits, self.steps_in_flight)
-
     @cached_property
     def _copies(self) -> TokenCopies:
         """Where tokens go that graphs draw."""
-        mixed = [] if self._mixed_graphs is None else [size.drawn for size in self._mixed_graphs.sizes]
-        return TokenCopies(self.device, max(self.limits.rows_in_step, *mixed, 1))
+        return TokenCopies(self.device, max(self.limits.rows_in_step, self.graphs.most_drawn_beside_prompts, 1))
 
     def _make_last_tokens(self) -> LastTokens:
         first, last = self.pipeline.devices[0], self.device
@@ -199,21 +168,9 @@ class ModelRunner:
         started = time.perf_counter()
         for name in COMPILED_AT_FIRST_USE:
             self.sampler(name)
-        if self._graphs is not None:
-            try:
-                self._graphs.warm_up(adapters=bool(self._config.served_adapters))
-                for graphs in (self._prefill_graphs, self._mixed_graphs):
-                    if graphs is not None:
-                        graphs.warm_up()
-            except CaptureError as error:
-                self._give_up_graphs(error)
-            try:
-                if self._prompt_pieces is not None and self.has_pieces:
-                    self._prompt_pieces.warm_up()
-            except CaptureError as error:
-                self._give_up_prompt_pieces(error)
+        self.graphs.warm_up(adapters=bool(self._config.served_adapters))
         longest, chunk, rows = self.limits.prefill_tokens_per_step, self.limits.prefill_chunk, self.limits.rows_in_step
-        beside = 0 if self._graphs is not None else 1  # a token of each row that decodes
+        beside = 0 if self.graphs.decode is not None else 1  # a token of each row that decodes
         sizes = [2**i for i in reversed(range(longest.bit_length()))]
         steps = [[max(1, longest // rows) + beside] * rows]
         steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
@@ -232,15 +189,6 @@ class ModelRunner:
             ) from error
         logger.info("warmed up in %.1f s, work space %s", time.perf_counter() - started, self.work_mib())
 
-    def _give_up_graphs(self, error: CaptureError) -> None:
-        logger.error("steps go on without graphs: %s", error)
-        self._graphs = self._prefill_graphs = self._mixed_graphs = self._prompt_pieces = None
-        self.graph_refusal = str(error)
-
-    def _give_up_prompt_pieces(self, error: CaptureError) -> None:
-        logger.error("prompts of batch work are launched kernel by kernel beside interactive requests: %s", error)
-        self._prompt_pieces = None
-
     # Steps ---------------------------------------------------------------------------------------------------
 
     def sampler(self, name: str) -> Sampler:
@@ -250,12 +198,12 @@ class ModelRunner:
     @property
     def is_making_ready(self) -> bool:
         """Whether a sampler or a graph is being made, which may take longer than any step. Any thread."""
-        return self._drawing.is_making or (self._graphs is not None and self._graphs.is_recording)
+        return self._drawing.is_making or self.graphs.is_recording
 
     @property
     def has_pieces(self) -> bool:
         """Whether steps in which rows decode can be launched in pieces."""
-        return self._graphs is not None and self._graphs.pieces is not None
+        return self.graphs.has_pieces
 
     def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
         """A step's rows as they are launched: all together, those with a constraint last, so that the logits of both
@@ -272,7 +220,7 @@ class ModelRunner:
         if mixtures:
             apart = {id(row) for row in mixtures}
             rows = [row for row in rows if id(row) not in apart]
-        if self._graphs is None:
+        if self.graphs.decode is None:
             parts = [mixtures, sorted(rows, key=_is_held)]
         else:
             reading, decoding = _parted_by_kind(rows)
@@ -287,14 +235,15 @@ class ModelRunner:
     def _is_routed(self, row: ScheduledRow) -> bool:
         """Whether the row's adapter keeps it out of the graphs that there are."""
         adapter = row.sequence.adapter
-        return self._graphs is not None and adapter is not None and self.pipeline.is_routed(adapter.place)
+        return self.graphs.decode is not None and adapter is not None and self.pipeline.is_routed(adapter.place)
 
     def _mixtures_apart(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
         """Mixtures that cannot be in a launch with the other rows: of those that decode, a graph holds so many."""
         mixtures = [row for row in rows if row.sequence.members]
-        if not mixtures or self._graphs is None:
+        graphs = self.graphs.decode
+        if not mixtures or graphs is None:
             return mixtures if any(row.scored for row in rows) else []
-        if num_states(row for row in rows if row.feeds_back) > self._graphs.max_rows:
+        if num_states(row for row in rows if row.feeds_back) > graphs.max_rows:
             return mixtures
         return [row for row in mixtures if not row.feeds_back]
 
@@ -315,17 +264,18 @@ class ModelRunner:
         step = Launched(rows, rows if are_plain else [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
         is_routed = not are_plain and self._is_routed(rows[0])
-        if self._graphs is not None and not is_routed and self._is_for_graphs(self._graphs, rows, are_plain):
+        graphs = None if is_routed else self.graphs.of_decoding(rows, are_plain)
+        if graphs is not None:
             try:
                 if are_plain:
-                    self._launch_plain(self._graphs, step, between)
+                    self._launch_plain(graphs, step, between)
                 elif rows[-1].feeds_back:
-                    self._launch_graph(self._graphs, step, between)
+                    self._launch_graph(graphs, step, between)
                 else:
-                    self._launch_mixed(step)
+                    self._launch_mixed(graphs, step)
                 return step
             except CaptureError as error:
-                self._give_up_graphs(error)
+                self.graphs.give_up(error)
         if any(row.scored for row in rows):
             self._launch_scored(step, between)
         else:
@@ -335,13 +285,6 @@ class ModelRunner:
         step.layers_s = self.pipeline.layers_s
         return step
 
-    @staticmethod
-    def _is_for_graphs(graphs: DecodeGraphs, rows: list[ScheduledRow], are_plain: bool) -> bool:
-        """Whether rows that decode are in it, and no more than a graph holds."""
-        if are_plain:
-            return len(rows) <= graphs.max_rows
-        return rows[0].feeds_back and num_states(row for row in rows if row.feeds_back) <= graphs.max_rows
-
     def _launch_scored(self, step: Launched, between: Callable[[], None] | None) -> None:
         """A step that tells log-probabilities of prompts' tokens: the head takes them apart from rows that draw."""
         x, inputs = self._hidden(self._inputs(step.rows), between)
@@ -350,40 +293,19 @@ class ModelRunner:
 
     def _hidden(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
         """`Pipeline.hidden`, in pieces if something is to be called between them and there are such."""
-        pieces = None if self._graphs is None else self._graphs.pieces
-        if between is None or pieces is None or inputs.adapters is not None:
-            return self.pipeline.hidden(inputs)
-        return pieces.hidden(inputs, between)
+        return self.graphs.hidden_in_pieces(inputs, between) or self.pipeline.hidden(inputs)
 
     def _forward(self, inputs: StepInputs, into: Tensor | None, between: Callable[[], None] | None) -> Tensor:
         """Logits [R, V] of a step of any rows: by graphs if some hold it, else in `into` if they fit."""
-        try:
-            logits = self._by_graphs(inputs, between if self.has_pieces else None)
-            if logits is not None:
-                return logits
-        except CaptureError as error:
-            self._give_up_graphs(error)
+        logits = self.graphs.logits_of_prompts(inputs, between)
+        if logits is not None:
+            return logits
         holds_all = into is not None and len(inputs.logit_tokens) <= len(into)
         out = into if holds_all else None
         if between is None or not self.has_pieces:
             return self.pipeline.forward(inputs, out)
         x, here = self._hidden(inputs, between)
         return self.pipeline.stages[-1].logits(x, here, out)
-
-    def _by_graphs(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
-        """Logits [R, V] of a step that graphs of short prompts hold, in pieces if something is to be called between
-        them; None: none do. Raises CaptureError where decode graphs are of no use either."""
-        if between is not None:
-            pieces = self._prompt_pieces
-            in_pieces = None if pieces is None else pieces.size_for(inputs)
-            try:
-                return None if pieces is None or in_pieces is None else pieces.run(inputs, in_pieces, between)
-            except CaptureError as error:
-                self._give_up_prompt_pieces(error)
-                return None
-        graphs = self._prefill_graphs
-        size = None if graphs is None else graphs.size_for(inputs)
-        return None if graphs is None or size is None else graphs.run(inputs, size)
 
     def _launch_plain(self, graphs: DecodeGraphs, step: Launched, between: Callable[[], None] | None) -> None:
         """A step of plain rows only, as most are: all that `_launch_graph` looks at is known of them."""
@@ -421,20 +343,20 @@ class ModelRunner:
 
     def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
         """The graph that holds both, if they may go together."""
-        if self._mixed_graphs is None or any(row.sequence.members for row in decoding):
+        if self.graphs.mixed is None or any(row.sequence.members for row in decoding):
             return None
         if self._adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
             return None
         tokens = sum(row.num_tokens for row in reading)
-        size = self._mixed_graphs.size_for(len(decoding), len(reading), tokens)
+        size = self.graphs.mixed_size(len(decoding), len(reading), tokens)
         drawing = (row.sequence for row in [*decoding, *reading] if row.draws and row.sequence.matcher is None)
         return size if size is not None and self._drawing.fits_graphs(drawing) else None
 
-    def _launch_mixed(self, step: Launched) -> None:
+    def _launch_mixed(self, graphs: DecodeGraphs, step: Launched) -> None:
         """Rows that decode, first, and prompts behind them: one graph draws for both."""
         reading, decoding = _parted_by_kind(step.rows)
         size = self._mixed_size(decoding, reading)
-        assert self._mixed_graphs is not None and size is not None, "`parts` has found a size for them"
+        assert self.graphs.mixed is not None and size is not None, "`parts` has found a size for them"
         self._drawing.admit(row.sequence for row in reading if row.draws)
         sequences = [row.sequence for row in decoding]
         reads, writes = _slots_of(sequences)
@@ -443,11 +365,11 @@ class ModelRunner:
         places = [*range(len(decoding)), *range(size.decoding, size.decoding + len(seats))]
         free, held = parted(step.drawing)
         held_places = [places[i] for i in held]
-        drawn = self._mixed_graphs.run(size, rows, self._inputs(reading), seats, held_places)
+        drawn = self.graphs.mixed.run(size, rows, self._inputs(reading), seats, held_places)
         step.tokens_sent = self._tokens.send()
         step.draws.append(Drawn(free, self._copies.start(drawn), places=[places[i] for i in free]))
-        if held and self._graphs is not None:
-            step.undrawn = Undrawn(held, self._graphs.logits, held_places)
+        if held:
+            step.undrawn = Undrawn(held, graphs.logits, held_places)
 
     def _adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
         """Where devices have the adapter of each row, 0 for none; None: no row has one."""
@@ -532,7 +454,7 @@ class ModelRunner:
 
     def _pipeline_status(self) -> dict[str, Any]:
         """How the layers lie, how many groups of rows are on their way, and how values go from device to device."""
-        places = [] if self._graphs is None else self._graphs.places
+        places = self.graphs.places
         return {
             "layers": [stage.share for stage in self.pipeline.stages],
             "streamed_layers": [stage.num_streamed for stage in self.pipeline.stages],
@@ -557,7 +479,7 @@ class ModelRunner:
             "weight_bytes": sum(stage.weight_bytes for stage in self.pipeline.stages),
             "wkv_state": self.pipeline.stages[0].precision.wkv_state.shown,
             "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
-            "decode_graphs": self.graph_refusal or "used",
+            "decode_graphs": self.graphs.refusal or "used",
             "pipeline": self._pipeline_status(),
             "samplers": {
                 "used": self._drawing.used,

@@ -137,12 +137,12 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
     overlaps = request.param == "overlapped"
     with started_engine(model, pool, overlap_on_cpu=overlaps, states=poet(model)) as engine:
-        engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
+        engine.machine.graphs.decode = StandIn(engine.machine)  # type: ignore[assignment]
         yield engine
 
 
 def graphs(engine: Engine) -> StandIn:
-    found = engine.machine._graphs
+    found = engine.machine.graphs.decode
     assert isinstance(found, StandIn)
     return found
 
@@ -256,7 +256,7 @@ def test_rows_that_no_graph_can_hold_go_apart(model: Path, monkeypatch: pytest.M
         wanted, without = run(whole, *rows).all_texts, run(whole, ask("routed 0", max_tokens=25, ignore_eos=True))
     assert wanted[4] != without.all_texts[0]
     with started_engine(model, overlap_on_cpu=True, **own) as engine:
-        engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
+        engine.machine.graphs.decode = StandIn(engine.machine)  # type: ignore[assignment]
         assert run(engine, *rows).all_texts == wanted
         assert max(graphs(engine).steps) == 5, "the rows without an adapter"
 
@@ -268,7 +268,7 @@ def test_text_that_is_certain_is_read_whatever_its_length(model: Path, whole: En
     wanted = [run(whole, row).all_texts for row in rows]
     for overlaps in (False, True):
         with started_engine(model, prefill_chunk=4, overlap_on_cpu=overlaps) as engine:
-            engine.machine._graphs = StandIn(engine.machine)  # type: ignore[assignment]
+            engine.machine.graphs.decode = StandIn(engine.machine)  # type: ignore[assignment]
             assert [run(engine, row).all_texts for row in rows] == wanted
             assert engine.jobs.certain_tokens > 0
 
@@ -295,7 +295,7 @@ def test_prompts_of_a_batch_are_read_in_pieces_by_graphs_while_interactive_reque
     chat = ask("x" * 200, max_tokens=3)
     wanted = run(whole, chat).all_texts
     machine = engine.machine
-    pieces = graphs(engine).pieces = machine._prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
+    pieces = graphs(engine).pieces = machine.graphs.prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
     monkeypatch.setattr(engine.scheduler._batch_share, "_has_pieces", True)
     let_in, launch = [], engine._let_in._launch
     engine._let_in._launch = lambda rows: let_in.append(len(rows)) or launch(rows)  # type: ignore[func-returns-value]
@@ -321,14 +321,14 @@ def test_pieces_of_prompts_that_cannot_be_captured_are_done_without(
         raise CaptureError("a piece could not be captured: OutOfMemoryError")
 
     machine = engine.machine
-    pieces = machine._prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
+    pieces = machine.graphs.prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
     monkeypatch.setattr(pieces, "run", run_pieces)
     hidden = machine.pipeline.hidden
     graphs(engine).pieces = SimpleNamespace(hidden=lambda inputs, between: (between(), hidden(inputs))[1])  # type: ignore[assignment]
     monkeypatch.setattr(engine.scheduler._batch_share, "_has_pieces", True)
     run(engine, ask("x", max_tokens=2))
     assert run(engine, *mixture()).all_texts == wanted_of_mixture
-    assert machine._prompt_pieces is None and machine._graphs is not None
+    assert machine.graphs.prompt_pieces is None and machine.graphs.decode is not None
 
 
 def test_prompts_that_are_let_in_leave_logits_alone_that_wait_for_a_mask(model: Path, whole: Engine) -> None:
@@ -341,8 +341,8 @@ def test_prompts_that_are_let_in_leave_logits_alone_that_wait_for_a_mask(model: 
     prompts = [ask(f"read {k} " * 600, max_tokens=2) for k in range(12)]
     with started_engine(model, overlap_on_cpu=True, max_running=96) as engine:
         machine = engine.machine
-        machine._graphs = StandIn(machine)  # type: ignore[assignment]
-        graphs(engine).pieces = machine._prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
+        machine.graphs.decode = StandIn(machine)  # type: ignore[assignment]
+        graphs(engine).pieces = machine.graphs.prompt_pieces = PromptPieces(machine)  # type: ignore[assignment]
         engine.scheduler._batch_share._has_pieces = True
         run(engine, chats[0][0])
         jobs: list[Running] = []

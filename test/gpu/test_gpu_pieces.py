@@ -196,7 +196,7 @@ def test_a_batchs_prompts_that_are_read_beside_interactive_rows_say_what_they_sa
         ensure_model(), devices=("cuda:0",), max_running=96, batch_step_layers=2, samplers=("rapid",)
     ) as engine:
         alone = run(engine, *rows).all_texts
-        pieces, read = engine.machine._prompt_pieces, []
+        pieces, read = engine.machine.graphs.prompt_pieces, []
         assert pieces is not None
         plain = pieces.run
         pieces.run = lambda *given: read.append(1) or plain(*given)  # type: ignore[func-returns-value, method-assign]
