@@ -66,9 +66,7 @@ class StageTimes:
     def mixed(self, size: MixedSize) -> list[float]:
         """Of both in one graph. Raises ValueError where none was measured."""
         if not self._riding:
-            raise ValueError(
-                "--times has no `mixed` steps, which few clients have; measure them (bench.stage_times)"
-            )
+            raise ValueError("--times has no `mixed` steps, which few clients have; take them from bench.stage_times")
         return [
             a + b for a, b in zip(self.decode(size.decoding), _between(self._riding, size.prompts.tokens), strict=True)
         ]
