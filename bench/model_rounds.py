@@ -313,6 +313,15 @@ class Times:
         self.rounds.append(num_rounds)
         self.look()
 
+    def memory(self) -> dict[str, Any]:
+        """All looks by now, and what a round leaves by them."""
+        told = {
+            "memory_mb": [look.memory for look in self.looks],
+            "drawn": [look.drawn - self.looks[0].drawn for look in self.looks],
+        }
+        both = {True, False} <= {rounds > 0 for rounds in self.rounds}
+        return told | ({"kept_kb_of_a_round": kept_kb(self.looks, self.rounds)} if both else {})
+
     def seconds(self, of_rounds: bool) -> float:
         """Of all of these times."""
         return sum(end - begin for begin, end in self.spans[of_rounds])
@@ -446,7 +455,8 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 quiet_s = times.spans[True][-1][1] - times.spans[True][-1][0]
         except SystemExit:  # a time limit
             in_rounds = times.spans[True] + ([(times.begun, time.monotonic())] if times.begun else [])
-            print(json.dumps({"rounds": len(seconds), **notes.told(times.spans[False], in_rounds)}), flush=True)
+            known = {"rounds": len(seconds), **notes.told(times.spans[False], in_rounds), **times.memory()}
+            print(json.dumps(known), flush=True)
             raise
         faults_begin = time.monotonic()
         told = {} if args.no_faults else faults(served)
@@ -472,9 +482,7 @@ def measure(url: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_s_of_a_round": round(used / args.rounds, 2),
         "faults": told,
         "faults_gap_ms_max": percentile([g for _, at, g in notes.client.gaps if faults_begin < at < faults_end], 1.0),
-        "memory_mb": [look.memory for look in times.looks],
-        "drawn": [look.drawn - times.looks[0].drawn for look in times.looks],
-        "kept_kb_of_a_round": kept_kb(times.looks, times.rounds),
+        **times.memory(),
         "processes": {"before": processes, "after": len(served.processes())},
         "stream_errors": notes.client.failures[:3],
         "wrong": wrong[:3],
