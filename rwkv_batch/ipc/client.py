@@ -5,12 +5,14 @@ Threads: any may call; one of its own connects, receives and runs the callbacks.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -248,6 +250,13 @@ class EngineClient:
             self._newest = link
         if self._stopped.is_set():
             link.close()
+        try:
+            self._receive(link)
+        except Exception:  # a foreign frame, or a waiter's fault: all others have been told, and it connects anew
+            logger.exception("the connection to the engine failed; reconnecting")
+
+    def _receive(self, link: WorkerLink) -> None:
+        """Hand out what comes until the link is lost, then tell everyone who waits. Raises what a waiter did, last."""
         is_there = False  # a process that stands still may be at the other end
         try:
             for message in link.receive():
@@ -255,8 +264,6 @@ class EngineClient:
                     is_there = True
                     self._there(link)
                 self._handle(message)
-        except Exception:  # a foreign frame, a sink's fault: who waits is told below, and it connects anew
-            logger.exception("the connection to the engine failed; reconnecting")
         finally:
             link.close()
             with self._lock:
@@ -297,15 +304,18 @@ class EngineClient:
             self._link = None
             self._reason = lost
             waiting, self._waiting = self._waiting, _Waiting()
-        self._on_change(False)
+        tell: list[Callable[[], None]] = [partial(self._on_change, False)]
         for job_id, admitted in waiting.admissions.items():
             listener = waiting.listeners.pop(job_id, None)
-            admitted(ServiceError.from_info(lost_turn if listener is not None and listener.is_turn else lost))
+            error = lost_turn if listener is not None and listener.is_turn else lost
+            tell.append(partial(admitted, ServiceError.from_info(error)))
         for job_id, listener in waiting.listeners.items():
             error = lost_turn if listener.is_turn else lost
-            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))
-        for asked in waiting.calls.values():
-            asked.reply(ServiceError.from_info(lost))
+            tell.append(partial(listener.sink, JobEvents(job_id=job_id, deltas=[], done=True, error=error)))
+        tell.extend(partial(asked.reply, ServiceError.from_info(lost)) for asked in waiting.calls.values())
+        with contextlib.ExitStack() as each_is_told:  # also behind one that raises; the last to come in is called first
+            for act in reversed(tell):
+                each_is_told.callback(act)
 
 
 def _too_long(error: FrameTooLong) -> ServiceError:

@@ -111,6 +111,41 @@ def test_whoever_waits_when_the_engine_is_lost_is_told_once() -> None:
     assert (len(worker.told), len(worker.admitted), len(worker.answers)) == (2, 3, 1)
 
 
+@pytest.mark.parametrize("bad", ["listener", "admission", "call"])
+def test_a_waiter_that_raises_keeps_nobody_from_hearing_of_the_loss(bad: str) -> None:
+    """Nor does it end the client's thread, and with it the HTTP worker: the next engine is heard."""
+    worker = Worker()
+
+    def fault(*_: Any) -> None:
+        raise ValueError("a fault of one waiter")
+
+    def messages() -> Iterator[Any]:
+        yield HERE
+        for name in ("first", "second"):
+            raises = name == "first"
+            worker.client.submit(
+                job(f"{name} running"),
+                fault if raises and bad == "listener" else worker.told.append,
+                lambda error: None,
+            )
+            yield Admitted(f"{name} running", None)
+            worker.client.submit(
+                job(f"{name} waiting"),
+                worker.told.append,
+                fault if raises and bad == "admission" else worker.admitted.append,
+            )
+            worker.client.call(GetStatus(), fault if raises and bad == "call" else worker.answers.append)
+
+    worker.serve(messages())
+    assert [len(told) for told in (worker.told, worker.admitted, worker.answers)] == [
+        2 - (bad == "listener"),
+        2 - (bad == "admission"),
+        2 - (bad == "call"),
+    ]
+    worker.serve([HERE])
+    assert worker.changes == [True, False] * 2
+
+
 def test_jobs_that_were_refused_or_have_ended_are_forgotten() -> None:
     worker = Worker()
 
