@@ -6,11 +6,10 @@ waits for such a job is told after `PATIENCE_S`; the thread goes on with other j
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -47,11 +46,41 @@ class _Job:
     """Called, perhaps several times and beside `work`, when the job takes too long or never begins."""
 
 
+class _Line:
+    """Jobs that no thread has begun, each of which leaves it from the front; None ends the thread that takes it."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[_Job | None] = deque()
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: _Job | None) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def take(self) -> _Job | None:
+        """The first, as soon as there is one."""
+        with self._changed:
+            while not self._jobs:
+                self._changed.wait()
+            return self._jobs.popleft()
+
+    def take_if(self, nobody_else_will: Callable[[], bool]) -> _Job | None:
+        """The first job, unless a thread would take it; None, too, if there is none before the end of a thread."""
+        with self._changed:
+            if not self._jobs or self._jobs[0] is None or not nobody_else_will():
+                return None
+            return self._jobs.popleft()
+
+
 class Workers:
     """Threads that do what is submitted, in order."""
 
     def __init__(self, name: str, count: int, on_death: Callable[[], None]) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs = _Line()
         self._under_way: list[tuple[float, _Job] | None] = [None] * count
         """By thread: since when (monotonic), and what."""
         self._threads = [
@@ -66,7 +95,7 @@ class Workers:
     @property
     def waiting(self) -> int:
         """Jobs that no thread has begun."""
-        return self._jobs.qsize()
+        return len(self._jobs)
 
     def submit(self, work: Callable[[], object], give_up: Callable[[], object] = lambda: None) -> None:
         """Have `work` done; `give_up` is called by `give_up_hung` if that takes too long."""
@@ -76,13 +105,8 @@ class Workers:
         """Give up the jobs that take too long, and those behind them if no thread is left to begin them."""
         for job in self._all_hung():
             job.give_up()
-        with suppress(queue.Empty):
-            while self._none_is_left():
-                waiting = self._jobs.get_nowait()
-                if waiting is None or not self._none_is_left():
-                    self._jobs.put(waiting)  # of `close`, with nothing but others behind it; or a thread is back for it
-                    return
-                waiting.give_up()
+        while (waiting := self._jobs.take_if(self._none_is_left)) is not None:
+            waiting.give_up()
 
     def close(self) -> None:
         """Finish what was asked and end the threads; those that hang are left. Blocks, for a bounded time a job."""
@@ -104,7 +128,7 @@ class Workers:
         return None if begun is None or time.monotonic() < begun[0] + PATIENCE_S else begun[1]
 
     def _run(self, number: int) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.take()) is not None:
             self._under_way[number] = (time.monotonic(), job)
             job.work()
             self._under_way[number] = None

@@ -131,3 +131,19 @@ def test_what_waits_is_not_given_up_when_a_thread_is_back(monkeypatch: pytest.Mo
     goes_on.set()
     workers.close()
     assert told == ["done"]
+
+
+def test_a_thread_that_is_back_finds_the_line_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back while those that wait are given up."""
+    goes_on, told = threading.Event(), []
+    workers = transfers.Workers("test-workers", 1, lambda: None)
+    workers.submit(goes_on.wait)
+    wait_for(lambda: workers._under_way[0] is not None, 20, "the thread has begun")
+    for name in ("first", "second"):
+        workers.submit(lambda name=name: told.append(name), lambda name=name: told.append(name))  # type: ignore[misc]
+    none_is_left = iter([True])
+    monkeypatch.setattr(workers, "_none_is_left", lambda: next(none_is_left, False))
+    workers.give_up_hung()
+    goes_on.set()
+    workers.close()
+    assert told == ["first", "second"]
