@@ -337,6 +337,8 @@ class Engine:
             if not (self._in_flight and self._is_awaited(self._in_flight[-1])):
                 break
         self._let_in.end()
+        if not self._in_flight:
+            self._let_in.rest()
         self.jobs.deliver()  # of rows that ended without a step
         return bool(rows) or concludes
 

@@ -30,7 +30,7 @@ Step = TypeVar("Step")
 
 class LetIn(Generic[Step]):
     """The engine's, for one step at a time: `begin`, `look`, a call between every two pieces, `end`; then `look` when
-    the step before it was read, and `end`."""
+    the step before it was read, and `end`; `rest` when none is in flight."""
 
     def __init__(
         self,
@@ -57,12 +57,16 @@ class LetIn(Generic[Step]):
 
     def begin(self, rows: list[ScheduledRow]) -> Between | None:
         """A step over these rows is launched next; what to call between its pieces. None: it need not be in pieces."""
-        self._left, self._looks, self._under_way = 0, False, frozenset()
+        self.rest()
         if not any(row.sequence.job.is_batch for row in rows):
             return None
         self._under_way = frozenset(row.sequence.job for row in rows)
         self._left = MOST_LET_IN
         return self._between
+
+    def rest(self) -> None:
+        """No step with batch work is under way: its jobs are kept no longer, and nobody is let in before the next."""
+        self._left, self._looks, self._under_way = 0, False, frozenset()
 
     def look(self) -> None:
         """No piece is being launched: prompts go before the next, and are concluded when it is on its way."""

@@ -22,6 +22,7 @@ from rwkv_batch.runner.drawing import Drawing, Launched
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import TOKENIZER, Running, ask, call, free_slots, run, started_engine, submit, tiny_model, turn
+from test.serving import wait_for
 
 SAMPLED = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.8, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.99, seed=7
@@ -326,6 +327,22 @@ def test_what_comes_while_the_host_is_at_work_on_a_step_is_let_in(
         assert all(finish.completion_tokens == 20 for finish in bulk.wait().finishes.values())
         assert late[0].wait().finishes[0].completion_tokens == 1
         assert within == [1] and launched[:2] == [1, 9], "it went before the rows of the batch"
+
+
+def test_nothing_is_kept_of_the_last_step_with_batch_work(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt would stay in memory for as long as nobody comes."""
+    with started_engine(model) as engine:
+        launch, seen = engine.machine.launch, []
+
+        def launched(rows: Any, after: Any = (), between: Any = None) -> Launched:
+            seen.append(len(engine._let_in._under_way))
+            return launch(rows, after)
+
+        monkeypatch.setattr(type(engine.machine), "has_pieces", True)
+        monkeypatch.setattr(engine.machine, "launch", launched)
+        run(engine, *[ask("a prompt", max_tokens=4)] * 9)
+        assert max(seen) == 1
+        wait_for(lambda: not engine._let_in._under_way, 20, "the job is forgotten")
 
 
 def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_come(
