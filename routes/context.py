@@ -54,8 +54,8 @@ class Models(Protocol):
         """The context of the model that a request names. Raises ServiceError."""
 
     async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
-        """Return when the model that a request names is not being loaded any more; at the latest after so long, or
-        when every worker must have been told."""
+        """Return when it is known here whether the model that a request names is being loaded; at the latest after so
+        long."""
 
     async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
         """Have a model loaded, and wait so long for it. Raises ServiceError if that cannot be begun."""
@@ -160,7 +160,7 @@ class Context:
         return self.models.chosen(self, asked) if self.models is not None and isinstance(asked, str) else self
 
     async def of_model_soon(self, asked: object) -> Context:
-        """The same; one that is being loaded is waited for a moment."""
+        """The same, with what other workers may have been told before this one."""
         if self.models is not None and isinstance(asked, str):
             await self.models.wait_while_loading(asked, self.config.engine_wait_s)
         return self.of_model(asked)

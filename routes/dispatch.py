@@ -43,7 +43,7 @@ async def settled(route: Route, reply: Awaitable[Reply]) -> Reply:
 
 
 async def model_context(context: Context, route: Route, data: object) -> Context:
-    """The context of the model that a request names; one that is being loaded is waited for. Raises ServiceError."""
+    """The context of the model that a request names. Raises ServiceError, also while it is being loaded."""
     if not isinstance(data, dict) or route.is_about_models:
         return context
     return await context.of_model_soon(data.get("model"))

@@ -70,6 +70,10 @@ class ModelDirectory:
         self._used: set[str] = set()
         self._num_told = 0
         """tables that the supervisor has sent"""
+        self._asks = asyncio.Lock()
+        """held by who puts a question to the supervisor"""
+        self._begun = self._answered = 0
+        """questions: how many, and which was answered last"""
         self.table: tuple[ServedModel, ...] = ()
 
     def update(self, table: Sequence[ServedModel]) -> None:
@@ -128,17 +132,25 @@ class ModelDirectory:
                 raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model", retry_after_s=_RETRY_S)
 
     async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
-        """Return when the model that a request names is not being loaded any more, as far as this worker has been told;
-        at the latest after so long, or when it must have been: another may have been told that it is ready just now.
+        """Return when this worker knows all that others had been told of the model that a request names: another may
+        have been told just now that it is ready. At the latest after so long.
 
-        No longer: who waits has a place, and a model may load for minutes while others serve.
+        No model is waited for: who waits has a place, and it may load for minutes while others serve.
         """
 
         def is_loaded() -> bool:
             model = self._named(asked)
             return model is None or model.status is not ModelStatus.LOADING
 
-        await self._until(is_loaded, min(timeout_s, _TOLD_S))
+        if is_loaded():
+            return
+        most = min(timeout_s, _TOLD_S)
+        known = [asyncio.ensure_future(one) for one in (self._until(is_loaded, most), self._catch_up())]
+        try:
+            await asyncio.wait(known, timeout=most, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in known:
+                one.cancel()
 
     def take_used(self) -> tuple[str, ...]:
         """The models that have been asked for since the last call, or answer right now."""
@@ -209,6 +221,16 @@ class ModelDirectory:
         if refusal is not None:
             raise ServiceError(kind, refusal, field=field, given=given)
         return num_told
+
+    async def _catch_up(self) -> None:
+        """Return when all has come that any worker was told before; who ask at the same time share a question."""
+        came = self._begun
+        async with self._asks:
+            if self._answered > came:
+                return
+            self._begun = number = self._begun + 1
+            await self._send(ModelCommand(0, is_question=True), ErrorKind.INTERNAL, "model", "")
+            self._answered = number
 
     async def _settled(self, name: str, timeout_s: float | None, num_told: int, before: str) -> ServedModel:
         """What is told of a model, at the latest after the time. Raises ServiceError if it leaves meanwhile.

@@ -147,7 +147,8 @@ class HttpWorkers:
                 case "engine":
                     worker.has_engine = value
                 case "model":
-                    worker.child.tell(("model", value.number, self.engines.obey(value)))
+                    refusal = None if value.is_question else self.engines.obey(value)
+                    worker.child.tell(("model", value.number, refusal))
                 case "used":
                     self.engines.used(value)
                 case "failed":

@@ -83,3 +83,5 @@ class ModelCommand(msgspec.Struct, frozen=True):
     """Name of one to drain and end."""
     restart_engine: str = ""
     """Name of one to drain and start anew; "all": one after the other."""
+    is_question: bool = False
+    """Nothing is to be done: when the answer comes, all has come that any worker was told before."""

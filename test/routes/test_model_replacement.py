@@ -71,6 +71,9 @@ class Machine:
         return any(one.wish.name == name for one in self.table)
 
     def tell(self, command: ModelCommand) -> None:
+        if command.is_question:
+            self.models.answered(command.number, None)
+            return
         name = command.wish.name if command.wish is not None else command.unload
         self.told.append(f"{'load' if command.wish is not None else 'unload'} {name}")
         refusal = f"name: {name} is here" if self.has(name) else None
@@ -160,6 +163,7 @@ LOADING = ModelStatus.LOADING
 def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(tmp_path: Path) -> None:
     """Another worker may have told the client that it is ready before this one heard of it."""
     machine = Machine(tmp_path, "", small=LOADING, large=LOADING)
+    machine.models._tell = lambda command: None
 
     async def ask() -> list[object]:
         asked = [asyncio.ensure_future(machine.context.of_model_soon(name)) for name in ("small", "large:tuned")]
@@ -182,11 +186,38 @@ def test_work_waits_so_long_for_a_model_and_no_longer(
 ) -> None:
     """It has a place meanwhile, which others want for models that are there."""
     machine = Machine(tmp_path, "", small=LOADING)
+    machine.models._tell = lambda command: None
     machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=engine_wait_s)
     monkeypatch.setattr("routes.model_directory._TOLD_S", told_s)
     with pytest.raises(ServiceError) as refused:
         asyncio.run(machine.context.of_model_soon("small"))
     assert refused.value.info.kind is ErrorKind.ENGINE_LOST and refused.value.info.retry_after_s
+
+
+def test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client has 420 places; held until the model may be ready, they would keep its other requests out."""
+    machine = Machine(tmp_path, "", small=LOADING)
+    machine.context.config = msgspec.structs.replace(machine.context.config, engine_wait_s=3600)
+    monkeypatch.setattr("routes.model_directory._TOLD_S", 3600.0)
+
+    async def ask() -> list[object]:
+        questions: asyncio.Queue[ModelCommand] = asyncio.Queue()
+        machine.models._tell = questions.put_nowait
+        asked = [asyncio.ensure_future(machine.context.of_model_soon("small"))]
+        first = await questions.get()
+        asked += [asyncio.ensure_future(machine.context.of_model_soon("small")) for _ in range(420)]
+        await asyncio.sleep(0.01)
+        machine.models.answered(first.number, None)
+        second = await questions.get()  # of all who came since
+        machine.models.answered(second.number, None)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert first.is_question and second.is_question and questions.empty()
+        return told
+
+    refused = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert [getattr(error, "info", error).kind for error in refused] == [ErrorKind.ENGINE_LOST] * 421
 
 
 def test_what_is_told_between_a_look_and_the_wait_is_not_missed(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rwkv_batch.ipc.served_model import ModelCommand
 from supervisor.http_workers import SPARES, HttpWorkers, Worker
 from test.serving import START_S, Service, children, process_runs, raw_request, read_all, wait_for
 
@@ -212,6 +213,19 @@ def test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engi
     assert told() == told() == [("all", True)]
     first.serves = False
     assert told() == [("all", True), ("all", False)]
+
+
+def test_a_question_is_answered_and_no_engine_is_asked() -> None:
+    nothing: Any = None
+    workers = HttpWorkers(nothing, (), num_sockets=1, keys=nothing, engines=nothing)
+
+    class Asks(Told):
+        def heard(self) -> list[Any]:
+            return [("model", ModelCommand(7, is_question=True))]
+
+    child: Any = Asks()
+    workers._listen(Worker(child=child, socket=0))
+    assert child.told == [("model", 7, None)]
 
 
 def test_the_others_are_told_of_a_lost_worker_before_its_end_is_looked_into() -> None:
