@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from app import with_model
 from library.engine_thread import EngineThread
 from library.errors import LLMError
+from native.temporary_folder import TemporaryFolder
 from rwkv_batch.errors import StartupError
 from settings import SettingsError, parse_settings
 
@@ -41,8 +40,8 @@ def started_engine(given: Mapping[str, Any]) -> EngineThread:
     """
     folder = None
     if given.get("state_db") is None:
-        folder = tempfile.mkdtemp(prefix="rwkv-library-")
-        given = {**given, "state_db": f"{folder}/sessions.db", "durability": given.get("durability") or "lazy"}
+        folder = TemporaryFolder("library")
+        given = {**given, "state_db": f"{folder.path}/sessions.db", "durability": given.get("durability") or "lazy"}
     try:
         settings = with_model(parse_settings(arguments_of(given), os.environ))
         engine = EngineThread(settings, folder)
@@ -54,4 +53,4 @@ def started_engine(given: Mapping[str, Any]) -> EngineThread:
         raise LLMError(str(error)) from None
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()

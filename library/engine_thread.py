@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -16,6 +15,7 @@ import msgspec
 from bulk.backends.own_engine import OwnEngine
 from bulk.records import RunError
 from library.errors import LLMError, as_llm_error
+from native.temporary_folder import TemporaryFolder
 from routes.context import Context
 from routes.exchange import Exchange, work_on
 from rwkv_batch.errors import ServiceError, StartupError
@@ -55,7 +55,7 @@ class _Calls:
 class EngineThread:
     """A started engine; closed by `close`, when nobody has it any more, or with the program. Any thread may ask."""
 
-    def __init__(self, settings: Settings, folder: str | None) -> None:
+    def __init__(self, settings: Settings, folder: TemporaryFolder | None) -> None:
         """Loads the model. `folder`: to be removed at the end. Raises LLMError."""
         self._process = os.getpid()
         self._own = OwnEngine(_for_one_program(settings), keeps_sessions=True)
@@ -151,7 +151,7 @@ def _end(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     readers: ThreadPoolExecutor,
-    folder: str | None,
+    folder: TemporaryFolder | None,
     process: int,
 ) -> None:
     """Knows nothing of the EngineThread, whose end it is."""
@@ -164,4 +164,4 @@ def _end(
         thread.join()
     readers.shutdown(wait=False)
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()

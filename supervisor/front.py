@@ -10,16 +10,15 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from native.temporary_folder import TemporaryFolder
 from rwkv_batch.ipc.process import LogStyle, become_child
 from supervisor.nginx_config import NginxConfig
 
@@ -32,12 +31,12 @@ def front_process(
 ) -> None:
     """Main function of the process. "quit" lets nginx finish its answers; the supervisor's end ends it at once."""
     become_child(name, style)
-    folder = tempfile.mkdtemp(prefix="rwkv-nginx-")
-    Path(folder).chmod(0o711)  # nginx that root starts works as another user, who must reach its own folders
+    folder = TemporaryFolder("nginx")
+    Path(folder.path).chmod(0o711)  # nginx that root starts works as another user, who must reach its own folders
     try:
-        code = _run(config, listener, folder, supervisor)
+        code = _run(config, listener, folder.path, supervisor)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
     sys.exit(code)
 
 

@@ -10,9 +10,7 @@ import logging
 import multiprocessing
 import os
 import secrets
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -24,6 +22,7 @@ import msgspec
 
 from cluster.actors.address import ClusterAddress
 from cluster.actors.plan import ClusterPlan
+from native.temporary_folder import TemporaryFolder
 from routes.api_keys import KeysFile
 from routes.files_folder import NONE, has_store
 from rwkv_batch.errors import StartupError
@@ -85,7 +84,9 @@ class Supervisor:
             settings = _with_front_key(settings)
         settings = _with_shared_sessions(_with_files_dir(settings))
         self._settings = settings
-        self._folder = tempfile.mkdtemp(prefix="rwkv-")
+        self._folder = TemporaryFolder()
+        # Else multiprocessing makes one of its own, which stays if this process is killed.
+        multiprocessing.current_process()._config["tempdir"] = self._folder.path  # type: ignore[attr-defined]
         let_forks_import()
         style = LogStyle(settings.service.log_format, settings.service.log_level)
         spawn = multiprocessing.get_context("spawn")
@@ -118,7 +119,7 @@ class Supervisor:
         replicas = () if service.cluster else replicas
         needed = PRELOADED if factory == ENGINE_FACTORY else factory.partition(":")[0]
         self._engine_forks = forks = ForkedContext(engine_process.__module__, needed)
-        engines = Engines(engine, self._folder, style, spawn, engine_process, factory, limits, replicas, forks)
+        engines = Engines(engine, self._folder.path, style, spawn, engine_process, factory, limits, replicas, forks)
         if not service.cluster:
             return engines
         plan = ClusterPlan(
@@ -267,7 +268,8 @@ class Supervisor:
         for forks in (self._http_forks, self._engine_forks):
             forks.end()
         self._listeners.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+        self._folder.remove()
 
 
 def listen(settings: Settings) -> Listeners:

@@ -1,0 +1,59 @@
+"""A folder of one process, beside those of others: what a process that was killed has left is removed by the next.
+
+Whoever holds the lock of the file in it is its owner, and the system lets go of the lock with the process, however that
+ends. So nobody's folder is taken away who runs, whatever user, container or service he is of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+ALL = "rwkv-"
+"""What all their names begin with."""
+_LOCK = "owner.lock"
+
+
+class TemporaryFolder:
+    """Removed by `remove`, or by a later process."""
+
+    def __init__(self, kind: str = "") -> None:
+        """Makes one of that kind, and removes those without an owner. Raises OSError if none can be made."""
+        remove_left()
+        while True:
+            self.path = tempfile.mkdtemp(prefix=f"{ALL}{kind}-" if kind else ALL)
+            self._lock = os.open(os.path.join(self.path, _LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks: it is nobody's then, and stays
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.fstat(self._lock).st_nlink:
+                return
+            os.close(self._lock)  # another process came between the two calls, and has removed it
+
+    def remove(self) -> None:
+        """At the owner's end; again: nothing happens."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def remove_left() -> None:
+    """Remove this user's folders whose owner is gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{ALL}*"):
+        with contextlib.suppress(OSError):  # another's, or one that has just been removed
+            if folder.lstat().st_uid == os.geteuid():
+                _remove_unowned(folder)
+
+
+def _remove_unowned(folder: Path) -> None:
+    """Raises OSError if it has an owner, or never had one."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
