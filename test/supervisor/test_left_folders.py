@@ -14,7 +14,7 @@ import pytest
 
 from native import temporary_folder
 from native.temporary_folder import TemporaryFolder, remove_left
-from test.serving import Service
+from test.serving import Service, wait_for
 from test.sources import ROOT
 
 HOLDS = "from native.temporary_folder import TemporaryFolder as T; print(T('{}').path, flush=True); input()"
@@ -102,18 +102,19 @@ def test_one_that_is_removed_before_it_is_locked_is_made_again(place: Path, monk
 
 
 def test_a_service_removes_what_a_killed_one_has_left(place: Path, tmp_path: Path) -> None:
-    killed = Service(tmp_path, program="test/fake_app.py", PYTHONPATH=".")
+    flags = ("--http-workers", "1", "--files-dir", "none")
+    killed = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
-        killed.wait_ready()
+        wait_for(lambda: "serving" in killed.log.read_text(), 60, "it has an engine")
         before = left(place)
         killed.process.kill()
         killed.process.wait()
         assert before and left(place) == before
     finally:
         killed.close()
-    service = Service(tmp_path, program="test/fake_app.py", PYTHONPATH=".")
+    service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
-        service.wait_ready()
+        wait_for(lambda: "serving" in service.log.read_text(), 60, "it has an engine")
         assert not left(place) & before
         service.process.terminate()
         assert service.process.wait(60) == 0
