@@ -27,7 +27,7 @@ from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
 from routes.request.generate_requests import row_stops
 from routes.request.toolbox import Toolbox, begins_with_call
-from routes.request.unserved import Unserved
+from routes.request.unserved import OpenAIOnlyFields
 from routes.response.answer_parts import AnswerForm
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.grammar.constraint import Constraint
@@ -65,7 +65,7 @@ class StreamOptions(Fields):
     include_usage: bool = Field(False, description="End with a chunk that has the usage and no choices.")
 
 
-class OpenAIBody(SessionFields, SamplingBody):
+class OpenAIBody(OpenAIOnlyFields, SessionFields, SamplingBody):
     """What both OpenAI routes understand."""
 
     seed: int | None = Field(
@@ -221,10 +221,6 @@ class ChatBody(ConversationBody):
         None, description="Whether it does: none, auto (the default), required, one by name, or `allowed_tools`."
     )
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
-    functions: Unserved = Field(None, description="Not supported; refused.")
-    audio: Unserved = Field(None, description="Not supported; refused.")
-    web_search_options: Unserved = Field(None, description="Not supported; refused.")
-    modalities: list[Literal["text"]] = Field(["text"], max_length=1, description="Only text.")
     response_format: ResponseFormat | None = Field(None, description=_FORMAT)
 
     @property

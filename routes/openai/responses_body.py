@@ -16,7 +16,7 @@ from routes.request.bodies import Message
 from routes.request.constraints import CLOSED_THOUGHT
 from routes.request.fields import Fields
 from routes.request.toolbox import Toolbox
-from routes.request.unserved import Unserved
+from routes.request.unserved import UNHEARD_LENGTH, Unserved
 from sampling.grammar.constraint import Constraint
 
 MAX_METADATA = 16
@@ -127,6 +127,7 @@ class TextOptions(Fields):
     """`text` of a response."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
+    verbosity: Annotated[Any, UNHEARD_LENGTH] = Field(None, description="Refused, but for medium.")
 
 
 class Reasoning(Fields):
@@ -151,7 +152,9 @@ class ResponsesBody(ConversationBody):
         "auto", description="Whether it does: none, auto, required, one by name, or `allowed_tools`."
     )
     parallel_tool_calls: bool = Field(True, description="Whether one answer may have several calls.")
-    text: TextOptions = Field(TextOptions(), description='{"format": …}: text, JSON, or JSON under a schema.')
+    text: TextOptions = Field(
+        TextOptions.model_validate({}), description='{"format": …}: text, JSON, or JSON under a schema.'
+    )
     reasoning: Reasoning = Field(Reasoning(), description='{"effort": …}: how long it thinks; none unless asked.')
     enable_think: bool = Field(False, description="Let the model think, where no effort is given.")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(

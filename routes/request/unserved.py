@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -13,8 +14,12 @@ from routes.request.fields import Fields
 def refusing(remedy: str, *harmless: Any) -> AfterValidator:
     """What refuses a value and says the remedy; none, and those that ask for nothing, are taken."""
 
+    return _refusing(remedy, lambda value: bool(value) and value not in harmless)
+
+
+def _refusing(remedy: str, asks: Callable[[Any], bool]) -> AfterValidator:
     def refuse(value: Any) -> Any:
-        if value and value not in harmless:
+        if asks(value):
             raise PydanticCustomError("unserved", "{remedy}", {"remedy": remedy})
         return value
 
@@ -23,6 +28,13 @@ def refusing(remedy: str, *harmless: Any) -> AfterValidator:
 
 _CALLS = "functions are called on /openai/v1/chat/completions and /openai/v1/responses only; leave it out"
 Unserved = Annotated[Any, refusing("is not supported by this service yet; leave it out")]
+
+
+_NO_SEARCH = "is not served: nothing is looked up for an answer; leave it out"
+UNHEARD_LENGTH = refusing(
+    "is not served, but for medium; say in the prompt how long the answer is to be, or set max_tokens", "medium"
+)
+"""Of a wish for short or long answers: no model here is told."""
 
 
 class ConversationOnlyFields(Fields):
@@ -34,6 +46,25 @@ class ConversationOnlyFields(Fields):
     tools: Annotated[Any, refusing(_CALLS)] = Field(None, description="Refused: `/openai` has functions.")
     tool_choice: Annotated[Any, refusing(_CALLS, "none", "auto")] = Field(
         None, description="Refused, but for none and auto."
+    )
+
+
+class OpenAIOnlyFields(Fields):
+    """What OpenAI's service heeds in an answer, and this one does not."""
+
+    functions: Annotated[Any, refusing("is the old form of tools, and not served; use tools")] = Field(
+        None, description="Refused; use `tools`."
+    )
+    function_call: Annotated[
+        Any, refusing("is the old form of tool_choice, and not served; use that", "none", "auto")
+    ] = Field(None, description="Refused, but for none and auto; use `tool_choice`.")
+    audio: Unserved = Field(None, description="Not supported; refused.")
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = Field(["text"], description="Only text.")
+    web_search_options: Annotated[Any, _refusing(_NO_SEARCH, lambda value: value not in (None, False))] = Field(
+        None, description="Not supported; refused, also an empty object."
+    )
+    verbosity: Annotated[Any, UNHEARD_LENGTH] = Field(
+        None, description="Refused, but for medium: no model here is told."
     )
 
 

@@ -343,15 +343,42 @@ def test_what_a_message_cannot_say_is_refused_by_name(service: Service, path: st
     assert service.post(path, {"messages": [MESSAGE, empty], "max_tokens": 1}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "body", [{"audio": {"voice": "x"}}, {"modalities": ["audio"]}, {"web_search_options": {"a": 1}}]
-)
-def test_other_kinds_of_answers_are_refused_by_name(body: dict[str, Any]) -> None:
-    from routes.openai.request import ChatBody
+UNSERVED_ASKED: list[dict[str, Any]] = [
+    {"audio": {"voice": "x"}},
+    {"modalities": ["audio"]},
+    {"web_search_options": {"a": 1}},
+    {"web_search_options": {}},
+    {"functions": [{"name": "f"}]},
+    {"function_call": {"name": "f"}},
+    {"verbosity": "low"},
+]
+NOT_ASKED: dict[str, Any] = {
+    "modalities": ["text"],
+    "audio": None,
+    "web_search_options": None,
+    "functions": [],
+    "function_call": "none",
+    "verbosity": "medium",
+    "store": True,
+    "service_tier": "auto",
+}
+
+
+@pytest.mark.parametrize("body", UNSERVED_ASKED)
+@pytest.mark.parametrize("route", ["chat", "completions", "responses"])
+def test_what_no_answer_here_can_heed_is_refused_by_name(route: str, body: dict[str, Any]) -> None:
+    from routes.openai.request import ChatBody, CompletionBody
+    from routes.openai.responses_body import ResponsesBody
     from routes.request.bodies import validate
     from rwkv_batch.errors import ServiceError
 
+    bodies: dict[str, tuple[Any, dict[str, Any]]] = {
+        "chat": (ChatBody, {"messages": [MESSAGE]}),
+        "completions": (CompletionBody, {"prompt": "a"}),
+        "responses": (ResponsesBody, {"input": "a"}),
+    }
+    kind, plain = bodies[route]
     with pytest.raises(ServiceError) as refusal:
-        validate(ChatBody, {"messages": [MESSAGE], **body})
+        validate(kind, {**plain, **body})
     assert str(refusal.value.info.field).partition("[")[0] == next(iter(body))
-    validate(ChatBody, {"messages": [MESSAGE], "modalities": ["text"], "audio": None})
+    validate(kind, {**plain, **NOT_ASKED})

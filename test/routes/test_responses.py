@@ -249,6 +249,7 @@ def test_a_session_reads_only_what_is_new(client: OpenAI) -> None:
         ({"input": [{"type": "image_generation_call"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
