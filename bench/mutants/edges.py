@@ -233,14 +233,14 @@ MUTANTS: list[Mutant] = [
         (*WIRE, "test/routes/test_http_faults.py", "test/routes/test_http_lifecycle.py"),
         [
             (
-                "            listener.sink(JobEvents(job_id=job_id, deltas=[], done=True, error=error))\n",
-                "            pass\n",
+                "            tell.append(partial(listener.sink, JobEvents(job_id=job_id, deltas=[], done=True, error=error)))\n",
+                "",
                 "who waits when the engine dies waits for ever",
                 f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
             (
-                "            asked.reply(ServiceError.from_info(lost))\n",
-                "            pass\n",
+                "        tell.extend(partial(asked.reply, ServiceError.from_info(lost)) for asked in waiting.calls.values())\n",
+                "",
                 "a call that waits when the engine dies is never answered",
                 f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
@@ -269,8 +269,8 @@ MUTANTS: list[Mutant] = [
                 f"{LINKS}::test_jobs_that_were_refused_or_have_ended_are_forgotten",
             ),
             (
-                "        self._on_change(False)\n",
-                "",
+                "= [partial(self._on_change, False)]\n",
+                "= []\n",
                 "/readyz says ready without an engine",
                 f"{LINKS}::test_whoever_waits_when_the_engine_is_lost_is_told_once",
             ),
