@@ -22,12 +22,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.mutants import edges, engine, pool
+from bench.mutants import forms, http, ipc, jobs, output, pool_cache, pool_disk, pool_turns, sampling, scheduling
 from bench.mutants.mutant import Mutant
 from bench.mutants.warm import Wanted
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MUTANTS: tuple[Mutant, ...] = (*engine.MUTANTS, *pool.MUTANTS, *edges.MUTANTS)
+_ROOMS = (scheduling, jobs, output, pool_cache, pool_turns, pool_disk, sampling, ipc, http, forms)
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in _ROOMS for mutant in room.MUTANTS)
 LINKED = (".venv", ".build")
 LEFT_OUT = (".*", "__pycache__", "results", "*.db*")
 """What no test needs, or what tests that run meanwhile write: it may be gone when it is to be copied."""
