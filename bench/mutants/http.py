@@ -1,4 +1,4 @@
-"""Mutants of the HTTP workers: what they read, answer and are told."""
+"""Mutants of the HTTP workers, what they read, answer and are told, and of the processes around them."""
 
 from __future__ import annotations
 
@@ -315,6 +315,48 @@ MUTANTS: list[Mutant] = [
                 "for worker in self.workers) > 0",
                 "/readyz says ready while others refuse work",
                 "test/supervisor/test_http_workers.py::test_ready_is_told_when_every_socket_is_served_by_a_worker_that_has_the_engine",
+            ),
+        ],
+    ),
+    *of(
+        "routes/model_directory.py",
+        ("test/routes/test_model_replacement.py",),
+        [
+            (
+                "            if self._answered > came:\n                return\n",
+                "",
+                "each who asks for a model that is being loaded puts a question of his own",
+                "test/routes/test_model_replacement.py::test_many_who_want_a_model_that_is_being_loaded_are_told_as_soon_as_that_is_known",
+            ),
+        ],
+    ),
+    *of(
+        "routes/request/unserved.py",
+        BODIES,
+        [
+            (
+                "_refusing(_NO_SEARCH, lambda value: value not in (None, False))",
+                "refusing(_NO_SEARCH)",
+                "an answer that was to search the web is made without",
+                "test/routes/test_body_limits.py::test_what_no_answer_here_can_heed_is_refused_by_name",
+            ),
+        ],
+    ),
+    *of(
+        "native/temporary_folder.py",
+        ("test/supervisor/test_left_folders.py",),
+        [
+            (
+                "        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+                "",
+                "a service that starts removes the folders of those that run",
+                "test/supervisor/test_left_folders.py::test_only_those_without_an_owner_are_removed",
+            ),
+            (
+                "            if os.fstat(self._lock).st_nlink:\n",
+                "            if True:\n",
+                "a service has a folder that another one has just removed",
+                "test/supervisor/test_left_folders.py::test_one_that_is_removed_before_it_is_locked_is_made_again",
             ),
         ],
     ),

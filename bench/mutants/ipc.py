@@ -90,6 +90,12 @@ MUTANTS: list[Mutant] = [
                 f"{LINKS}::test_jobs_that_were_refused_or_have_ended_are_forgotten",
             ),
             (
+                "                each_is_told.callback(act)\n",
+                "                act()\n",
+                "a fault of one waiter keeps the others waiting when the engine dies",
+                f"{LINKS}::test_a_waiter_that_raises_keeps_nobody_from_hearing_of_the_loss",
+            ),
+            (
                 "= [partial(self._on_change, False)]\n",
                 "= []\n",
                 "/readyz says ready without an engine",

@@ -244,4 +244,15 @@ MUTANTS: list[Mutant] = [
             ),
         ],
     ),
+    *of(
+        "state_pool/disk/transfers.py",
+        ("test/state_pool/test_pool_hung_store.py",),
+        [
+            (
+                "or self._jobs[0] is None or not nobody_else_will()",
+                "or not nobody_else_will()",
+                "a thread that is to end does not, and the engine's end waits for it",
+            ),
+        ],
+    ),
 ]

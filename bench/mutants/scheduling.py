@@ -406,4 +406,16 @@ MUTANTS: list[Mutant] = [
             ),
         ],
     ),
+    *of(
+        "rwkv_batch/engine.py",
+        ("test/engine/test_engine.py",),
+        [
+            (
+                "            self._let_in.rest()\n",
+                "            pass\n",
+                "the prompts of the last batch stay in memory for as long as nobody comes",
+                "test/engine/test_engine.py::test_nothing_is_kept_of_the_last_step_with_batch_work",
+            ),
+        ],
+    ),
 ]
