@@ -147,3 +147,19 @@ def test_a_thread_that_is_back_finds_the_line_in_its_order(monkeypatch: pytest.M
     goes_on.set()
     workers.close()
     assert told == ["first", "second"]
+
+
+def test_a_thread_that_is_back_finds_that_it_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told so while it hung, and those that waited were given up since."""
+    goes_on = threading.Event()
+    workers = transfers.Workers("test-workers", 1, lambda: None)
+    workers.submit(goes_on.wait)
+    wait_for(lambda: workers._under_way[0] is not None, 20, "the thread has begun")
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    wait_for(lambda: workers.waiting == 1, 20, "it is told to end")
+    monkeypatch.setattr(workers, "_none_is_left", lambda: True)
+    workers.give_up_hung()
+    goes_on.set()
+    closing.join(20)
+    assert not closing.is_alive()
