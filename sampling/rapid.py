@@ -84,6 +84,7 @@ class Launch(ctypes.Structure):
         ("capacity", ctypes.c_int32),
         ("parts", ctypes.c_int32),
         ("chunk_batches", ctypes.c_int32),
+        ("clustered", ctypes.c_int32),
     )
 
 

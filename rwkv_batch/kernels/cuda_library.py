@@ -149,7 +149,7 @@ class WideFp8Args(Structure):
 
     _fields_ = [
         ("maps", WideFp8Map * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "to_floats")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]

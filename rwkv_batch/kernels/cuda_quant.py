@@ -22,7 +22,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, NormMixArgs, QuantArgs, cuda_pointer, hopper_library, library
 from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
-from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, has_wide, launch_wide_fp8
+from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, floats_by_wide_fp8, has_wide, launch_wide_fp8
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
@@ -297,7 +297,8 @@ def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late
     """
     first = maps[0]
     rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
-    if first.y.dtype == torch.float16 and fits_wide_fp8(rows, n, k, first.y.device):
+    fits = fits_wide_fp8 if first.y.dtype == torch.float16 else floats_by_wide_fp8
+    if fits(rows, n, k, first.y.device):
         launch_wide_fp8(
             [Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, m.activation) for m in maps],
             halves,

@@ -32,11 +32,15 @@ TILE_ROWS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256)
 four GPUs with 320 and 960 rows."""
 MAX_WIDE_ROWS = TILE_ROWS[-1]
 FP8_TILE_ROWS = (32, 64, 96, 128, 160, 192, 224, 256, 320)
+FLOAT_TILE_ROWS = (96, 128, 160, 192, 320)
+"""The same where results are fp32; from 193 to 256 rows, which fill two of cuBLAS's tiles, that is faster."""
 MAX_TALL_ROWS = 1024
 """Of halves [n, k] where more rows than a tile's take several; cuBLAS is faster for all but small maps."""
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
+HALVED_ROWS = 256
+"""Of fp8 codes: of more, blocks that would share a tile's k by four have half its rows, by two (`plan_fp8`)."""
 SPLITS = (1, 2, 4)
 HALF_SPLITS = 4
 """Blocks that share a tile's k of maps of halves beside codes: a tile then takes half as long as one of codes."""
@@ -168,7 +172,7 @@ class Fp8Map(NamedTuple):
     x_scales: Tensor
     """[rows] fp32"""
     y: Tensor
-    """[rows, n] fp16"""
+    """[rows, n] fp16, or fp32 of all maps of a launch"""
     activation: int
 
 
@@ -190,18 +194,40 @@ def fits_halves_beside(rows: int, coded: Sequence[WideShape], halves: Sequence[W
     return is_shared and tiles[0] + HALF_SPLITS * tiles[1] <= processors and not shares_processors()
 
 
+def floats_by_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether it does so with results in fp32: of as many tiles as leave no processor idle, on which k is not split."""
+    if rows > FLOAT_TILE_ROWS[-1] or not fits_wide_fp8(rows, n, k, device):
+        return False
+    tile_rows = next(size for size in FLOAT_TILE_ROWS if size >= rows)
+    return tile_rows - rows < 64 and n // OUTPUTS >= len(prepare_wide(device).partial)
+
+
+@functools.cache
+def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
+    """As `plan_wide`, of fp8 codes, whose rows may be several tiles.
+
+    Four blocks that share a tile's k exchange three quarters of its sums; two tiles of half the rows, each shared by
+    two blocks, exchange half of them, and read W twice. That is faster from 257 rows on only (docs/notebook.md).
+    """
+    blocks = -(-rows // FP8_TILE_ROWS[-1])
+    plan = plan_wide(-(-rows // blocks), shapes, processors // blocks, may_wait, FP8_DEPTH, FP8_TILE_ROWS)
+    if plan.splits == 4 and rows > HALVED_ROWS:
+        plan = Plan(next(size for size in FP8_TILE_ROWS if 2 * size >= rows), 2)
+    return plan
+
+
 def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
     """Up to 12 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done.
 
     `halves`: maps of as many rows of fp16 that `fits_halves_beside` lets into the launch; `late`: maps of fp16 whose
     inputs are the results of these. Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
-    rows, device = maps[0].x.shape[0], maps[0].x.device
+    rows, device, dtype = maps[0].x.shape[0], maps[0].x.device, maps[0].y.dtype
     count = len(maps) + len(halves) + len(late)
     if count > MAX_WIDE_MAPS or rows > MAX_FP8_ROWS:
         raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {MAX_FP8_ROWS} rows, not {count} of {rows}")
     work = prepare_wide(device)
-    args = WideFp8Args(count=count, late=len(late), rows=rows)
+    args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32)
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
         n, k = m.weight.shape
@@ -209,7 +235,7 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
             raise ValueError(
                 f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit together"
             )
-        slot.weight, slot.x, slot.y = cuda_pointer(m.weight, CODES), cuda_pointer(m.x, CODES), cuda_pointer(m.y)
+        slot.weight, slot.x, slot.y = cuda_pointer(m.weight, CODES), cuda_pointer(m.x, CODES), cuda_pointer(m.y, dtype)
         slot.weight_scales, slot.input_scales = m.weight_scales.data_ptr(), m.x_scales.data_ptr()
         slot.n, slot.k, slot.activation = n, k, m.activation
         shapes.append(WideShape(n, k))
@@ -222,15 +248,11 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
             raise ValueError(f"shapes {shape}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
         slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation
-    blocks = -(-rows // FP8_TILE_ROWS[-1])  # of rows
-    plan = plan_wide(
-        -(-rows // blocks),
-        tuple(shapes),
-        len(work.partial) // blocks,
-        not shares_processors(),
-        FP8_DEPTH,
-        FP8_TILE_ROWS,
-    )
+    processors, may_wait = len(work.partial), not shares_processors()
+    if args.to_floats:
+        plan = plan_wide(rows, tuple(shapes), processors, may_wait, FP8_DEPTH, FLOAT_TILE_ROWS)
+    else:
+        plan = plan_fp8(rows, tuple(shapes), processors, may_wait)
     args.tile_rows, args.splits = plan.tile_rows, HALF_SPLITS if halves else plan.splits
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
     hopper_library().call("rwkv_wide_fp8", ctypes.byref(args))

@@ -3,10 +3,11 @@
 // host is not asked, so launches can be captured in a graph.
 //
 // `parts` blocks share a row. Each looks at its part of the logits and leaves its best token, or the maxima and masses of
-// its chunks, in device memory; the block that comes last draws. So rows that are done are drawn from while others are
-// still read, and a single row is read by several multiprocessors.
+// its chunks, in device memory; the block that comes last draws, from sm_90 on, where they are a cluster, the first. So rows
+// that are done are drawn from while others are still read, and a single row is read by several multiprocessors. A cluster
+// also shares the second pass over a row that top_p hardly cuts (rapid_list.cuh).
 //
-// Bytes: logits once; rows that are cut 8 per chunk of 32 tokens written and read, and some chunks again.
+// Bytes: logits once; rows that are cut 8 per chunk of 32 tokens written and read, and some chunks again, or all of the row.
 // Shared memory of a block: Shared | uint32 marks[words]
 #include <cuda_runtime.h>
 
@@ -26,6 +27,7 @@ struct Launch {
   uint64_t* best;            // [max_rows, kMaxBlocks]
   uint32_t* arrived;         // [max_rows], zero between launches
   int32_t rows, vocab, max_rows, capacity, parts, chunk_batches;
+  int32_t clustered;  // the blocks of a row are a cluster
 };
 
 // The changed logit of a token with an entry.
@@ -116,10 +118,10 @@ __device__ inline void look(
   if (threadIdx.x == 0) *best_of_part = best;
 }
 
-// Draws from what the parts' blocks left.
+// Draws from what the parts' blocks left. `cluster`: these blocks where they wait for each other.
 __device__ inline int draw(
-    Row& row, Range all, const Seat& seat, const Chunk* chunks, const uint64_t* best_of_parts, int parts,
-    Shared& shared, Room& room) {
+    Row& row, Range all, Range part, const Seat& seat, const Chunk* chunks, const uint64_t* best_of_parts, int parts,
+    Parts cluster, Shared& shared, Room& room) {
   if (row.num_entries && (seat.kind == kCut || seat.penalised)) take_entries(row, seat);
   if (seat.kind != kCut) {
     const int lane = threadIdx.x % 32;
@@ -130,7 +132,7 @@ __device__ inline int draw(
     mark_entries(row, all, shared.marks());
     row.marks = shared.marks();
   }
-  return draw_cut(row, all, seat, chunks, shared, room);
+  return draw_cut(row, all, part, seat, chunks, cluster, shared, room);
 }
 
 // Blocks of a multiprocessor: as many as its shared memory holds.
@@ -167,9 +169,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
   Chunk* chunks = launch.chunks + static_cast<int64_t>(number) * kMaxChunks;
   uint64_t* best_of_parts = launch.best + static_cast<int64_t>(number) * kMaxBlocks;
   look(row, range, ring, launch.table[number], chunks, best_of_parts + part, shared, room);
-  if (!is_last_block(launch.arrived + number, launch.parts, shared)) return;
+  const Parts cluster{launch.clustered ? launch.parts : 1};
+  if (launch.clustered) {
+    cluster.meet();
+    if (part > 0) {
+      const Seat seat = launch.table[number];
+      if (may_ask(seat)) help(row, range, ring, seat, cluster, shared);
+      return;
+    }
+  } else if (!is_last_block(launch.arrived + number, launch.parts, shared)) {
+    return;
+  }
   const Seat seat = launch.table[number];
-  const int token = draw(row, all, seat, chunks, best_of_parts, launch.parts, shared, room);
+  const int token = draw(row, all, range, seat, chunks, best_of_parts, launch.parts, cluster, shared, room);
   if (seat.penalised)
     count_token(row, launch.table[number], token, launch.penalty_exempt, launch.capacity);
   if (threadIdx.x == 0) {
@@ -183,16 +195,18 @@ size_t shared_bytes(int vocab) {
 }
 
 int launch_rows(const Launch& launch, bool early, cudaStream_t stream) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = launch.parts, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(launch.rows * launch.parts);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes(launch.vocab);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = early ? 1 + launch.clustered : 0;
   const int code = cudaLaunchKernelEx(&config, sample_rows, launch);
   return code ? code : cudaGetLastError();
 }
@@ -264,6 +278,7 @@ EXPORT int rapid_sample(const sampling::Launch* launch, int32_t processors, int3
     while (2 * sized.parts <= blocks && 2 * sized.rows * sized.parts <= processors) sized.parts *= 2;
   }
   if (sized.parts > blocks) sized.parts = blocks;
+  sized.clustered = early && sized.parts > 1;
   return launch_rows(sized, early, static_cast<cudaStream_t>(stream));
 }
 

@@ -10,6 +10,10 @@ constexpr int kIndexBits = 13;   // of a place in the list
 constexpr int kTokenBits = 18;   // of a token: sampling/rapid.py allows vocabularies up to 2^18
 constexpr int kMaxTopK = 1024;   // largest top_k for which the list is tried
 constexpr int kBins = kThreads;
+constexpr int kMassBins = 4 * kThreads;
+constexpr int kFinalists = kThreads;  // one for each thread
+constexpr int kExpected = 64;         // of them, at most
+constexpr uint32_t kLongList = 3500;  // tokens: a list of so many takes longer than a second pass over the row
 
 // What the pass over a row leaves of each chunk.
 struct Chunk {
@@ -24,11 +28,25 @@ struct List {
   float score[kListRoom];
 };
 
+// What a pass for the best scores leaves of its part of a row.
+struct Finals {
+  uint32_t mass[kMassBins];  // of tokens by value, in units of 2^-31 of the row's; of the first part then of those in later bins
+  uint64_t pair[kFinalists];  // of score and token, 0: none
+  float value[kFinalists];
+  int32_t token[kFinalists];
+  float most;  // of the row, and its mass
+  uint64_t row_mass;
+  int32_t size, is_wanted;
+};
+
 // Shared memory of a block; behind it bits for all tokens.
 struct __align__(16) Shared {
   union {
     List list;
-    unsigned char ring[kRingBytes];  // while batches are read in order
+    struct {
+      unsigned char ring[kRingBytes];  // while batches are read in order
+      Finals finals;
+    };
   };
   uint16_t chunks[kMaxChunks];  // those that are read again
   uint32_t count[kBins];        // chunk maxima in a range of values
@@ -313,6 +331,159 @@ __device__ inline int draw_from_list(const Shared& shared, const Seat& seat, flo
   }
 }
 
+// A row that top_p cuts, drawn from by one more pass over it.
+//
+// With Z the mass of all tokens, about kExpected of them have scores above log(Z / kExpected), whatever the logits: these
+// are the finalists. The pass finds them and sums up masses by value, in bins. The best finalist that is kept is drawn, and
+// whether one is kept the bins tell, but for those of the bin that the border is in: for these the mass that ranks before
+// is counted exactly. A token of less than (1 - top_p) Z / V is cut: all such together are less than what is cut.
+struct Scale {
+  float most, scale2, lift, lowest, per_octave, bar;
+  bool is_fine;  // enough to tell finalists by their masses
+
+  __device__ __forceinline__ Scale(const Row& row, const Seat& seat, float most, uint64_t row_mass) : most(most), scale2(seat.scale * kLog2e) {
+    const float total = static_cast<float>(static_cast<double>(row_mass) * 0x1p-40);
+    is_fine = total >= 1.0f && fabsf(most * seat.scale) < 1e4f;
+    lift = 31.0f - log2f(total), bar = most * seat.scale + logf(total * (1.0f / kExpected));
+    lowest = fmaxf(log2f(static_cast<float>(1.0 - seat.top_p) * total / static_cast<float>(row.vocab)), -120.0f);
+    per_octave = kMassBins / fmaxf(-lowest, 1e-3f);
+  }
+  __device__ __forceinline__ float octaves(float value) const { return __fmul_rn(__fsub_rn(value, most), scale2); }
+  // Rises with x, which is `lowest` or more.
+  __device__ __forceinline__ int bin_of(float x) const {
+    return min(static_cast<int>(__fmul_rn(__fsub_rn(x, lowest), per_octave)), kMassBins - 1);
+  }
+  __device__ __forceinline__ uint32_t add_mass(Finals& finals, float value) const {
+    const float x = octaves(value);
+    const uint32_t mass = __float2uint_rn(fast_exp2(x + lift));
+    if (x >= lowest) atomicAdd(&finals.mass[bin_of(x)], mass);
+    return mass;
+  }
+};
+
+// The pass over a part of a row; entries are the first part's.
+__device__ inline void find_finalists(
+    const Row& row, Range range, const Ring& ring, const Seat& seat, const Scale& scale, bool with_entries, Finals& finals) {
+  constexpr float kWeight = 2.0f * kExpected * 1.25f;  // a word up to this many times its token's mass may be a finalist
+  constexpr uint32_t kMostMass = static_cast<uint32_t>(4294967295.0f / kWeight) - 2;
+#pragma unroll
+  for (int i = 0; i < kMassBins / kThreads; ++i) finals.mass[threadIdx.x + i * kThreads] = 0;
+  if (threadIdx.x == 0) finals.size = 0;
+  ring.begin(row, range);
+  __syncthreads();
+  const auto enter = [&](int token, float value) {
+    const int at = atomicAdd(&finals.size, 1);
+    if (at < kFinalists) finals.value[at] = value, finals.token[at] = token;
+  };
+  if (with_entries)
+    for_each_entry(row, [&](int token, float value) {
+      if (!(value > minus_infinity())) return;
+      scale.add_mass(finals, value);
+      if (exact_score(seat, token, value) >= scale.bar) enter(token, value);
+    });
+  __syncthreads();
+  const int changed = finals.size;  // those behind them have no entries
+  __syncthreads();
+  for_each_batch(row, range, ring, [&](int, Batch batch) {
+    clean(row, batch);
+    Words words[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) words[j] = words_of_block(seat.seed, seat.step, batch.first + kThreads * j, kDomainGumbel);
+    uint32_t left = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * kBatch; ++i) {
+      const uint32_t mass = scale.add_mass(finals, batch.value[i]);
+      // u <= -log(1 - u) <= exp(s - bar) where s + gumbel(u) >= bar
+      const uint32_t reach = mass > kMostMass ? 0xffffffffu : (mass + 1) * static_cast<uint32_t>(kWeight);
+      left |= static_cast<uint32_t>(words[i / 4].at[i % 4] <= reach) << i;
+    }
+    while (left) {
+      enter(batch.token(__ffs(left) - 1), 0.0f);
+      left &= left - 1;
+    }
+  });
+  __syncthreads();
+  const int own = threadIdx.x;
+  if (own >= min(finals.size, kFinalists)) return;
+  const int token = finals.token[own];
+  const bool is_plain = own >= changed;
+  float value = is_plain ? minus_infinity() : finals.value[own], score = minus_infinity();
+  if (is_plain && !has_entry(row, token)) value = cleaned(row.logits[token]);
+  if (value > minus_infinity()) score = exact_score(seat, token, value);
+  finals.value[own] = value, finals.pair[own] = score >= scale.bar ? pair_of(score, token) : 0;
+}
+
+// The token that is drawn, from what the pass over each part of the row left; -1 if that does not tell it, which is rare.
+__device__ inline int choose_finalist(
+    const Row& row, Range range, const Ring& ring, const Seat& seat, const Scale& scale, double enough, Parts parts,
+    Finals& finals, Room& room) {
+  const int own = threadIdx.x;
+  {  // mass of the bins behind each
+    const int first = kMassBins - 4 * (own + 1);
+    uint32_t mass[4] = {}, sum = 0;
+    for (int part = 0; part < parts.count; ++part) {
+      if (parts.load(&finals.size, part) > kFinalists) return -1;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mass[i] += parts.load(&finals.mass[first + i], part);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += mass[i];
+    uint32_t behind = sum_up_to(sum, room) - sum;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) finals.mass[first + i] = behind, behind += mass[i];
+  }
+  __syncthreads();
+  const float wanted = static_cast<float>(seat.top_p) * 0x1p31f, unsure = 0x1p16f + static_cast<float>(row.vocab);
+  Place limit = kBehindAll;
+  while (true) {
+    uint64_t mine = 0;
+    bool is_kept = false;
+    for (int part = 0; part < parts.count; ++part) {
+      if (own >= parts.load(&finals.size, part)) continue;
+      const uint64_t pair = parts.load(&finals.pair[own], part);
+      const float value = parts.load(&finals.value[own], part);
+      if (pair <= mine || !limit.is_after(value, token_of(pair))) continue;
+      const float x = scale.octaves(value);
+      const int bin = x >= scale.lowest ? scale.bin_of(x) : 0;
+      const float before = static_cast<float>(finals.mass[bin]);
+      const float with_bin = bin > 0 ? static_cast<float>(finals.mass[bin - 1]) : INFINITY;
+      if (before - unsure >= wanted) continue;
+      mine = pair, is_kept = with_bin + unsure < wanted && seat.top_k >= row.vocab;
+    }
+    const uint64_t best = max_over_block(mine, room);
+    if (best == 0) return -1;
+    const int token = token_of(best);
+    if (__syncthreads_or(mine == best && is_kept)) return token;
+    limit = Place{logit_of(row, token), token};
+    ring.begin(row, range);
+    const Tally before = before_place(row, range, ring, limit, scale.most, scale.scale2, room);
+    const bool within_k = before.count < static_cast<uint32_t>(seat.top_k);
+    if (before.count == 0 || (within_k && static_cast<double>(before.mass) < enough)) return token;
+  }
+}
+
+// What the blocks of a row but the first do behind their pass, where they are a cluster.
+__device__ inline void help(const Row& row, Range range, const Ring& ring, const Seat& seat, Parts parts, Shared& shared) {
+  parts.meet();
+  Finals& finals = shared.finals;
+  if (!parts.load(&finals.is_wanted, 0)) return parts.meet();
+  const Scale scale(row, seat, parts.load(&finals.most, 0), parts.load(&finals.row_mass, 0));
+  find_finalists(row, range, ring, seat, scale, false, finals);
+  parts.meet();
+  parts.meet();
+}
+
+// Tells the other blocks of a row whether their help is wanted.
+__device__ __forceinline__ void ask(const Summary& all, bool is_wanted, Parts parts, Finals& finals) {
+  if (parts.count == 1) return;
+  if (threadIdx.x == 0) finals.most = all.most, finals.row_mass = all.mass, finals.is_wanted = is_wanted;
+  parts.meet();
+  if (!is_wanted) parts.meet();
+}
+
+// Whether a row may need the help of all its blocks.
+__device__ __forceinline__ bool may_ask(const Seat& seat) { return seat.kind == kCut && seat.top_p < 1 && seat.top_k > kMaxTopK; }
+
 // Marks the tokens of a row that have entries, from the batches `range`.
 __device__ inline void mark_entries(const Row& row, Range range, uint32_t* marks) {
   const int first = 4 * kBatchQuads * range.first, last = min(4 * kBatchQuads * range.last, row.vocab);
@@ -327,14 +498,15 @@ __device__ inline void mark_entries(const Row& row, Range range, uint32_t* marks
 
 // Draws for a row with top_k or top_p from what the pass over it left; token 0 if no logit is finite.
 __device__ inline int draw_cut(
-    const Row& row, Range range, const Seat& seat, const Chunk* chunks, Shared& shared, Room& room) {
+    const Row& row, Range range, Range part, const Seat& seat, const Chunk* chunks, Parts parts, Shared& shared, Room& room) {
   shared.count[threadIdx.x] = shared.mass[threadIdx.x] = shared.extra[threadIdx.x] = 0;
   const Summary all = summarise(row, (range.last + row.chunk_batches - 1) / row.chunk_batches, seat, chunks, room);
-  if (all.most == minus_infinity()) return 0;
   const float scale2 = seat.scale * kLog2e;
   const double mass = static_cast<double>(all.mass), enough = seat.top_p < 1 ? seat.top_p * mass : INFINITY;
-  const bool by_count = seat.top_k <= kMaxTopK;
-  if (by_count || seat.top_p < 1) {
+  const bool by_count = seat.top_k <= kMaxTopK, is_empty = all.most == minus_infinity();
+  const Ring ring{reinterpret_cast<Quad*>(shared.ring)};
+  bool is_asked = false;
+  if (!is_empty && (by_count || seat.top_p < 1)) {
     Floor floor;
     if (by_count) {
       floor = floor_by_count(all, static_cast<uint32_t>(seat.top_k), shared, room);
@@ -344,7 +516,9 @@ __device__ inline int draw_cut(
       floor = floor_by_mass(
           row, all, scale2, static_cast<float>(share * unit), static_cast<float>(seat.top_p * unit), shared, room);
     }
-    const bool fits = floor.tokens < kListRoom;
+    is_asked = !by_count && floor.tokens >= kLongList;
+    if (may_ask(seat)) ask(all, is_asked, parts, shared.finals);
+    const bool fits = floor.tokens < kListRoom && !is_asked;
     if (fits) gather(row, all, floor.value, shared);
     if (fits && shared.size <= kListRoom) {
       // What ranks after the list is cut if the list alone reaches a limit, or there is nothing.
@@ -352,9 +526,20 @@ __device__ inline int draw_cut(
       const bool whole = shared.size >= seat.top_k || static_cast<double>(held) >= enough || floor.value == kLowest;
       if (whole) return draw_from_list(shared, seat, all.most, enough, room);
     }
+  } else if (may_ask(seat)) {
+    ask(all, false, parts, shared.finals);
   }
+  if (is_empty) return 0;
   __syncthreads();
-  const Ring ring{reinterpret_cast<Quad*>(shared.ring)};
+  if (seat.top_p < 1) {
+    const Scale scale(row, seat, all.most, all.mass);
+    if (!is_asked) parts.count = 1, part = range;
+    find_finalists(row, parts.count == 1 ? range : part, ring, seat, scale, true, shared.finals);
+    parts.meet();
+    const int token = scale.is_fine ? choose_finalist(row, range, ring, seat, scale, enough, parts, shared.finals, room) : -1;
+    parts.meet();
+    if (token >= 0) return token;
+  }
   return draw_by_rounds(row, range, ring, seat, all.most, enough, &shared.found, room);
 }
 

@@ -260,6 +260,40 @@ __device__ __forceinline__ int token_of(uint64_t pair) { return static_cast<int>
 
 __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
+// The blocks that share a row, where they are a cluster: they wait for each other, and read each other's shared memory.
+struct Parts {
+  int count;
+
+  // What all of them wrote before is visible to each.
+  __device__ __forceinline__ void meet() const {
+    if (count == 1) return __syncthreads();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  }
+
+  // What lies at the same place in the shared memory of a part; T is 4 or 8 bytes.
+  template <class T>
+  __device__ __forceinline__ T load(const T* own, int part) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (count > 1) {
+      uint32_t at;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(part));
+      if constexpr (sizeof(T) == 8) {
+        uint64_t raw;
+        asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(raw) : "r"(at) : "memory");
+        return *reinterpret_cast<const T*>(&raw);
+      } else {
+        uint32_t raw;
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(raw) : "r"(at) : "memory");
+        return *reinterpret_cast<const T*>(&raw);
+      }
+    }
+#endif
+    return *own;
+  }
+};
+
 // Shared memory for reductions. Two halves are used in turn, so that one barrier for each reduction is enough.
 struct Room {
   uint64_t (*half)[2 * kWarps];

@@ -77,6 +77,24 @@ def test_rapid_on_rows_that_defeat_the_short_list(kind: str) -> None:
     assert all(token == draw.token or draw.doubtful for token, draw in zip(tokens, draws, strict=True))
 
 
+@pytest.mark.parametrize("rows", [8, 30, 64, 300])
+def test_a_row_that_is_hardly_cut_draws_the_same_alone_and_in_company(rows: int) -> None:
+    """Few rows: its second pass is shared by 8, 4 or 2 blocks; many: one block makes it."""
+    cuts = [(0, 0.5), (0, 0.9), (0, 0.999), (40000, 0.9), (3000, 0.97), (0, 0.05)]
+    params = [
+        SamplingParams(temperature=1.5, top_k=k, top_p=p, presence_penalty=seed % 2, logit_bias={7: 5.0}, seed=seed)
+        for seed, (k, p) in ((seed, cuts[seed % len(cuts)]) for seed in range(rows))
+    ]
+    together = made("rapid", params)
+    alone = [made("rapid", [row]) for row in params[: 2 * len(cuts)]]
+    for step in range(4):
+        logits = random_logits(rows, step)
+        tokens = together.sample(logits, list(range(rows))).token_ids.tolist()
+        assert tokens[: len(alone)] == [
+            int(one.sample(logits[i : i + 1], [0]).token_ids) for i, one in enumerate(alone)
+        ]
+
+
 def test_rapid_does_not_change_or_need_fresh_logits() -> None:
     params = mixed(90)
     logits = random_logits(90, 1)

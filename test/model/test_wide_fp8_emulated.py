@@ -87,3 +87,12 @@ def test_codes_alone() -> None:
     y = torch.full((290, 144), torch.nan, dtype=torch.float16)
     launch_wide_fp8([Fp8Map(weight, weight_scales / 64, x, x_scales, y, Activation.NONE)])
     assert error(y, meant @ w.T / 64) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [90, 290])
+def test_codes_to_floats(rows: int) -> None:
+    """Of a map whose last tile is narrower; nothing is rounded to fp16."""
+    (weight, weight_scales, w), (x, x_scales, meant) = codes(144, 256), codes(rows, 256)
+    y = torch.full((rows, 144), torch.nan)
+    launch_wide_fp8([Fp8Map(weight, weight_scales * 1e4, x, x_scales, y, Activation.NONE)])
+    assert error(y, meant @ w.T * 1e4) < 1e-5

@@ -8,7 +8,19 @@ import torch
 from native import build, machine
 from rwkv_batch.kernels import cuda_wide
 from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_wide import DEPTH, OUTPUTS, TILE_ROWS, WideShape, fits_wide, plan_wide, why_no_wide
+from rwkv_batch.kernels.cuda_wide import (
+    DEPTH,
+    FP8_DEPTH,
+    FP8_TILE_ROWS,
+    OUTPUTS,
+    TILE_ROWS,
+    Plan,
+    WideShape,
+    fits_wide,
+    plan_fp8,
+    plan_wide,
+    why_no_wide,
+)
 
 PROCESSORS = 132
 SHAPES = {
@@ -51,6 +63,32 @@ def test_blocks_do_not_wait_where_others_may_hold_the_processors() -> None:
 def test_fewer_processors_share_less() -> None:
     """114 of an H100 PCIe: 32 tiles leave room for three blocks each, and there are kernels for two."""
     assert plan_wide(64, SHAPES["value"], 114).splits == 2
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rows", [*range(1, 642, 13), 64, 65, 128, 320, 321, 640])
+def test_every_plan_of_codes_has_a_kernel_and_room(rows: int, name: str) -> None:
+    plan = plan_fp8(rows, SHAPES[name], PROCESSORS)
+    assert plan.tile_rows in FP8_TILE_ROWS
+    tiles = sum(-(-shape.n // OUTPUTS) for shape in SHAPES[name]) * -(-rows // plan.tile_rows)
+    assert plan.splits == 1 or tiles * plan.splits <= PROCESSORS
+    assert all(shape.k % (FP8_DEPTH * plan.splits) == 0 for shape in SHAPES[name] if shape.k % FP8_DEPTH == 0)
+    assert tiles * plan.splits * plan.tile_rows <= PROCESSORS * FP8_TILE_ROWS[-1] or plan.splits == 1, "room for sums"
+
+
+def test_tiles_of_half_the_rows_exchange_less() -> None:
+    """From 257 rows on, where four blocks would share a tile, two share each of two; where two would, or none, nothing
+    changes."""
+    value, key = SHAPES["value"], SHAPES["key"]
+    assert [plan_fp8(rows, value, PROCESSORS) for rows in (64, 256, 257, 320)] == [
+        Plan(64, 4),
+        Plan(256, 4),
+        Plan(160, 2),
+        Plan(160, 2),
+    ]
+    assert plan_fp8(320, key, PROCESSORS) == Plan(320, 1)
+    assert plan_fp8(640, value, PROCESSORS) == Plan(320, 2)
+    assert plan_fp8(320, value, PROCESSORS, may_wait=False) == Plan(320, 1)
 
 
 def test_why_there_are_none() -> None:

@@ -9,24 +9,30 @@
 #include "quant.cuh"
 #include "row_codes.cuh"
 
-template <int EACH, bool RELU_SQUARE>
-__global__ void __launch_bounds__(1024) quantise_rows_kernel(const __half* x, uint2* codes, float* scales, int k) {
+template <int EACH, bool RELU_SQUARE, int THREADS = 1024, int BLOCKS = 1>
+__global__ void __launch_bounds__(THREADS, BLOCKS) quantise_rows_kernel(const __half* x, uint2* codes, float* scales, int k) {
     __shared__ float scratch[32];
     let_next_start();
     wait_for_inputs();
     const int64_t row = blockIdx.x;
-    float v[EACH][8], largest = 0.0f;
+    uint4 packed[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 8;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[i][j] = 0.0f;
-        if (at < k) unpack8(load16(x + row * k + at), v[i]);
+        packed[i] = at < k ? load16(x + row * k + at) : make_uint4(0, 0, 0, 0);
+    }
+    float v[8], largest = 0.0f;
+    const auto unpack = [&](int i) {
+        unpack8(packed[i], v);
         if (RELU_SQUARE) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) v[i][j] = fmaxf(v[i][j], 0.0f) * fmaxf(v[i][j], 0.0f);
+            for (int j = 0; j < 8; ++j) v[j] = fmaxf(v[j], 0.0f) * fmaxf(v[j], 0.0f);
         }
-        largest = fmaxf(largest, largest_of(v[i]));
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        unpack(i);
+        largest = fmaxf(largest, largest_of(v));
     }
     largest = warp_max(largest);
     if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = largest;
@@ -37,7 +43,8 @@ __global__ void __launch_bounds__(1024) quantise_rows_kernel(const __half* x, ui
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 8;
-        if (at < k) codes[(row * k + at) / 8] = codes_of(v[i], of_row.inverse);
+        unpack(i);
+        if (at < k) codes[(row * k + at) / 8] = codes_of(v, of_row.inverse);
     }
 }
 
@@ -91,7 +98,9 @@ RWKV_API int rwkv_quantise_rows(const void* x, void* codes, void* scales, int ro
                static_cast<float*>(scales), k);
     };
     if (k % 8 != 0 || k > 4 * 8192) return static_cast<int>(cudaErrorInvalidValue);
-    if (k <= 8192) {
+    if (k > 8192 && k <= 16384 && rows > this_machine().processors) {  // three rows on a processor at a time
+        relu_square ? run(quantise_rows_kernel<4, true, 512, 3>, 4) : run(quantise_rows_kernel<4, false, 512, 3>, 4);
+    } else if (k <= 8192) {
         relu_square ? run(quantise_rows_kernel<1, true>, 1) : run(quantise_rows_kernel<1, false>, 1);
     } else if (k <= 16384) {
         relu_square ? run(quantise_rows_kernel<2, true>, 2) : run(quantise_rows_kernel<2, false>, 2);

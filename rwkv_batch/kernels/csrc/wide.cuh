@@ -12,7 +12,9 @@
 // their way before the kernel that makes x has ended (programmatic dependent launch).
 //
 // Maps in codes leave processors idle where their tiles are fewer: maps of halves may be in the launch beside them, k of a tile
-// shared by SPLITS blocks, and behind these maps of halves that read their results, as blocks come to have done their tiles.
+// shared by SPLITS blocks, and behind these maps of halves that read their results, as blocks come to have done their tiles:
+// their tiles are dealt from the first block on, so that the last maps', which ought to be the deepest, lie on blocks that
+// had no tile of codes.
 //
 // Bytes: 2nk per map, once; x 2k * rows per tile of outputs, from the L2 cache; splits 4 * 128 * ROWS each way, likewise.
 // Shared memory: ring [STAGES] of W [2][64][64] fp16 and x [ROWS][64] fp16, 128-byte swizzle; 2 x 16 rows of 16 outputs
@@ -31,8 +33,11 @@ constexpr int OUTPUTS = 128;  // of a tile
 constexpr int TILE_BYTES = 128;  // of a tile along k
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
 
-// What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k]; or the first maps' codes, the others' halves [n, k].
-enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8, WIDE_MIXED };
+// What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k], of which y may be fp32; or the first maps' codes, the
+// others' halves [n, k].
+enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED };
+template <WideKind KIND>
+constexpr bool ALL_CODES = KIND == WIDE_FP8 || KIND == WIDE_FP8_TO_FLOATS;
 
 // A block's piece of work: of a tile of outputs for some rows a share of k.
 struct WideWork {
@@ -114,7 +119,7 @@ __device__ __forceinline__ WideWork wide_work(const WideLaunch& p, int number, i
         return {at.map, at.output, 0, shared ? share % SPLITS : 0, tile - coded, tile >= coded, shared, tile >= early};
     }
     const WidePlace at = wide_place(p, number / p.row_blocks);
-    return {at.map, at.output, number % p.row_blocks, my_split, number, KIND != WIDE_FP8, true, false};
+    return {at.map, at.output, number % p.row_blocks, my_split, number, !ALL_CODES<KIND>, true, false};
 }
 
 #endif
@@ -251,14 +256,33 @@ __device__ __forceinline__ void tell_early_is_done(const WideLaunch& p) {
 template <int SPLITS, WideKind KIND>
 constexpr int BLOCK_SPLITS = KIND == WIDE_MIXED ? 1 : SPLITS;
 
+// The numbers of a block's works, one after the other; those that are late are dealt from the first block on again.
+template <WideKind KIND, int SPLITS>
+struct WideTurn {
+    int number, first, step, late, end;
+
+    template <typename Block>
+    __device__ __forceinline__ WideTurn(const WideLaunch& p, const Block& block)
+        : number(block.first), first(block.first), step(block.blocks), end(wide_works<KIND, SPLITS>(p)) {
+        late = KIND == WIDE_MIXED ? end - (p.first_tile[p.count] - p.first_tile[p.early]) : end;
+        if (KIND == WIDE_MIXED && number >= late) number += late;
+    }
+    __device__ __forceinline__ bool has_work() const { return number < end; }
+    __device__ __forceinline__ void advance() {
+        const bool was_early = number < late;
+        number += step;
+        if (KIND == WIDE_MIXED && was_early && number >= late) number = late + first;
+    }
+};
+
 // One lane: W's tiles of all of this block's work into the ring.
 template <int ROWS, int SPLITS, WideKind KIND, typename Block>
 __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& block) {
     using namespace hopper;
     using Tile = WideTile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
-        const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
+    for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
+        const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
         const CUtensorMap* map = &p.weights[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
         for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
@@ -283,8 +307,8 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     const uint32_t to = block.ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
     wait_for_inputs();
-    for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
-        const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
+    for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
+        const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
         if (KIND == WIDE_MIXED && work.late) wait_for_early<SPLITS>(p);
         const CUtensorMap* map = &p.inputs[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
@@ -351,8 +375,8 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
             commit_products();
             wait_products<1>();
         };
-        for (int number = block.first; number < wide_works<KIND, SPLITS>(p); number += block.blocks) {
-            const WideWork work = wide_work<KIND, SPLITS>(p, number, block.my_split);
+        for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
+            const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
             uint32_t before = 0;  // the slot whose products may still run
             for (int i = wide_steps<KIND, SPLITS>(p, work); i > 0; --i) {
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
@@ -365,7 +389,7 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                         multiply_tile(weight, input, std::false_type());
                     }
                 } else {
-                    multiply_tile(weight, input, std::bool_constant<KIND != WIDE_FP8>());
+                    multiply_tile(weight, input, std::bool_constant<!ALL_CODES<KIND>>());
                 }
                 if (before != 0) release(before);
                 before = block.empty + 8 * slot.stage;
@@ -391,7 +415,11 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                     scale_sums<CHUNKS>(sums, out, lane);
                 }
                 activate_sums<4 * CHUNKS>(sums, p.activation[work.map]);
-                write_out<CHUNKS>(sums, out, mine, lane);
+                if constexpr (KIND == WIDE_FP8_TO_FLOATS) {
+                    write_floats<CHUNKS>(sums, reinterpret_cast<float*>(p.y[work.map]) + first_output, out, lane);
+                } else {
+                    write_out<CHUNKS>(sums, out, mine, lane);
+                }
             };
             if (work.shared) {
                 finish(std::integral_constant<int, SPLITS>());

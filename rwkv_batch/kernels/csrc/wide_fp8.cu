@@ -6,7 +6,7 @@ struct WideFp8Map {
     const void* x;              // [rows, k] likewise
     const void* weight_scales;  // [n] fp32; null: halves
     const void* input_scales;   // [rows] fp32
-    void* y;                    // [rows, n] fp16
+    void* y;                    // [rows, n] fp16, or fp32
     int n, k;
     int activation;
 };
@@ -18,6 +18,7 @@ struct WideFp8Args {
     int rows;
     int tile_rows;
     int splits;  // where there are maps of halves: of these alone, of none that is late
+    int to_floats;  // y of all maps is fp32: codes only, of one split
     void* partial;  // see WideLaunch
     void* counters;
 };
@@ -39,10 +40,16 @@ RWKV_API int rwkv_wide_fp8(const WideFp8Args* args, void* stream) {
         p.weight_scales[i] = static_cast<const float*>(m.weight_scales);
         p.input_scales[i] = static_cast<const float*>(m.input_scales);
     }
+    if (p.coded < p.count && args->to_floats) return static_cast<int>(cudaErrorInvalidValue);
     if (p.coded < p.count) {
         return launch_planned<96, 128, 160, 192, 224, 256, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
             constexpr bool known = splits.value != 2;
             return known ? launch_wide<rows.value, known ? splits.value : 1, WIDE_MIXED>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
+        });
+    }
+    if (args->to_floats) {
+        return launch_planned<96, 128, 160, 192, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+            return splits.value == 1 ? launch_wide<rows.value, 1, WIDE_FP8_TO_FLOATS>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
         });
     }
     return launch_planned<32, 64, 96, 128, 160, 192, 224, 256, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {

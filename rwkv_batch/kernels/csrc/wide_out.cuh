@@ -113,3 +113,18 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
         row += 16, y += static_cast<int64_t>(out.pitch) * 16;
     }
 }
+
+// The same as they are, y [rows, n] fp32 from its first output on: a warp stores 32 whole bytes of each of 4 rows at a time.
+template <int CHUNKS, int SUMS>
+__device__ __forceinline__ void write_floats(const float (&sums)[SUMS], float* y, const WideOut& out, int lane) {
+    int row = out.first_row + lane % 4 * 2;
+    y += static_cast<int64_t>(row) * out.pitch + lane / 4;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (row + i < out.rows) y[i * out.pitch] = sums[4 * c + i], y[i * out.pitch + 8] = sums[4 * c + 2 + i];
+        }
+        row += 8, y += static_cast<int64_t>(out.pitch) * 8;
+    }
+}
