@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
+from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout, advice
 from state_pool.errors import PoolError, SessionTooLarge
 
 FORMAT = "rwkv-session-2"
@@ -123,7 +123,7 @@ class SessionFile:
         if self.parts and self.layout != layout:
             raise NotASession(
                 f"the session's state is laid out as {_short(self.layout)}, this server keeps {layout}: "
-                "start with the same state dtype and devices"
+                f"{advice(self.layout, layout)}"
             )
         if max(self.replay, default=0) >= vocab:
             at, token = next((at, token) for at, token in enumerate(self.replay) if token >= vocab)

@@ -9,6 +9,7 @@ from state_pool.codec import (
     CHUNKS_PER_STATE,
     LAYOUT_VERSION,
     Layout,
+    advice,
     checksum,
     join_parts,
     layout_text,
@@ -115,10 +116,12 @@ class Loader:
                 "and its token history is not complete; start that model, or delete the session"
             )
         if version != LAYOUT_VERSION or layout != layout_text(self._layout):
+            known = version == LAYOUT_VERSION
+            remedy = advice(stored_layout(layout), self._layout) if known else "start the version that stored it"
             return SessionUnusable(
                 f"the session was stored with the state layout {layout} (version {version}), this server uses "
                 f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "
-                "start with the same state dtype and devices, or delete the session"
+                f"{remedy}, or delete the session"
             )
         return None
 

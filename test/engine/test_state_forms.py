@@ -14,7 +14,9 @@ import torch
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.model.state_form import HEAD_BYTES, unpack_int8
+from rwkv_batch.runner.layer_split import runs_of
 from rwkv_batch.runner.state_copy import HostTensors
+from state_pool.codec import Layout, advice
 from state_pool.config import PoolConfig
 from state_pool.session_file import SessionFile, decode
 from test.harness import ask, call, run, started_engine, tiny_model, turn
@@ -77,6 +79,36 @@ def test_a_session_kept_in_another_form_goes_on_from_its_tokens(model: Path, tmp
                 assert end.error is not None and re.search(r"float\d\d.*uint8.*the same state dtype", end.error.message)
         with started_engine(model, pool, wkv_state=before) as engine:
             assert len(talk(engine, NAMES[1:2], range(2, 3))[NAMES[1]][0]) > 0
+
+
+def test_a_session_of_another_split_of_layers_tells_what_to_start_with(model: Path, tmp_path: Path) -> None:
+    """Versions deal layers differently: the devices are the same then, and saying so would be no help."""
+    pool, pair = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn"), ("cpu", "cpu")
+    with started_engine(model, pool, devices=pair, layers=(1.0, 2.0)) as engine:
+        said = talk(engine, NAMES[:1], range(2))
+        content = call(engine, "session_export", session_id=NAMES[0])
+    with started_engine(model, pool, devices=pair, layers=(2.0, 1.0)) as engine:
+        end = run(engine, turn(NAMES[0], " go on")).finishes[0]
+        assert end.error is not None and "start with 2 --pp-devices and --pp-layers 1,2, or" in end.error.message
+        with pytest.raises(ServiceError, match=r"start with 2 --pp-devices and --pp-layers 1,2$"):
+            call(engine, "session_import", session_id="other", content=content)
+    with started_engine(model, pool, devices=pair, layers=(1.0, 2.0)) as engine:
+        said |= talk(engine, NAMES[:1], range(2, 3))
+    assert said[NAMES[0]][0]
+
+
+@pytest.mark.parametrize("shares", [(8.5, 8.5, 8.0, 7.0), (8.0, 8.0, 8.5, 7.5), (32.0,), (1.0, 1.0)])
+def test_the_layers_of_each_stage_are_told_from_a_layout(shares: tuple[float, ...]) -> None:
+    layout: Layout = {}
+    for i, one in enumerate(runs_of(shares)):
+        count = one.last - one.first
+        layout[f"stage{i}.wkv"] = ("float16", (count - one.cuts.begins_within, 64, 64, 64))
+        layout[f"stage{i}.shift"] = ("float16", (count, 2, 4096))
+    listed = ",".join(f"{share:g}" for share in shares)
+    assert advice(layout, layout) == f"start with {len(shares)} --pp-devices and --pp-layers {listed}"
+    other = {name: ("float32", shape) for name, (_, shape) in layout.items()}
+    odd: Layout = {"stage0.wkv": ("float16", ()), "x": ("float16", (1,))}
+    assert advice(layout, other) == advice(odd, odd) == "start with the same state dtype and devices"
 
 
 def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, list[bytes]]) -> None:
