@@ -118,6 +118,7 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
     for n, k in ((4096, 16384), (768, 3072), (2560, 10240)):
         stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
         value, meaning, ops = CudaQuantValue(stored), dequantise(stored), CudaOps()
+        ops.prepare_device(GPU, n, k)
         for rows in range(1, 9):
             hidden = torch.randn(rows, k, device=GPU, dtype=torch.float16).abs()
             hidden *= torch.rand(rows, k, device=GPU) < 0.12

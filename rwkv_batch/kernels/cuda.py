@@ -50,10 +50,12 @@ from rwkv_batch.model.step_inputs import StepInputs
 MAX_WIDTH = 4096
 FFN_STEP, MAX_FFN = 64, 16384
 MAX_SPARSE_ROWS = 8
-SPARSE_ROWS_BESIDE_DENSE = 4
+SPARSE_ROWS_BESIDE_DENSE = 8
 """Where the matrix is there in the other order as well."""
 SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
+SPARSE_FEW_COLUMNS = 128
+"""Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -65,7 +67,7 @@ class Workspace:
     partial: Tensor
     """[ffn / 512 * 8 * C] fp32"""
     counters: Tensor
-    """[C / 256] int32, zero between launches"""
+    """[C / 128] int32, zero between launches"""
     mix_counter: Tensor
     """[1] int32, likewise"""
 
@@ -105,18 +107,21 @@ class CudaOps:
         width, device = layer.att_mix.shape[1], layer.att_mix.device
         check_sizes(width, layer.ffn_key.weight.shape[0])
         if device not in self.workspaces:
-            ffn = layer.ffn_key.weight.shape[0]
-            splits = -(-ffn // SPARSE_SHARE)
-            self.workspaces[device] = Workspace(
-                torch.empty(splits * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
-                torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
-                torch.zeros(1, dtype=torch.int32, device=device),
-            )
-            self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
-            library()
-            if has_wide(device):
-                prepare_wide(device)
+            self.prepare_device(device, width, layer.ffn_key.weight.shape[0])
         return prepare_layer(layer)
+
+    def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
+        """Build the kernels and take their work space for models of up to this width and channel mix."""
+        splits = -(-ffn // SPARSE_SHARE)
+        self.workspaces[device] = Workspace(
+            torch.empty(splits * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
+            torch.zeros(-(-width // SPARSE_FEW_COLUMNS), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+        self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+        library()
+        if has_wide(device):
+            prepare_wide(device)
 
     def shift_mix(
         self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
@@ -340,7 +345,12 @@ class CudaOps:
         y = hidden.new_empty(rows, packed.columns)
         places = packed.codes.data_ptr(), packed.scales.data_ptr(), cuda_pointer(y)
         sizes = NUMBERS[packed.format], rows, packed.columns, packed.rows
-        library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, *sizes)
+        if rows > 1 and packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
+            work = self.workspaces[hidden.device]
+            sums = cuda_pointer(work.partial, torch.float32), cuda_pointer(work.counters, torch.int32)
+            library().call("rwkv_sparse_few", cuda_pointer(hidden), *places, *sums, *sizes)
+        else:
+            library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, *sizes)
         return y
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:

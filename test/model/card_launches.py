@@ -18,7 +18,7 @@ from native.build import CUDA_FLAGS, INCLUDES
 from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
-from rwkv_batch.kernels.cuda import MAX_WIDTH, SHIFT_BLOCKS
+from rwkv_batch.kernels.cuda import MAX_WIDTH, SHIFT_BLOCKS, SPARSE_FEW_COLUMNS
 from rwkv_batch.kernels.cuda_library import SIGNATURES, LowExits, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
 from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
 from rwkv_batch.model.quant.formats import Format
@@ -202,8 +202,10 @@ class Launcher:
             for item in (1, 2, 4) if rows <= 4 else (2, 4):
                 yield from self.call("rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(exits), item)
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
-            for number in NUMBERS.values():
+            for format_, number in NUMBERS.items():
                 yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
+                if format_ is not Format.INT4 and width % SPARSE_FEW_COLUMNS == 0:
+                    yield from self.call("rwkv_sparse_few", *[SOMEWHERE] * 6, number, rows, width, 4 * width)
 
     def _quantised(self, args: QuantArgs, mixes: bool) -> Iterator[Record]:
         args.norm.x = None
