@@ -23,6 +23,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated("sparse_codes", tmp_path_factory.mktemp("emulated"))
 
 
+@pytest.fixture(scope="module")
+def few_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel of 2 to 8 rows on the CPU."""
+    return emulated("sparse_few", tmp_path_factory.mktemp("emulated"))
+
+
 def hidden_of(rows: int, share: float) -> Tensor:
     """[rows, FFN] fp16, so many of which are not zero; a group without any, one without a zero."""
     hidden = torch.rand(rows, FFN).half() * (torch.rand(rows, FFN) < share)
@@ -42,3 +48,19 @@ def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], rows, WIDTH, FFN)
     true = hidden.float() @ meaning.T
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
+
+
+@pytest.mark.parametrize("format_", [Format.FP8, Format.INT8])
+def test_few_rows(few_library: ctypes.CDLL, format_: Format) -> None:
+    width, rows = 128, 5
+    hidden, weight = hidden_of(rows, 0.3), torch.randn(width, FFN) / FFN**0.5
+    y = torch.full((rows, width), torch.nan).half()
+    sums, counters = torch.full((4 * 512 * 2,), torch.nan), torch.zeros(1, dtype=torch.int32)
+    stored = quantise(weight, format_)
+    packed, meaning = pack(stored, transposed=True), dequantise(stored)
+    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    work = sums.data_ptr(), counters.data_ptr()
+    call(few_library, "rwkv_sparse_few", *places, *work, NUMBERS[format_], rows, width, FFN)
+    true = hidden.float() @ meaning.T
+    assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
+    assert not counters.any()

@@ -46,6 +46,13 @@ BODIES = {
     "this_machine": (
         "static Machine m; m = {emulation::processors, emulation::shared_bytes, 228 << 10, 1024, true}; return m;"
     ),
+    "load_turned": (
+        "const int t = emulation::running & 3, g = emulation::running / 4 & 7; "
+        "const auto of = [&](int i) { return uint32_t(emulation::shared<uint16_t>("
+        "__shfl_sync(FULL, emulation::address(row), i) + 2 * g)); }; "
+        "const uint32_t x[4] = {of(2 * t), of(2 * t + 1), of(2 * t + 8), of(2 * t + 9)}; "
+        "return make_uint2(x[0] | x[1] << 16, x[2] | x[3] << 16);"
+    ),
     "mma_short": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
     "mma_codes": "emulation::multiply_codes(c, a.x, a.y, a.z, a.w, b0, b1);",
     "fetch_head": (
