@@ -344,13 +344,15 @@ class CudaOps:
         rows, packed = len(hidden), value.packed
         y = hidden.new_empty(rows, packed.columns)
         places = packed.codes.data_ptr(), packed.scales.data_ptr(), cuda_pointer(y)
-        sizes = NUMBERS[packed.format], rows, packed.columns, packed.rows
-        if rows > 1 and packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
+        sizes = rows, packed.columns, packed.rows
+        if rows == 1:
+            library().call("rwkv_sparse_row_quant", cuda_pointer(hidden), *places, NUMBERS[packed.format], *sizes[1:])
+        elif packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
             work = self.workspaces[hidden.device]
             sums = cuda_pointer(work.partial, torch.float32), cuda_pointer(work.counters, torch.int32)
-            library().call("rwkv_sparse_few", cuda_pointer(hidden), *places, *sums, *sizes)
+            library().call("rwkv_sparse_few", cuda_pointer(hidden), *places, *sums, NUMBERS[packed.format], *sizes)
         else:
-            library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, *sizes)
+            library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, NUMBERS[packed.format], *sizes)
         return y
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
@@ -393,14 +395,14 @@ class CudaOps:
 def _mixes_in_launch(entrance: Entrance) -> bool:
     """Whether the launch that multiplies one row's mixed inputs makes them.
 
-    With 4 bits that is slower, and on Hopper with int8.
+    Hopper's kernel for one row those of a time mix, and of 4 bits all. The streaming kernel is slower so with 4 bits.
     """
     reader = entrance.reader
-    if not isinstance(reader, CudaQuantLinear) or reader.format is Format.INT4:
+    if not isinstance(reader, CudaQuantLinear):
         return False
-    if reader.format is Format.INT8 and fits_wide_row(reader, [reader.packed.columns]):
-        return False
-    return reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
+    if fits_wide_row(reader, [reader.packed.columns]):
+        return len(entrance.mix) > 1 or reader.format is Format.INT4
+    return reader.format is not Format.INT4 and reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
 
 
 def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:

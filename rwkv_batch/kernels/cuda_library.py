@@ -25,6 +25,7 @@ NAMES = (
     "sparse_value",
     "sparse_codes",
     "sparse_few",
+    "sparse_row",
     "quantise",
     "adapters",
 )
@@ -208,6 +209,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
     "rwkv_sparse_value_quant": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
     "rwkv_sparse_few": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
+    "rwkv_sparse_row_quant": [*[c_void_p] * 4, *[c_int] * 3, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],

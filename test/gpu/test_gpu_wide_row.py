@@ -1,4 +1,5 @@
-"""One row of small weights on Hopper's tensor cores (csrc/wide_row.cu), against fp32; its norm and mix made inside."""
+"""One row of small weights: by Hopper's tensor cores (csrc/wide_row.cu), its norm and mix made inside; by the rows of
+ffn.value whose input is not zero (csrc/sparse_row.cu). Against fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
 from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, QuantMap, UnmixedRow, fits_wide_row, multiply_few
+from rwkv_batch.kernels.cuda_quant import (
+    CudaQuantLinear,
+    CudaQuantValue,
+    QuantMap,
+    UnmixedRow,
+    fits_wide_row,
+    multiply_few,
+)
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.model.step_inputs import StepInputs
@@ -71,9 +79,10 @@ def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> 
 
 @pytest.mark.parametrize("has_delta", [True, False])
 @pytest.mark.parametrize("width", [4096, 768])
-def test_the_row_is_mixed_inside(width: int, has_delta: bool) -> None:
+@pytest.mark.parametrize("format_", Format)
+def test_the_row_is_mixed_inside(format_: Format, width: int, has_delta: bool) -> None:
     """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
-    reader, meant = linear(Format.FP8, 96, width)
+    reader, meant = linear(format_, 96, width)
     ops = CudaOps()
     ops.workspaces[GPU] = work = Workspace(*(torch.zeros(1, dtype=torch.int32, device=GPU) for _ in range(3)))
     ops._processors[GPU] = 132
@@ -103,3 +112,18 @@ def test_the_row_is_mixed_inside(width: int, has_delta: bool) -> None:
     for i in range(3):
         assert error(y[i], mixed[i][:1].float() @ meant.T) < 1e-3, i
     assert error(z, torch.tanh(mixed[3][:1].float() @ low.float().T)) < 1e-3
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.12, 0.5, 1.0])
+@pytest.mark.parametrize(("width", "ffn"), [(4096, 16384), (768, 3072), (2560, 10240)])
+@pytest.mark.parametrize("format_", Format)
+def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> None:
+    """Any share of inputs that are not zero, lone and in a crowd; the same bits again."""
+    stored = quantise(torch.randn(width, ffn, device=GPU) / ffn**0.5, format_)
+    value = CudaQuantValue(stored)
+    hidden = torch.rand(1, ffn, device=GPU) * (torch.rand(1, ffn, device=GPU) < share)
+    hidden[0, :2], hidden[0, 200], hidden[0, -600:-200] = -0.0, 1.0, 1.5
+    hidden = hidden.half()
+    ys = [CudaOps().sparse_value_quantised(value, hidden) for _ in range(2)]
+    assert torch.equal(*ys)
+    assert error(ys[0], hidden.float() @ dequantise(stored).T) < 1e-3

@@ -203,7 +203,10 @@ class Launcher:
                 yield from self.call("rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(exits), item)
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             for format_, number in NUMBERS.items():
-                yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
+                if rows == 1:
+                    yield from self.call("rwkv_sparse_row_quant", *[SOMEWHERE] * 4, number, width, 4 * width)
+                else:
+                    yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
                 if format_ is not Format.INT4 and width % SPARSE_FEW_COLUMNS == 0:
                     yield from self.call("rwkv_sparse_few", *[SOMEWHERE] * 6, number, rows, width, 4 * width)
 

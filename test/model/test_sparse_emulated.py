@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels.cuda_quant import NUMBERS, pack
+from rwkv_batch.kernels.cuda_quant import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
 WIDTH, FFN = 64, 2304
+FFN_OF_ONE_ROW = 8320
+"""Three times as many rows of a warp as it looks at at once"""
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel on the CPU."""
+    """The kernel of several rows on the CPU."""
     return emulated("sparse_codes", tmp_path_factory.mktemp("emulated"))
 
 
@@ -29,21 +31,31 @@ def few_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated("sparse_few", tmp_path_factory.mktemp("emulated"))
 
 
-def hidden_of(rows: int, share: float) -> Tensor:
-    """[rows, FFN] fp16, so many of which are not zero; a group without any, one without a zero."""
-    hidden = torch.rand(rows, FFN).half() * (torch.rand(rows, FFN) < share)
+@pytest.fixture(scope="module")
+def of_one_row(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """That of one row."""
+    return emulated("sparse_row", tmp_path_factory.mktemp("emulated"))
+
+
+def hidden_of(rows: int, share: float, ffn: int = FFN) -> Tensor:
+    """[rows, ffn] fp16, so many of which are not zero; a group without any, one without a zero."""
+    hidden = torch.rand(rows, ffn).half() * (torch.rand(rows, ffn) < share)
     hidden[:, 256:384] = 0
     hidden[0, 1024:1152] = 1
     return hidden
 
 
-@pytest.mark.parametrize(("rows", "share"), [(1, 0.12), (3, 1.0)])
+def of_format(format_: Format, ffn: int = FFN) -> tuple[Packed, Tensor]:
+    """A matrix as the kernels read it, and what it stands for."""
+    stored = quantise(torch.randn(WIDTH, ffn) / ffn**0.5, format_)
+    return pack(stored, transposed=True), dequantise(stored)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(2, 0.12), (3, 1.0)])
 @pytest.mark.parametrize("format_", Format)
 def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float) -> None:
-    hidden, weight = hidden_of(rows, share), torch.randn(WIDTH, FFN) / FFN**0.5
-    y = torch.full((rows, WIDTH), torch.nan).half()
-    stored = quantise(weight, format_)
-    packed, meaning = pack(stored, transposed=True), dequantise(stored)
+    hidden, y = hidden_of(rows, share), torch.full((rows, WIDTH), torch.nan).half()
+    packed, meaning = of_format(format_)
     places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], rows, WIDTH, FFN)
     true = hidden.float() @ meaning.T
@@ -64,3 +76,15 @@ def test_few_rows(few_library: ctypes.CDLL, format_: Format) -> None:
     true = hidden.float() @ meaning.T
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
     assert not counters.any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.12, 0.5, 1.0])
+@pytest.mark.parametrize("format_", Format)
+def test_one_row(of_one_row: ctypes.CDLL, format_: Format, share: float) -> None:
+    """Fewer active rows than a warp has places for, some more, many more."""
+    hidden, y = hidden_of(1, share, FFN_OF_ONE_ROW), torch.full((1, WIDTH), torch.nan).half()
+    packed, meaning = of_format(format_, FFN_OF_ONE_ROW)
+    places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
+    call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
+    true = hidden.float() @ meaning.T
+    assert ((y.float() - true).norm() / true.norm()).item() < 1e-3

@@ -109,9 +109,9 @@ struct RowMix {
         }
     }
 
-    // The row and its norm; `sync` is a barrier of these threads.
-    template <typename Sync>
-    __device__ __forceinline__ void enter(const NormMix& a, MixRoom& room, const Sync& sync) {
+    // The row and its norm; `sync` is a barrier of these threads, `asked` is called when its loads are on their way.
+    template <typename Sync, typename Asked>
+    __device__ __forceinline__ void enter(const NormMix& a, MixRoom& room, const Sync& sync, const Asked& asked) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         uint4 delta[TIMES];
 #pragma unroll
@@ -121,6 +121,7 @@ struct RowMix {
             packed[i] = load16(a.x + channel(i));
             if (a.delta != nullptr) delta[i] = load16(a.delta + channel(i));
         }
+        asked();
 #pragma unroll
         for (int i = 0; i < TIMES; ++i) {
             if (a.delta != nullptr) packed[i] = add_packed(packed[i], delta[i]);
@@ -132,26 +133,24 @@ struct RowMix {
         of = join_moments(room.parts, (a.width + 255) / 256, a.width);
     }
 
-    // The i-th 8 of its channels mixed; the first time also what others are given of them.
-    __device__ __forceinline__ uint4 mixed(const NormMix& a, MixRoom& room, int i, bool first) const {
+    // The i-th 8 of its channels mixed, and what others are given of them.
+    __device__ __forceinline__ uint4 mixed(const NormMix& a, MixRoom& room, int i) const {
         float h[8], change[8];
         normalise(packed[i], of, weight[i], bias[i], h);
         unpack8(previous[i], change);
 #pragma unroll
         for (int j = 0; j < 8; ++j) change[j] -= h[j];
-        if (first) {
-            room.normed[channel(i) / 8] = pack8(h);
-            if (blockIdx.x == 0) store16(a.x_out + channel(i), packed[i]);
-        }
+        room.normed[channel(i) / 8] = pack8(h);
+        if (blockIdx.x == 0) store16(a.x_out + channel(i), packed[i]);
         return mixed_with(h, change, mix[i]);
     }
 
     // The mixed row into shared memory; whole behind the next barrier, when the token before has been read as well.
     __device__ __forceinline__ void make(const NormMix& a, uint4* held, MixRoom& room) {
-        enter(a, room, [] { __syncthreads(); });
+        enter(a, room, [] { __syncthreads(); }, [] {});
 #pragma unroll
         for (int i = 0; i < TIMES; ++i) {
-            if (channel(i) < a.width) held[channel(i) / 8] = mixed(a, room, i, true);
+            if (channel(i) < a.width) held[channel(i) / 8] = mixed(a, room, i);
         }
     }
 };

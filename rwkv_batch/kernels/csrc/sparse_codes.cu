@@ -1,4 +1,5 @@
 // y [B, C] = h [B, F] @ Wt [F, C] for B <= 8 and Wt in small codes, skipping the rows of Wt whose h is zero in every row of the batch.
+// One row has a kernel of its own (sparse_row.cu).
 //
 // h = relu(k)^2 is 88 % zero in trained models, so one row of the batch needs 12 % of ffn.value, eight 64 %.
 // A block owns 32 columns and all of F, so that no two blocks share a sum. Each of its 16 warps has a share of F: it lists
@@ -102,25 +103,24 @@ struct Listed {
     uint16_t rows[MOST_SHARE + MOST_SHARE / GROUP_INPUTS * (STEP - 1) + STEP];
 };
 
-template <int BATCH>
 union Shared {
     Listed lists[WARPS];
-    float sums[WARPS][BATCH][COLUMNS];  // when the active rows have been read
+    float sums[WARPS][MAX_ROWS][COLUMNS];  // when the active rows have been read
 };
 
 // Lists rows first .. first + share - 1 whose h is not zero, from `to` on; PADDED: what a group of 128 leaves of a step
 // holds NOTHING. Returns how many entries there are, a multiple of STEP.
-template <int BATCH, bool PADDED>
+template <bool PADDED>
 __device__ __forceinline__ int list_active(const __half* h, int rows, int ffn, int first, int share, uint16_t* to, int lane) {
-    constexpr int TOGETHER = BATCH == 1 ? 4 : 2;
+    constexpr int TOGETHER = 2;
     int count = 0;
     for (int begin = 0; begin < share; begin += TOGETHER * LISTED) {
-        uint4 given[TOGETHER][BATCH];
+        uint4 given[TOGETHER][MAX_ROWS];
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
             const int at = begin + i * LISTED + 8 * lane;
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
+            for (int b = 0; b < MAX_ROWS; ++b) {
                 given[i][b] = make_uint4(0, 0, 0, 0);
                 if (b < rows && at < share) given[i][b] = __ldg(reinterpret_cast<const uint4*>(h + static_cast<int64_t>(b) * ffn + first + at));
             }
@@ -130,7 +130,7 @@ __device__ __forceinline__ int list_active(const __half* h, int rows, int ffn, i
             if (begin + i * LISTED >= share) break;
             uint4 any = given[i][0];
 #pragma unroll
-            for (int b = 1; b < BATCH; ++b)
+            for (int b = 1; b < MAX_ROWS; ++b)
                 any.x |= given[i][b].x, any.y |= given[i][b].y, any.z |= given[i][b].z, any.w |= given[i][b].w;
             const uint32_t words[4] = {any.x, any.y, any.z, any.w};
             uint32_t active = 0;  // a bit for each of the lane's rows; a sign alone is a zero
@@ -163,17 +163,17 @@ __device__ __forceinline__ int list_active(const __half* h, int rows, int ffn, i
     return whole;
 }
 
-template <typename Rows, int BATCH>
+template <typename Rows>
 __global__ void __launch_bounds__(WARPS * 32, 1) sparse_value_kernel(
     const __half* h, const Rows weight, __half* y, int rows, int width, int ffn, int share) {
-    __shared__ __align__(16) Shared<BATCH> sh;
+    __shared__ __align__(16) Shared sh;
     constexpr int FLIGHT = Rows::FLIGHT;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int first_column = blockIdx.x * COLUMNS, first = warp * share;
     let_next_start();
     wait_for_inputs();
     uint16_t* const list = sh.lists[warp].rows;
-    const int count = list_active<BATCH, Rows::GROUPED>(h, rows, ffn, first, min(share, ffn - first), list, lane);
+    const int count = list_active<Rows::GROUPED>(h, rows, ffn, first, min(share, ffn - first), list, lane);
     const __half* const mine = h + static_cast<int64_t>(g) * ffn;  // of the row of the batch that a lane's operand is of
     const auto value = [&](int row) -> uint32_t {
         return g < rows && row != NOTHING ? __half_as_ushort(__ldg(mine + row)) : 0u;
@@ -228,12 +228,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sparse_value_kernel(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = 2 * t + (i & 1);
-            if (row < BATCH) sh.sums[warp][row][Rows::column(g, 2 * m + (i >> 1))] = sums[m][i];
+            if (row < MAX_ROWS) sh.sums[warp][row][Rows::column(g, 2 * m + (i >> 1))] = sums[m][i];
         }
     }
     __syncthreads();
     const int row = threadIdx.x / COLUMNS, column = threadIdx.x % COLUMNS;
-    if (row >= min(rows, BATCH)) return;
+    if (row >= min(rows, MAX_ROWS)) return;
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += sh.sums[w][row][column];
@@ -253,8 +253,7 @@ static int launch_rows(const SparseArgs& a, const Rows& weight, void* stream) {
     if (a.rows > MAX_ROWS || share > MOST_SHARE || a.width % COLUMNS != 0 || a.ffn % 8 != 0) {
         return static_cast<int>(cudaErrorInvalidValue);
     }
-    const auto kernel = a.rows == 1 ? sparse_value_kernel<Rows, 1> : sparse_value_kernel<Rows, MAX_ROWS>;
-    launch_streaming(kernel, dim3(a.width / COLUMNS), WARPS * 32, stream, a.h, weight, a.y, a.rows, a.width, a.ffn, share);
+    launch_streaming(sparse_value_kernel<Rows>, dim3(a.width / COLUMNS), WARPS * 32, stream, a.h, weight, a.y, a.rows, a.width, a.ffn, share);
     return launch_result();
 }
 

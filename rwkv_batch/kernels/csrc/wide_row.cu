@@ -10,7 +10,10 @@
 // A unit of work is 32 outputs; a block's are neighbours. A tile is 32 outputs by four pieces of 128 bytes along k: two
 // pieces side by side are the operand's 64 rows, each multiplied by the columns of its own inputs (0 .. 3 and 4 .. 7).
 // Four warpgroups take turns with a unit's tiles, so that four are worked at; a warp more keeps the ring of tiles filled,
-// from before the launch's inputs are there.
+// from before the launch's inputs are there. Before these have been asked for it asks for EARLY_TILES only: what is asked
+// for later by any block, ffn.value's or the WKV's beside this one too, waits behind that.
+//
+// A block's units are of one map, so that it makes its row once. Maps get blocks by their bytes.
 //
 // A map: codes [n, k] (n a multiple of 32, k of 128, of 4 bits 256, at most 4,096), or halves (n of 32, k of 64).
 // Bytes: W and its scales once; x, 2k, and where there is one the norm's and a mix's weights, in every block.
@@ -20,27 +23,26 @@
 
 constexpr int UNIT = 32, PIECES = 4, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS;
 constexpr int STAGES = 2 * WARPGROUPS;  // of the ring; a multiple, so that a place always is the same warpgroup's
+constexpr int EARLY_TILES = 4;  // of a block, asked for before its inputs are
 constexpr int TILE_ROOM = UNIT * PIECES * TILE_BYTES, INPUT_ROOM = MOST_HELD * 4 + 256;  // 256: read past, not used
 
 struct RowLaunch {
-    CUtensorMap weights[MAX_MAPS];
+    CUtensorMap weights[MAX_MAPS], scales[MAX_MAPS];
     QuantArgs args;
-    int first_unit[MAX_MAPS + 1];
-    int64_t first_byte[MAX_MAPS + 1];  // of W; units are dealt by these
-    int working;  // blocks that have units
+    int units[MAX_MAPS];
 };
 
-// The first unit that begins at this byte or behind.
-__host__ __device__ __forceinline__ int unit_from(const RowLaunch& p, int64_t byte) {
+// A block's units, which are of one map.
+struct RowShare {
+    int map, first, last;
+};
+
+__device__ __forceinline__ RowShare share_of(const RowLaunch& p, int block) {
     int map = 0;
-    while (map + 1 < p.args.count && byte >= p.first_byte[map + 1]) ++map;
-    const int units = p.first_unit[map + 1] - p.first_unit[map];
-    if (units == 0) return p.first_unit[map];
-    const int64_t each = (p.first_byte[map + 1] - p.first_byte[map]) / units, in_map = (byte - p.first_byte[map] + each - 1) / each;
-    return p.first_unit[map] + static_cast<int>(in_map < units ? in_map : units);
-}
-__host__ __device__ __forceinline__ int first_unit_of(const RowLaunch& p, int block, int blocks) {
-    return unit_from(p, (p.first_byte[p.args.count] * block + blocks - 1) / blocks);
+    while (map + 1 < p.args.count && block >= p.args.maps[map + 1].first_block) ++map;
+    const QuantMap& m = p.args.maps[map];
+    const int64_t units = p.units[map], mine = block - m.first_block;
+    return {map, static_cast<int>(mine * units / m.blocks), static_cast<int>((mine + 1) * units / m.blocks)};
 }
 
 template <Format FORMAT>
@@ -53,9 +55,10 @@ struct RowTile {
 
 struct RowRoom {
     uint64_t full[STAGES], empty[STAGES];
-    float scales[MOST_HELD / GROUP_INPUTS];       // of x
-    float4 input_sums[MOST_HELD / GROUP_INPUTS];  // of its parts, where codes have a zero
-    float sums[2][2 * WARPGROUPS][UNIT];          // of a unit, of each warpgroup two; taken in turn
+    uint64_t asked[2];  // whether the warps have asked for the constants that their inputs are made of, and for the rest
+    float scales[MOST_HELD / GROUP_INPUTS];         // of x
+    float input_sums[MOST_HELD / GROUP_INPUTS][2];  // of its upper two parts and of its third, where codes have a zero
+    float sums[2][2 * WARPGROUPS][UNIT];            // of a unit, of each warpgroup two; taken in turn
     MixRoom mix;
 };
 
@@ -184,42 +187,44 @@ __device__ __forceinline__ void store_parts(uint32_t x, RowRoom& room, int c, co
         }
         if ((threadIdx.x & 15) == 0) {
             room.scales[group] = largest / MOST;
-            room.input_sums[group] = make_float4(sums[0], sums[1], sums[2], 0.0f);
+            room.input_sums[group][0] = static_cast<float>(sums[0] * 256 + sums[1]) * 256.0f;
+            room.input_sums[group][1] = sums[2];
         }
     }
 }
 
 // One lane: the tiles of a block's units into the ring.
 template <Format FORMAT>
-__device__ __forceinline__ void fetch_units(const RowLaunch& p, RowRoom& room, uint32_t ring, int first, int last) {
+__device__ __forceinline__ void fetch_units(const RowLaunch& p, RowRoom& room, uint32_t ring, const RowShare& share) {
     using namespace hopper;
     using Tile = RowTile<FORMAT>;
     const uint32_t full = shared_address(room.full), empty = shared_address(room.empty);
+    const QuantMap& m = p.args.maps[share.map];
+    const bool half = m.scales == nullptr;
+    const int row_bytes = half ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k;
+    const uint32_t asked = shared_address(room.asked);
     uint32_t stage = 0, parity = 1;
-    int map = 0;
-    for (int unit = first; unit < last; ++unit) {
-        while (unit >= p.first_unit[map + 1]) ++map;
-        const QuantMap& m = p.args.maps[map];
-        const bool half = m.scales == nullptr;
-        const int output = (unit - p.first_unit[map]) * UNIT, row_bytes = half ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k;
+    int count = 0;
+    wait_barrier(asked, 0);
+    for (int unit = share.first; unit < share.last; ++unit) {
+        const int output = unit * UNIT;
         for (int step = 0; step * PIECES * TILE_BYTES < row_bytes; ++step) {
             wait_barrier(empty + 8 * stage, parity);
             const uint32_t barrier = full + 8 * stage, to = ring + stage * Tile::BYTES;
-            const int groups = half || !Tile::grouped ? 0 : min(Tile::GROUPS, m.k / GROUP_INPUTS - step * Tile::GROUPS);
-            expect_bytes(barrier, TILE_ROOM + groups * UNIT * Tile::SCALE_ITEM);
-            copy_box(to, &p.weights[map], 0, output, step * PIECES, barrier, EVICT_FIRST);
-            for (int i = 0; i < groups; ++i) {
-                const auto* from = static_cast<const uint8_t*>(m.scales) + (static_cast<int64_t>(step * Tile::GROUPS + i) * m.n + output) * Tile::SCALE_ITEM;
-                copy_line(to + TILE_ROOM + i * UNIT * Tile::SCALE_ITEM, from, UNIT * Tile::SCALE_ITEM, barrier);
-            }
+            if (count++ == EARLY_TILES) wait_barrier(asked + 8, 0);
+            const bool scaled = Tile::grouped && !half;
+            expect_bytes(barrier, TILE_ROOM + (scaled ? Tile::GROUPS * UNIT * Tile::SCALE_ITEM : 0));
+            copy_box(to, &p.weights[share.map], 0, output, step * PIECES, barrier, EVICT_FIRST);
+            if (scaled) copy_box(to + TILE_ROOM, &p.scales[share.map], output, step * Tile::GROUPS, 0, barrier, EVICT_FIRST);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
 }
 #endif
 
+// At most 64 registers a thread of 4 bits, 48 of 8: so many blocks of ffn.value and the WKV stand beside.
 template <Format FORMAT, bool NORMED>
-__global__ void __launch_bounds__(CONSUMERS + 32, 1) wide_row_kernel(const __grid_constant__ RowLaunch p) {
+__global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 1 : 2) wide_row_kernel(const __grid_constant__ RowLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     using Tile = RowTile<FORMAT>;
@@ -235,66 +240,66 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) wide_row_kernel(const __gri
             init_barrier(full + 8 * i, 1);
             init_barrier(empty + 8 * i, 4);
         }
+        for (int i = 0; i < 2; ++i) init_barrier(shared_address(&room.asked[i]), CONSUMERS / 32);
         publish_barriers();
     }
     __syncthreads();
     let_next_start();
-    const int first = first_unit_of(p, blockIdx.x, gridDim.x), last = first_unit_of(p, blockIdx.x + 1, gridDim.x);
+    const RowShare share = share_of(p, blockIdx.x);
     if (warp == CONSUMERS / 32) {
-        if (elect_lane()) fetch_units<FORMAT>(p, room, ring, first, last);
+        if (elect_lane()) fetch_units<FORMAT>(p, room, ring, share);
         return;
     }
-    if (first >= last) {
-        wait_for_inputs();  // until then it keeps its place, so that blocks of later launches are spread evenly
-        return;
-    }
-    int map = 0;
-    while (first >= p.first_unit[map + 1]) ++map;
-    std::conditional_t<NORMED, Mix, int> row = [&] {
-        if constexpr (NORMED) return Mix(p.args.norm, p.args.maps[map].x);
-        else return 0;
-    }();
-    wait_for_inputs();
-    if constexpr (NORMED) row.enter(p.args.norm, room.mix, sync_consumers);
+    const QuantMap& m = p.args.maps[share.map];
+    const bool half = m.scales == nullptr;
+    int arrived = 0;
+    const auto have_asked = [&](int which) {
+        if (lane == 0) arrive(shared_address(&room.asked[which]));
+    };
 
-    // The row as a map wants it.
-    const auto make_inputs = [&](const QuantMap& m, bool is_first) {
-        if (!is_first) sync_consumers();  // the ones before have been multiplied
-        const bool half = m.scales == nullptr;
+    // The row as the map wants it.
+    const auto put_inputs = [&](int c, const uint4& values) {
+        if (half) {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x + 2 * c), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w) : "memory");
+        } else {
+            store_parts<FORMAT>(x, room, c, values, c < m.k);
+        }
+    };
+    const auto inputs_are_there = [&] {
+        publish_shared();
+        sync_consumers();
+    };
+    if constexpr (NORMED) {
+        Mix row(p.args.norm, m.x);
+        have_asked(0);
+        wait_for_inputs();
+        row.enter(p.args.norm, room.mix, sync_consumers, [&] { have_asked(1); });
+#pragma unroll
+        for (int i = 0; i < Mix::TIMES; ++i) {
+            const int c = Mix::channel(i);
+            put_inputs(c, c < m.k ? row.mixed(p.args.norm, room.mix, i) : make_uint4(0, 0, 0, 0));
+        }
+        inputs_are_there();
+        if (threadIdx.x == 0) arrived = atomicAdd(p.args.norm.counter, 1);
+    } else {
+        have_asked(0);
+        wait_for_inputs();
         uint4 values[Mix::TIMES];
 #pragma unroll
         for (int i = 0; i < Mix::TIMES; ++i) {
             const int c = Mix::channel(i);
-            values[i] = make_uint4(0, 0, 0, 0);
-            if (c >= m.k) continue;
-            if constexpr (NORMED) {
-                if (!is_first) row.mix[i] = load16(m.x + c);
-            } else {
-                values[i] = load16(m.x + c);
-            }
+            values[i] = c < m.k ? load16(m.x + c) : make_uint4(0, 0, 0, 0);
         }
+        have_asked(1);
 #pragma unroll
-        for (int i = 0; i < Mix::TIMES; ++i) {
-            const int c = Mix::channel(i);
-            if constexpr (NORMED) {
-                if (c < m.k) values[i] = row.mixed(p.args.norm, room.mix, i, is_first);
-            }
-            if (half) {
-                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x + 2 * c), "r"(values[i].x), "r"(values[i].y),
-                             "r"(values[i].z), "r"(values[i].w) : "memory");
-            } else {
-                store_parts<FORMAT>(x, room, c, values[i], c < m.k);
-            }
-        }
-        publish_shared();
-        sync_consumers();
-    };
+        for (int i = 0; i < Mix::TIMES; ++i) put_inputs(Mix::channel(i), values[i]);
+        inputs_are_there();
+    }
 
     const int group = warp / 4, second = warp % 4 / 2;   // the warpgroup; which of two pieces side by side the warp's rows are
     const int output = warp % 2 * 16 + g;                // of the unit, and the one 8 behind
     const bool low_part = t & 1;                         // its column is the third part
     int stage = group, parity = 0;  // of the warpgroup's next tile
-    int made = -1, arrived = 0;
     // Its tiles are those whose number leaves it when divided by WARPGROUPS: who waits for a place to be filled again must have
     // seen it filled before, as a parity tells no more than that.
     const auto release = [&] {
@@ -304,16 +309,8 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) wide_row_kernel(const __gri
         if (stage >= STAGES) stage -= STAGES, parity ^= 1;
     };
     int before = 0;  // tiles of the units before
-    for (int unit = first; unit < last; ++unit) {
-        while (unit >= p.first_unit[map + 1]) ++map;
-        const QuantMap& m = p.args.maps[map];
-        if (map != made) {
-            make_inputs(m, made < 0);
-            if (NORMED && made < 0 && threadIdx.x == 0) arrived = atomicAdd(p.args.norm.counter, 1);
-            made = map;
-        }
-        const bool half = m.scales == nullptr;
-        const int out = (unit - p.first_unit[map]) * UNIT + threadIdx.x;  // of a thread of the first warp
+    for (int unit = share.first; unit < share.last; ++unit) {
+        const int out = unit * UNIT + threadIdx.x;  // of a thread of the first warp
         float scale = half ? 1.0f : code_scale<FORMAT>();
         if (FORMAT == FP8 && !half && warp == 0) scale *= __ldg(static_cast<const float*>(m.scales) + out);
         const int depth = half ? PIECES * 64 : Tile::GROUPS * GROUP_INPUTS, steps = (m.k + depth - 1) / depth;
@@ -364,61 +361,54 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) wide_row_kernel(const __gri
                     }
                     commit_products();
                 } else {
-                    constexpr int TOGETHER = 2;  // pieces of 256 inputs whose codes are in registers until they are multiplied
 #pragma unroll
-                    for (int piece = 0; piece < PAIRS; piece += TOGETHER) {
-                        uint32_t codes[TOGETHER][4][4];  // of each step the operand's registers
+                    for (int pair = 0; pair < PAIRS; ++pair) {
+                        uint32_t codes[4][4];  // of each step the operand's registers
 #pragma unroll
-                        for (int pair = 0; pair < TOGETHER; ++pair) {
+                        for (int up = 0; up < 2; ++up) {
+                            const int line = output + 8 * up;
+                            const uint4 v = shared_u128(tile + pair * UNIT * TILE_BYTES + line * TILE_BYTES + (((second * 4 + t) ^ (line & 7)) << 4));
 #pragma unroll
-                            for (int up = 0; up < 2; ++up) {
-                                const int line = output + 8 * up;
-                                const uint4 v = shared_u128(tile + (piece + pair) * UNIT * TILE_BYTES + line * TILE_BYTES + (((second * 4 + t) ^ (line & 7)) << 4));
-#pragma unroll
-                                for (int j = 0; j < 4; ++j) {
-                                    const uint32_t word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
-                                    codes[pair][j][up] = word & 0x0f0f0f0fu, codes[pair][j][2 + up] = word >> 4 & 0x0f0f0f0fu;
-                                }
+                            for (int j = 0; j < 4; ++j) {
+                                const uint32_t word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
+                                codes[j][up] = word & 0x0f0f0f0fu, codes[j][2 + up] = word >> 4 & 0x0f0f0f0fu;
                             }
                         }
                         begin_products();
+                        const uint64_t b = describe_rows_of_16(x + (first_pair + pair) * PAIR_BYTES, 128, 128);
 #pragma unroll
-                        for (int pair = 0; pair < TOGETHER; ++pair) {
-                            const uint64_t b = describe_rows_of_16(x + (first_pair + piece + pair) * PAIR_BYTES, 128, 128);
-#pragma unroll
-                            for (int j = 0; j < 4; ++j) multiply_bytes(products[piece + pair], codes[pair][j], b + 16 * j, j);
-                        }
+                        for (int j = 0; j < 4; ++j) multiply_bytes(products[pair], codes[j], b + 16 * j, j);
                         commit_products();
-                        if (piece + TOGETHER < PAIRS) wait_products<0>();
+                        if (pair + 1 < PAIRS) wait_products<0>();
                     }
                 }
-                // While they run: what the sums are multiplied by.
-                float unit_of_x[PAIRS], of_codes[PAIRS][2], zeros[PAIRS][2];
-                float4 of_parts[PAIRS];
+                // What the sums are multiplied by, and what their codes' zeros come to.
+                float unit_of_x[PAIRS], of_parts[PAIRS];
+                uint32_t items[PAIRS][2];
+                const auto load_scales = [&] {
 #pragma unroll
-                for (int pair = 0; pair < PAIRS; ++pair) {
-                    const int of_inputs = min(2 * (first_pair + pair) + second, groups - 1);
-                    unit_of_x[pair] = room.scales[of_inputs];
-                    if constexpr (Tile::grouped) {
-                        of_parts[pair] = room.input_sums[of_inputs];
+                    for (int pair = 0; pair < PAIRS; ++pair) {
+                        const int of_inputs = min(2 * (first_pair + pair) + second, groups - 1);
+                        unit_of_x[pair] = room.scales[of_inputs];
+                        if constexpr (Tile::grouped) {
+                            of_parts[pair] = room.input_sums[of_inputs][low_part];
 #pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            const uint32_t at = tile + TILE_ROOM + ((of_inputs - step * Tile::GROUPS) * UNIT + output + 8 * i) * Tile::SCALE_ITEM;
-                            zeros[pair][i] = 128.0f;
-                            if constexpr (FORMAT == INT4) {
-                                uint32_t item;
-                                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(item) : "r"(at) : "memory");
-                                const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&item));
-                                of_codes[pair][i] = both.x, zeros[pair][i] = both.y - 1024.0f;
-                            } else {
-                                uint16_t item;
-                                asm volatile("ld.shared.u16 %0, [%1];" : "=h"(item) : "r"(at) : "memory");
-                                of_codes[pair][i] = __half2float(__ushort_as_half(item));
+                            for (int i = 0; i < 2; ++i) {
+                                const uint32_t at = tile + TILE_ROOM + ((of_inputs - step * Tile::GROUPS) * UNIT + output + 8 * i) * Tile::SCALE_ITEM;
+                                if constexpr (FORMAT == INT4) {
+                                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(items[pair][i]) : "r"(at) : "memory");
+                                } else {
+                                    uint16_t item;
+                                    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(item) : "r"(at) : "memory");
+                                    items[pair][i] = item;
+                                }
                             }
                         }
                     }
-                }
+                };
+                if constexpr (FORMAT != INT4) load_scales();
                 wait_products<0>();
+                if constexpr (FORMAT == INT4) load_scales();  // their registers held codes until then
                 release();
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
@@ -434,11 +424,10 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) wide_row_kernel(const __gri
                         if constexpr (FORMAT == FP8) {
                             sums[i] = fmaf(low_part ? one * 0x1p-8f : fmaf(other, 0x1p-4f, one), unit_of_x[pair], sums[i]);
                         } else {
-                            const float zero = -zeros[pair][i];
-                            const float sum = low_part ? fmaf(zero, of_parts[pair].z, static_cast<float>(one))
-                                                       : fmaf(fmaf(zero, of_parts[pair].x, static_cast<float>(one)), 65536.0f,
-                                                              fmaf(zero, of_parts[pair].y, static_cast<float>(other)) * 256.0f);
-                            sums[i] = fmaf(sum, unit_of_x[pair] * of_codes[pair][i], sums[i]);
+                            const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[pair][i]));
+                            const float zero = FORMAT == INT4 ? 1024.0f - item.y : -128.0f;
+                            const float whole = low_part ? static_cast<float>(one) : fmaf(static_cast<float>(one), 65536.0f, static_cast<float>(other) * 256.0f);
+                            sums[i] = fmaf(fmaf(zero, of_parts[pair], whole), unit_of_x[pair] * item.x, sums[i]);
                         }
                     }
                 }
@@ -462,7 +451,7 @@ __global__ void __launch_bounds__(CONSUMERS + 32, 1) wide_row_kernel(const __gri
             }
         }
     }
-    if constexpr (NORMED) keep_token<CONSUMERS>(p.args.norm, room.mix, arrived, p.working, sync_consumers);
+    if constexpr (NORMED) keep_token<CONSUMERS>(p.args.norm, room.mix, arrived, gridDim.x, sync_consumers);
 #endif
 }
 
@@ -470,14 +459,45 @@ template <Format FORMAT, bool NORMED>
 static int launch_row(const RowLaunch& p, void* stream) {
     static bool raised[MAX_DEVICES] = {};
     const auto kernel = wide_row_kernel<FORMAT, NORMED>;
+    const QuantMap& last = p.args.maps[p.args.count - 1];
     const int bytes = 1024 + STAGES * RowTile<FORMAT>::BYTES + INPUT_ROOM + static_cast<int>(sizeof(RowRoom));
     if (!raised[this_device()]) {
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, this_machine().shared_bytes);
         if (error != cudaSuccess) return static_cast<int>(error);
         raised[this_device()] = true;
     }
-    launch_with_split(kernel, dim3(this_machine().processors), CONSUMERS + 32, bytes, 100, stream, p);
+    launch_with_split(kernel, dim3(last.first_block + last.blocks), CONSUMERS + 32, bytes, 100, stream, p);
     return launch_result();
+}
+
+// Deals blocks to the maps by what they read.
+template <typename BytesOf>
+static void deal_blocks(RowLaunch& p, int blocks, const BytesOf& bytes_of) {
+    QuantMap* const maps = p.args.maps;
+    for (int i = 0; i < p.args.count; ++i) maps[i].blocks = 1;
+    for (int given = p.args.count; given < blocks; ++given) {
+        int most = 0;
+        for (int i = 1; i < p.args.count; ++i) {
+            if (bytes_of(i) * maps[most].blocks > bytes_of(most) * maps[i].blocks) most = i;
+        }
+        ++maps[most].blocks;
+    }
+    for (int i = 0, first = 0; i < p.args.count; ++i) {
+        maps[i].blocks = min(maps[i].blocks, p.units[i]);
+        maps[i].first_block = first, first += maps[i].blocks;
+    }
+}
+
+// Scales [k / 128][n] in boxes of a tile's.
+template <Format FORMAT>
+static bool describe_scales(CUtensorMap* map, const QuantMap& m) {
+    using Tile = RowTile<FORMAT>;
+    const cuuint64_t rows = m.k / GROUP_INPUTS, pitch = static_cast<cuuint64_t>(m.n) * Tile::SCALE_ITEM;
+    const cuuint64_t size[3] = {static_cast<cuuint64_t>(m.n), rows, 1}, strides[2] = {pitch, pitch * rows};
+    const cuuint32_t box[3] = {UNIT, Tile::GROUPS, 1}, step[3] = {1, 1, 1};
+    const auto type = Tile::SCALE_ITEM == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+    return encode_tiled()(map, type, 3, const_cast<void*>(m.scales), size, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <Format FORMAT>
@@ -485,24 +505,22 @@ static int launch_format(const QuantArgs& args, void* stream) {
     if (encode_tiled() == nullptr) return static_cast<int>(cudaErrorNotSupported);
     RowLaunch p = {};
     p.args = args;
+    const auto row_bytes = [&](int i) {
+        const QuantMap& m = args.maps[i];
+        return m.scales == nullptr ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k;
+    };
     for (int i = 0; i < args.count; ++i) {
         const QuantMap& m = args.maps[i];
-        const bool half = m.scales == nullptr;
         if (m.k > MOST_HELD || m.k % 64 || (args.norm.x != nullptr && m.k != args.norm.width)) return static_cast<int>(cudaErrorInvalidValue);
-        const int row_bytes = half ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k, units = (m.n + UNIT - 1) / UNIT;
-        p.first_unit[i + 1] = p.first_unit[i] + units;
-        p.first_byte[i + 1] = p.first_byte[i] + static_cast<int64_t>(units) * UNIT * row_bytes;
-        const ElementType element = half ? HALVES : BYTES;
-        if (!describe(&p.weights[i], m.codes, element, m.n, TILE_BYTES / element.bytes, row_bytes / element.bytes, row_bytes / TILE_BYTES, UNIT, PIECES)) {
+        p.units[i] = (m.n + UNIT - 1) / UNIT;
+        const ElementType element = m.scales == nullptr ? HALVES : BYTES;
+        if (!describe(&p.weights[i], m.codes, element, m.n, TILE_BYTES / element.bytes, row_bytes(i) / element.bytes, row_bytes(i) / TILE_BYTES, UNIT, PIECES)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
+        if (RowTile<FORMAT>::grouped && m.scales != nullptr && !describe_scales<FORMAT>(&p.scales[i], m)) return static_cast<int>(cudaErrorInvalidValue);
     }
-    const int blocks = this_machine().processors;
-    for (int i = 0; i < blocks; ++i) p.working += first_unit_of(p, i, blocks) < first_unit_of(p, i + 1, blocks);
-    if constexpr (FORMAT == FP8) {  // of the others that is slower
-        if (args.norm.x != nullptr) return launch_row<FORMAT, true>(p, stream);
-    }
-    return args.norm.x == nullptr ? launch_row<FORMAT, false>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
+    deal_blocks(p, this_machine().processors, [&](int i) { return static_cast<int64_t>(row_bytes(i)) * p.units[i]; });
+    return args.norm.x != nullptr ? launch_row<FORMAT, true>(p, stream) : launch_row<FORMAT, false>(p, stream);
 }
 
 // One row of maps of up to 4,096 inputs each.
