@@ -50,7 +50,7 @@ struct __align__(16) Entry {
   float value;  // the changed logit of this step
 };
 
-constexpr int kHeld = 2;  // entries that each thread holds in registers
+constexpr int kHeld = 1;  // entries that each thread holds in registers
 
 struct Row {
   const float* logits;
@@ -59,7 +59,7 @@ struct Row {
   const uint32_t* marks;  // bit per token in shared memory: has an entry; null if there are none
   Entry* entries;
   int num_entries;
-  Entry held[kHeld];  // entries threadIdx.x and 256 further, while the row is drawn from
+  Entry held[kHeld];  // entry threadIdx.x, and those 256 further each, while the row is drawn from
 
   __device__ int quads() const { return (vocab + 3) / 4; }
 };
