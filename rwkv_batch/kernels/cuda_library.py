@@ -29,7 +29,7 @@ NAMES = (
     "quantise",
     "adapters",
 )
-HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4", "wide_row")
+HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4", "wide_row", "wide_few")
 MAX_MAPS = 8
 MAX_WIDE_MAPS = 12
 
@@ -218,6 +218,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide": [POINTER(WideArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
+    "rwkv_wide_few": [POINTER(QuantArgs), c_void_p],
     **{f"rwkv_wide_codes_{name}": [POINTER(WideCodesArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 

@@ -40,6 +40,8 @@ OUTPUT_STEP = 32
 MAX_MIXED_ROWS = 8
 """Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
 MAX_INPUTS = 32768
+WIDE_FEW_ROWS = range(2, 9)
+"""Of fp8 beside Hopper's kernel for some rows."""
 MOST_ROW_INPUTS = 4096
 """Of one row that Hopper's kernel for it takes."""
 SCALE_STEP = 4
@@ -268,7 +270,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def multiply_into(maps: Sequence[QuantMap]) -> None:
     """Up to 8 maps of one format over the same number of rows each."""
     rows, first = maps[0].x.shape[0], maps[0].linear
-    if first.is_few(rows):
+    if first.is_few(rows) or fits_wide_few(first, [m.linear.packed.columns for m in maps], rows):
         multiply_few(maps)
     elif first.packed.fits_codes(rows):
         launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
@@ -345,7 +347,16 @@ def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = (), norm: Nor
     if rows == 1 and fits_wide_row(maps[0].linear, [slot.k for slot in args.maps[:count]]):
         hopper_library().call("rwkv_wide_row", ctypes.byref(args))
         return
+    if fits_wide_few(maps[0].linear, [slot.k for slot in args.maps[:count]], rows):
+        hopper_library().call("rwkv_wide_few", ctypes.byref(args))
+        return
     library().call("rwkv_skinny_quant", ctypes.byref(args))
+
+
+def fits_wide_few(linear: CudaQuantLinear, inputs: Sequence[int], rows: int) -> bool:
+    """Whether Hopper's kernel for some rows of fp8 (csrc/wide_few.cu) takes maps of so many inputs."""
+    is_known = rows in WIDE_FEW_ROWS and linear.format is Format.FP8 and all(k % 64 == 0 for k in inputs)
+    return is_known and has_wide(linear.packed.codes.device)
 
 
 def fits_wide_row(linear: CudaQuantLinear, inputs: Sequence[int]) -> bool:
