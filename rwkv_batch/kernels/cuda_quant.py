@@ -40,8 +40,8 @@ OUTPUT_STEP = 32
 MAX_MIXED_ROWS = 8
 """Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
 MAX_INPUTS = 32768
-WIDE_FEW_ROWS = range(2, 9)
-"""Of fp8 beside Hopper's kernel for some rows."""
+WIDE_FEW_ROWS = range(2, 5)
+"""Of fp8 that Hopper's kernel for some rows is asked for; it takes 8."""
 MOST_ROW_INPUTS = 4096
 """Of one row that Hopper's kernel for it takes."""
 SCALE_STEP = 4

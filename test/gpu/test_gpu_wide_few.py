@@ -1,4 +1,4 @@
-"""2 to 8 rows of fp8 weights on Hopper's tensor cores (csrc/wide_few.cu), against fp32."""
+"""2 to 4 rows of fp8 weights on Hopper's tensor cores (csrc/wide_few.cu), against fp32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def linear(n: int, k: int) -> tuple[CudaQuantLinear, Tensor]:
 
 @pytest.mark.parametrize("inputs", ["normal", "outlier", "tiny", "zero but one"])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (32, 128), (96, 768), (2560, 2560), (16384, 1024), (65536, 4096)])
-@pytest.mark.parametrize("rows", [2, 5, 8])
+@pytest.mark.parametrize("rows", [2, 3, 4])
 def test_any_inputs(rows: int, n: int, k: int, inputs: str) -> None:
     map_, meant = linear(n, k)
     x = normal(rows, k)
@@ -54,7 +54,7 @@ def test_any_inputs(rows: int, n: int, k: int, inputs: str) -> None:
 
 
 @pytest.mark.parametrize("width", [4096, 1024, 768])
-@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("rows", [2, 3, 4])
 def test_maps_of_their_own_inputs_beside_halves(rows: int, width: int) -> None:
     sizes = (width, 32, 4 * width, 544)
     maps = [linear(n, width) for n in sizes]
