@@ -28,7 +28,6 @@ from rwkv_batch.kernels.cuda_quant import (
     QuantMap,
     RowCodes,
     UnmixedRow,
-    fits_wide_few,
     multiply_codes,
     multiply_few,
     multiply_into,
@@ -267,7 +266,7 @@ def _enter(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: list[Ma
     if isinstance(mixed, CodedMix) or not linears[0].takes_halves(rows):
         _rkv_in_codes(layer, mixed, rkv)
         multiply(low)
-    elif not linears[0].is_few(rows) and not fits_wide_few(linears[0], [mixed.shape[2]], rows):
+    elif not linears[0].is_few(rows):
         maps = [m.packed.codes_map(mixed[i], rkv[i]) for i, m in enumerate(linears)]
         launch_codes([*(map_of_halves(m.weight, m.x, m.y, m.activation) for m in low), *maps])
     elif rows <= MAX_MIXED_ROWS:

@@ -1,7 +1,8 @@
 """Linear maps of 8- and 4-bit weights on the GPU.
 
 Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu);
-one row on Hopper: the codes multiplied as they are by the parts of its inputs (csrc/wide_row.cu). More, on Hopper:
+one row on Hopper, of fp8 up to 4: the codes multiplied as they are by the parts of its inputs (csrc/wide_row.cu,
+wide_few.cu). More, on Hopper:
 codes made halves on its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a
 scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
 """
@@ -270,7 +271,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def multiply_into(maps: Sequence[QuantMap]) -> None:
     """Up to 8 maps of one format over the same number of rows each."""
     rows, first = maps[0].x.shape[0], maps[0].linear
-    if first.is_few(rows) or fits_wide_few(first, [m.linear.packed.columns for m in maps], rows):
+    if first.is_few(rows):
         multiply_few(maps)
     elif first.packed.fits_codes(rows):
         launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
