@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -165,7 +166,7 @@ class CpuOps(PackedOps):
         """See ops.RunsLayers: states in fp32."""
         return state.form is StateForm.FP32
 
-    make_adapter_table = CpuAdapterTable
+    make_adapter_table = staticmethod(partial(CpuAdapterTable, make_linear=CpuLinear))
 
     def run_layers(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,15 +15,32 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 class CpuAdapterTable(AdapterTable):
-    """A stage's adapters, each with an array [layers] of where its pairs are, b transposed."""
+    """A stage's adapters, each with an array [layers] of where its pairs are, b transposed.
 
-    def __init__(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> None:
+    Where plain torch runs the layers (states in fewer bits), its products are those of packed matrices: torch's own
+    have other bits beside other tokens. A matrix is packed when it is first wanted so.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]],
+    ) -> None:
+        """`make_linear`: packs a weight [out, in] fp32, for [N, in] -> [N, out] with the same bits for any N."""
         super().__init__(first, last, device, dtype)
+        self._make_linear = make_linear
+        self._packed: dict[int, Callable[[Tensor], Tensor]] = {}
+        """by id of the weight, which is held as long"""
         self._arrays: dict[int, ctypes.Array[AdapterLayerArgs]] = {}
         self._kept: dict[int, list[object]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
         """See AdapterTable."""
+        self.drop(number)
         super().put(number, layers)
         array = (AdapterLayerArgs * len(self.layers))()
         kept: list[object] = []
@@ -43,9 +60,19 @@ class CpuAdapterTable(AdapterTable):
 
     def drop(self, number: int) -> None:
         """See AdapterTable."""
+        for layer in self.pairs(number) if number in self._arrays else ():
+            routers = [] if layer.experts is None else [layer.experts.router]
+            for weight in (*routers, *(weight for pair in layer.all_pairs for weight in (pair.a, pair.b))):
+                self._packed.pop(id(weight), None)
         super().drop(number)
         self._arrays.pop(number, None)
         self._kept.pop(number, None)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See AdapterTable: [N, in] -> [N, out], the same bits for a token beside any others."""
+        if (linear := self._packed.get(id(weight))) is None:
+            linear = self._packed[id(weight)] = self._make_linear(weight)
+        return linear(x)
 
     def addresses(self, inputs: StepInputs) -> Tensor | None:
         """[T] int64: where the pairs of each token's adapter begin, 0 for none; None: no row has one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Target
 from rwkv_batch.model.step_inputs import StepInputs
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""x [N, in], weight [out, in] -> [N, out]"""
 NO_ADAPTER = 0
 """Number of rows without one."""
 
@@ -76,56 +78,66 @@ class AdapterTable:
             return None
         numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
         places = [(inputs.adapters == number).nonzero().squeeze(1).to(self._device) for number in numbers]
-        return _Groups([(self._held[number], place) for number, place in zip(numbers, places, strict=True)])
+        groups = [(self._held[number], place) for number, place in zip(numbers, places, strict=True)]
+        return _Groups(groups, self.multiply)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [N, in] by weight [out, in], which is of an adapter that is held: [N, out]."""
+        return plain(x, weight)
 
 
 class _Groups:
     """The step's tokens by adapter."""
 
-    def __init__(self, groups: list[tuple[list[LayerPairs], Tensor]]) -> None:
-        self._groups = groups
+    def __init__(self, groups: list[tuple[list[LayerPairs], Tensor]], multiply: Multiply) -> None:
+        self._groups, self._multiply = groups, multiply
 
     def of_layer(self, number: int) -> LayerAdapters:
         """See StepAdapters."""
-        return _LayerGroups([(layers[number], tokens) for layers, tokens in self._groups])
+        return _LayerGroups([(layers[number], tokens) for layers, tokens in self._groups], self._multiply)
 
 
 class _LayerGroups:
     """Those of one layer."""
 
-    def __init__(self, groups: list[tuple[LayerPairs, Tensor]]) -> None:
-        self._groups = groups
+    def __init__(self, groups: list[tuple[LayerPairs, Tensor]], multiply: Multiply) -> None:
+        self._groups, self._multiply = groups, multiply
 
     def add(self, *maps: Beside) -> None:
         """See LayerAdapters."""
         for layer, tokens in self._groups:
             for target, x, y in maps:
                 if (pair := layer.pairs.get(target)) is not None:
-                    y[tokens] += (x[tokens] @ pair.a.T) @ pair.b.T
+                    y[tokens] += self._multiply(self._multiply(x[tokens], pair.a), pair.b)
 
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
         """See LayerAdapters."""
         for layer, tokens in self._groups:
             if layer.experts is not None:
-                hidden[tokens], y[tokens] = mixed(layer.experts, x[tokens], key[tokens])
+                hidden[tokens], y[tokens] = mixed(layer.experts, x[tokens], key[tokens], self._multiply)
 
 
-def mixed(experts: Experts, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def plain(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, in] by weight [out, in]: [N, out]."""
+    return x @ weight.T
+
+
+def mixed(experts: Experts, x: Tensor, key: Tensor, multiply: Multiply = plain) -> tuple[Tensor, Tensor]:
     """(hidden [N, F], y [N, C]) of tokens x [N, C] for which the model's own key map gives key [N, F].
 
     The channel mix of an expert e is V h_e + b_e (a_e h_e), so that of the mixture is V hidden + y with hidden the sum
     of g_e h_e and y that of g_e b_e (a_e h_e): the large matrices multiply once.
     """
-    scores = torch.cat([x.new_zeros(len(x), 1), x @ experts.router.T], dim=1)
+    scores = torch.cat([x.new_zeros(len(x), 1), multiply(x, experts.router)], dim=1)
     top = scores.topk(experts.active, dim=1)
     gates = torch.zeros_like(scores).scatter(1, top.indices, torch.softmax(top.values.float(), dim=1).to(scores.dtype))
     hidden, y = torch.zeros_like(key), torch.zeros_like(x)
     for gate, pairs in zip(gates.split(1, dim=1), experts.pairs, strict=True):  # all tokens: to choose is to wait
         of_expert = key
         if (pair := pairs.get(Target.FFN_KEY)) is not None:
-            of_expert = key + (x @ pair.a.T) @ pair.b.T
+            of_expert = key + multiply(multiply(x, pair.a), pair.b)
         of_expert = gate * torch.relu(of_expert).square()
         hidden += of_expert
         if (pair := pairs.get(Target.FFN_VALUE)) is not None:
-            y += (of_expert @ pair.a.T) @ pair.b.T
+            y += multiply(multiply(of_expert, pair.a), pair.b)
     return hidden, y

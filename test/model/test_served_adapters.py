@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,41 @@ def test_a_row_has_the_same_bits_beside_any_others(adapters: list[Adapter], dtyp
     alone = step_inputs([ROWS[3]], [0], [5], [0])
     alone.adapters = tokens_of([ROWS[3]], [3])
     assert torch.equal(made.forward(alone)[0], first[3])
+
+
+@pytest.mark.parametrize("wkv_state", ["fp32", "fp16", "int8"])
+def test_many_rows_of_one_adapter_have_the_bits_that_each_has_alone(tmp_path: Path, wkv_state: str) -> None:
+    """Of pairs and of experts; states in fewer bits go another way than fp32's."""
+    files = write_adapter(tmp_path / "lora.pth", KINDS["LoRA"](7)), write_adapter(tmp_path / "mole.pth", mole(3))
+    made = Pipeline(WEIGHTS, ("cpu", "cpu"), "fp32", "cpu", wkv_state)
+    made.allocate_slots(40)
+    for number, file in enumerate(files, 1):
+        made.put_adapter(number, served(WEIGHTS, read_adapter(Path(file), 2.0)))
+    rows = [[(7 * i + j) % 300 for j in range(1 + i % 4)] for i in range(19)]
+    for number in (1, 2):
+        together = step_inputs(rows, [0] * len(rows), list(range(2, 2 + len(rows))), list(range(len(rows))))
+        together.adapters = tokens_of(rows, [number] * len(rows))
+        found = made.forward(together).clone()
+        for i, row in enumerate(rows):
+            alone = step_inputs([row], [0], [30], [0])
+            alone.adapters = tokens_of([row], [number])
+            assert torch.equal(made.forward(alone)[0], found[i]), (number, i)
+
+
+def test_an_adapter_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    made = Pipeline(WEIGHTS, ("cpu",), "fp32", "cpu", "int8")
+    made.allocate_slots(4)
+    file = write_adapter(tmp_path / "mole.pth", mole(3))
+    step = step_inputs([[1, 2]], [0], [2], [0])
+    step.adapters = tokens_of([[1, 2]], [1])
+    for _ in range(2):  # the second time in place of the first
+        made.put_adapter(1, served(WEIGHTS, read_adapter(Path(file), 1.0)))
+        made.forward(step)
+    weights = weakref.ref(made.stages[0].adapters.pairs(1)[0].all_pairs[0].a)
+    made.drop_adapter(1)
+    gc.collect()
+    assert weights() is None
+    assert not vars(made.stages[0].adapters)["_packed"]
 
 
 def test_an_adapter_that_fits_no_memory_is_on_no_stage(
