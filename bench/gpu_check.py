@@ -16,7 +16,15 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_entrance import finished
 from rwkv_batch.kernels.cuda_layer import GROUPED_ORDER
-from rwkv_batch.kernels.cuda_quant import CODES_ROWS, FEW_ROWS, CudaQuantLinear, CudaQuantValue, QuantMap, multiply_few
+from rwkv_batch.kernels.cuda_quant import (
+    CODES_ROWS,
+    FEW_ROWS,
+    FEW_ROWS_ON_HOPPER,
+    CudaQuantLinear,
+    CudaQuantValue,
+    QuantMap,
+    multiply_few,
+)
 from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision
@@ -31,6 +39,8 @@ SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
 PIECE_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320, 600, 1000)
 EXACT = 2e-3
 """fp16 inputs and outputs, fp32 sums."""
+IN_PARTS = 8e-3
+"""The same with inputs in two parts of 3 bits each, also twice after each other."""
 ROUNDED = 5e-2
 """The same with inputs of 8 bits, also twice after each other."""
 
@@ -42,9 +52,12 @@ def kernel_errors(format_: Format) -> dict[str, float]:
 
 def limit_of(name: str) -> float:
     """The largest error that a case may have: exact as long as inputs are multiplied as they are."""
-    exact_rows = CODES_ROWS[Format.FP8] if has_wide(GPU) else FEW_ROWS[Format.FP8]
     rows = int(name.rsplit(maxsplit=1)[-1].removeprefix("B"))
-    return ROUNDED if name.startswith("fp8") and rows > exact_rows else EXACT
+    if not name.startswith("fp8"):
+        return EXACT
+    if not has_wide(GPU):
+        return ROUNDED if rows > FEW_ROWS[Format.FP8] else EXACT
+    return ROUNDED if rows > CODES_ROWS[Format.FP8] else IN_PARTS if rows > FEW_ROWS_ON_HOPPER[Format.FP8] else EXACT
 
 
 @torch.inference_mode()

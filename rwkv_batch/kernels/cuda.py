@@ -40,9 +40,10 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_into,
     quantise_rows,
 )
-from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
+from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, PARTS, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
+from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs
@@ -134,10 +135,9 @@ class CudaOps:
         tokens, width = x.shape
         x_out = torch.empty_like(x)
         norm, mix = entrance.norm, entrance.mix
-        has_adapters = inputs.adapters is not None or inputs.adapter_tiles is not None
-        if tokens == 1 and not has_adapters and _mixes_in_launch(entrance):
+        if tokens == 1 and not has_adapters(inputs) and _mixes_in_launch(entrance):
             return x_out, self._unmixed(x, delta, x_out, entrance, shift, inputs)
-        coded = None if has_adapters else _coded_mix(x, entrance)
+        coded = None if has_adapters(inputs) else _coded_mix(x, entrance)
         mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
         ragged = inputs.max_seqlen > 1
         rows = len(inputs.read_slots)
@@ -148,7 +148,7 @@ class CudaOps:
             x_out=cuda_pointer(x_out),
             mixed=cuda_pointer(mixed),
             codes=None if coded is None else coded.codes.data_ptr(),
-            scales=None if coded is None else coded.scales.data_ptr(),
+            scales=None if coded is None or coded.scales is None else coded.scales.data_ptr(),
             shift=slots_pointer(shift, (torch.float16,)),
             tail=cuda_pointer(tail),
             weight=cuda_pointer(norm.weight, torch.float32),
@@ -163,7 +163,7 @@ class CudaOps:
             width=width,
             mixes=len(mix),
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
-            scale_pitch=0 if coded is None else coded.scales.stride(0),
+            scale_pitch=0 if coded is None or coded.scales is None else coded.scales.stride(0),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed if coded is None else coded
@@ -210,11 +210,15 @@ class CudaOps:
     ) -> tuple[Tensor, Tensor]:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224].
 
-        One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both.
+        One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both. y is
+        [T, 2, C] e5m2 where all rows are a token and the output map `takes_parts`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
-        y = torch.empty_like(p.r)
+        rows = len(inputs.read_slots)
+        single = inputs.single_rows if inputs.max_seqlen > 1 else rows
+        in_parts = single == len(p.r) and not has_adapters(inputs) and _takes_parts(layer.output, single)
+        y = torch.empty(single, 2, width, dtype=PARTS, device=p.r.device) if in_parts else torch.empty_like(p.r)
         f32 = torch.float32
         args = WkvArgs(
             **{name: cuda_pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
@@ -224,15 +228,14 @@ class CudaOps:
             v0=cuda_pointer(residual.v0, f32) if residual else None,
             ln_weight=cuda_pointer(layer.ln_x.weight, f32),
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
-            y=cuda_pointer(y),
+            y=None if in_parts else cuda_pointer(y),
+            parts=cuda_pointer(y, PARTS) if in_parts else None,
             state=slots_pointer(wkv, (torch.float16, f32, torch.uint8)),
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),
             heads=width // HEAD_SIZE,
         )
-        rows = len(inputs.read_slots)
-        single = inputs.single_rows if inputs.max_seqlen > 1 else rows
         if isinstance(p, CudaProjections) and p.low is not None:
             assert isinstance(layer, CudaLayer), "prepare_layer comes first"
             exits = p.low.exits_in_wkv(layer) if single == len(p.r) else None
@@ -288,6 +291,11 @@ class CudaOps:
         key, value = layer.ffn_key, layer.ffn_value
         assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
         rows = len(x.codes)
+        if x.scales is None and rows > SPARSE_ROWS_BESIDE_DENSE:
+            assert value.dense is not None, "fp8 has it in both orders"
+            parts = torch.empty(rows, 2, key.packed.rows, dtype=PARTS, device=x.codes.device)
+            multiply_codes([CodeMap(key, *x, parts, Activation.RELU_SQUARED)])
+            return value.dense(parts)
         is_squared = value.dense is None or rows <= MAX_WIDE_ROWS
         activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
         hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
@@ -392,6 +400,15 @@ class CudaOps:
         return out
 
 
+def has_adapters(inputs: StepInputs) -> bool:
+    """Whether a step's rows may have adapters, which read what maps are given."""
+    return inputs.adapters is not None or inputs.adapter_tiles is not None
+
+
+def _takes_parts(linear: Linear, rows: int) -> bool:
+    return isinstance(linear, CudaQuantLinear) and linear.takes_parts(rows)
+
+
 def _mixes_in_launch(entrance: Entrance) -> bool:
     """Whether the launch that multiplies one row's mixed inputs makes them.
 
@@ -408,9 +425,14 @@ def _mixes_in_launch(entrance: Entrance) -> bool:
 def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:
     """Where the mixed inputs of x [T, C] go if their map multiplies so many rows as codes."""
     tokens, width = x.shape
-    if not isinstance(entrance.reader, CudaQuantLinear) or not entrance.reader.takes_codes(tokens):
+    if not isinstance(entrance.reader, CudaQuantLinear):
         return None
     count, halves = (3, 4) if len(entrance.mix) == len(MIX_ORDER) else (1, 0)
+    if entrance.reader.takes_parts(tokens):
+        parts = torch.empty(count, tokens, 2, width, dtype=PARTS, device=x.device)
+        return CodedMix(parts, None, x.new_empty(halves, tokens, width))
+    if not entrance.reader.takes_codes(tokens):
+        return None
     pitch = -(-tokens // SCALE_STEP) * SCALE_STEP
     return CodedMix(
         torch.empty(count, tokens, width, dtype=torch.float8_e4m3fn, device=x.device),

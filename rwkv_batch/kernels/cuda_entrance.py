@@ -32,6 +32,7 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_few,
     multiply_into,
     quantise_rows,
+    row_parts,
 )
 from rwkv_batch.kernels.cuda_wide import (
     MAX_TALL_ROWS,
@@ -90,9 +91,12 @@ def _multiplies_codes(linear: CudaQuantLinear, tokens: int) -> bool:
 
 
 def _enters_at_once(layer: CudaLayer, tokens: int) -> bool:
-    """Whether the low ranks go on the processors that r, k, v leave idle, multiplied as codes by our own kernel."""
+    """Whether the low ranks go on the processors that r, k, v leave idle, multiplied as codes by our own kernel.
+
+    Of rows as codes or in two parts.
+    """
     linears = _quantised_rkv(layer)
-    if not linears or not _multiplies_codes(linears[0], tokens):
+    if not linears or not (linears[0].takes_parts(tokens) or _multiplies_codes(linears[0], tokens)):
         return False
     coded = [WideShape(m.packed.rows, m.packed.columns) for m in linears]
     low = [WideShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
@@ -122,10 +126,14 @@ def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
 def _rkv_in_codes(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: LowRanks | None = None) -> None:
     """r, k, v of mixed [6, T, C] -> rkv [3, T, C], of matrices in small codes; `low`: where it `_enters_at_once`."""
     linears = _quantised_rkv(layer)
-    if isinstance(mixed, Tensor) and not linears[0].takes_codes(rkv.shape[1]):
+    tokens = rkv.shape[1]
+    if isinstance(mixed, Tensor) and not (linears[0].takes_codes(tokens) or linears[0].takes_parts(tokens)):
         multiply_into([QuantMap(linear, mixed[i], rkv[i]) for i, linear in enumerate(linears)])
         return
-    rows = _row_codes(mixed) if isinstance(mixed, Tensor) else [mixed[i] for i in range(3)]
+    if isinstance(mixed, CodedMix):
+        rows = [mixed[i] for i in range(3)]
+    else:
+        rows = [row_parts(mixed[i]) for i in range(3)] if linears[0].takes_parts(tokens) else _row_codes(mixed)
     maps = [CodeMap(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
     if low is None:
         multiply_codes(maps)
@@ -139,6 +147,7 @@ def _row_codes(mixed: Tensor) -> list[RowCodes]:
     if tokens % SCALE_STEP:
         return [quantise_rows(mixed[i]) for i in range(3)]
     codes, scales = quantise_rows(mixed[:3].view(-1, width))
+    assert scales is not None, "codes, not parts"
     return [RowCodes(*part) for part in zip(codes.split(tokens), scales.split(tokens), strict=True)]
 
 
@@ -263,7 +272,7 @@ def _enter(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: list[Ma
         multiply([*(Map(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return
     linears, rows = _quantised_rkv(layer), rkv.shape[1]
-    if isinstance(mixed, CodedMix) or not linears[0].takes_halves(rows):
+    if isinstance(mixed, CodedMix) or linears[0].takes_parts(rows) or not linears[0].takes_halves(rows):
         _rkv_in_codes(layer, mixed, rkv)
         multiply(low)
     elif not linears[0].is_few(rows):

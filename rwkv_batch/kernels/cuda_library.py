@@ -29,7 +29,16 @@ NAMES = (
     "quantise",
     "adapters",
 )
-HOPPER_NAMES = ("wide", "wide_fp8", "wide_codes_fp8", "wide_codes_int8", "wide_codes_int4", "wide_row", "wide_few")
+HOPPER_NAMES = (
+    "wide",
+    "wide_fp8",
+    "wide_parts",
+    "wide_codes_fp8",
+    "wide_codes_int8",
+    "wide_codes_int4",
+    "wide_row",
+    "wide_few",
+)
 MAX_MAPS = 8
 MAX_WIDE_MAPS = 12
 
@@ -56,7 +65,7 @@ class WkvArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("r", "w", "k", "v", "a", "g", "v_gate", "v_first")],
         *[(name, c_void_p) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")],
-        *[(name, c_void_p) for name in ("y", "state", "cu_seqlens", "read_slots", "write_slots")],
+        *[(name, c_void_p) for name in ("y", "parts", "state", "cu_seqlens", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
         ("rows", c_int),
         ("heads", c_int),
@@ -138,16 +147,16 @@ class WideArgs(Structure):
 
 
 class WideFp8Map(Structure):
-    """Mirrors the struct in wide_fp8.cu."""
+    """Mirrors the struct in wide_fp8.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y")],
-        *[(name, c_int) for name in ("n", "k", "activation")],
+        *[(name, c_int) for name in ("n", "k", "activation", "in_parts")],
     ]
 
 
 class WideFp8Args(Structure):
-    """Mirrors the struct in wide_fp8.cu."""
+    """Mirrors the struct in wide_fp8.cuh."""
 
     _fields_ = [
         ("maps", WideFp8Map * MAX_WIDE_MAPS),
@@ -211,12 +220,14 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_sparse_few": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
     "rwkv_sparse_row_quant": [*[c_void_p] * 4, *[c_int] * 3, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
+    "rwkv_row_parts": [c_void_p, c_void_p, c_int, c_int, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide": [POINTER(WideArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
+    "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
     "rwkv_wide_few": [POINTER(QuantArgs), c_void_p],
     **{f"rwkv_wide_codes_{name}": [POINTER(WideCodesArgs), c_void_p] for name in ("fp8", "int8", "int4")},

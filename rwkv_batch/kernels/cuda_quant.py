@@ -2,9 +2,9 @@
 
 Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu);
 one row on Hopper, of fp8 up to 4: the codes multiplied as they are by the parts of its inputs (csrc/wide_row.cu,
-wide_few.cu). More, on Hopper:
-codes made halves on its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a
-scale per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
+wide_few.cu). More, on Hopper: fp8 codes as they are by rows in two parts (csrc/wide_parts.cu), or codes made halves on
+its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a scale per row) on the GPU's fp8
+units, or the codes made halves for cuBLAS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, NormMixArgs, QuantArgs, cuda_pointer, hopper_library, library
 from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
-from rwkv_batch.kernels.cuda_wide import Fp8Map, HalfMap, fits_wide_fp8, floats_by_wide_fp8, has_wide, launch_wide_fp8
+from rwkv_batch.kernels.cuda_wide import (
+    PARTS,
+    Fp8Map,
+    HalfMap,
+    fits_wide_fp8,
+    fits_wide_parts,
+    floats_by_wide_fp8,
+    has_wide,
+    launch_wide_fp8,
+)
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
@@ -35,7 +44,8 @@ FEW_ROWS = {Format.FP8: 15, Format.INT8: 16, Format.INT4: 8}
 FEW_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT8: 8, Format.INT4: 8}
 """The same beside Hopper's kernel of halves times codes."""
 CODES_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
-"""Most rows for that kernel; from there on, codes of fp8 times codes are faster (docs/notebook.md)."""
+"""Most rows for that kernel, or of fp8 in two parts; from there on, codes of fp8 times codes are faster
+(docs/notebook.md)."""
 INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
 OUTPUT_STEP = 32
 MAX_MIXED_ROWS = 8
@@ -88,12 +98,12 @@ class Packed:
 
 
 class RowCodes(NamedTuple):
-    """Rows as fp8 codes: x = codes * scale."""
+    """Rows as fp8 codes: x = codes * scale; or in two parts: x = codes[:, 0] + codes[:, 1] / 8."""
 
     codes: Tensor
-    """[T, K] e4m3"""
-    scales: Tensor
-    """[T] fp32: a row's largest becomes 448"""
+    """[T, K] e4m3; or [T, 2, K] e5m2"""
+    scales: Tensor | None
+    """[T] fp32: a row's largest becomes 448; None: parts"""
 
 
 @dataclass(slots=True)
@@ -101,15 +111,15 @@ class CodedMix:
     """Mixed inputs of a half layer, the first of which are there as codes."""
 
     codes: Tensor
-    """[3 or 1, T, C] e4m3"""
-    scales: Tensor
-    """[3 or 1, T] fp32"""
+    """[3 or 1, T, C] e4m3; or parts [3 or 1, T, 2, C] e5m2"""
+    scales: Tensor | None
+    """[3 or 1, T] fp32; None: parts"""
     halves: Tensor
     """[4 or 0, T, C] fp16: v, w, a, g"""
 
     def __getitem__(self, i: int) -> RowCodes:
         """Of those in codes."""
-        return RowCodes(self.codes[i], self.scales[i])
+        return RowCodes(self.codes[i], None if self.scales is None else self.scales[i])
 
 
 @dataclass(slots=True)
@@ -141,11 +151,11 @@ class QuantMap:
 
 @dataclass(slots=True)
 class CodeMap:
-    """One map over rows that are fp8 codes already: y = activation((codes * scales) @ W.T)."""
+    """One map over rows that are fp8 codes already: y = activation((codes * scales) @ W.T), or in parts (RowCodes)."""
 
     linear: CudaQuantLinear
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None
     y: Tensor
     activation: Activation = Activation.NONE
 
@@ -183,9 +193,21 @@ class CudaQuantLinear(Linear):
         """Whether so many rows are multiplied as fp8 codes."""
         return not self.takes_halves(rows) and self.format is Format.FP8 and bool(scaled_types(self.weight.device))
 
+    def takes_parts(self, rows: int) -> bool:
+        """Whether so many rows are multiplied in two parts, unless results are fp32."""
+        p = self.packed
+        return (
+            self.format is Format.FP8
+            and not self.is_few(rows)
+            and fits_wide_parts(rows, p.rows, p.columns, p.codes.device)
+        )
+
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp16."""
-        y = torch.empty(x.shape[0], self.packed.rows, dtype=x.dtype, device=x.device)
+        """[T, in] fp16, or in two parts [T, 2, in] e5m2, -> [T, out] fp16."""
+        y = torch.empty(x.shape[0], self.packed.rows, dtype=torch.float16, device=x.device)
+        if x.dtype == PARTS:
+            multiply_codes([CodeMap(self, x, None, y)])
+            return y
         multiply_into([QuantMap(self, x, y)])
         return y
 
@@ -273,6 +295,8 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
     rows, first = maps[0].x.shape[0], maps[0].linear
     if first.is_few(rows):
         multiply_few(maps)
+    elif first.takes_parts(rows) and maps[0].y.dtype == torch.float16:
+        multiply_codes([CodeMap(m.linear, *row_parts(m.x), m.y, m.activation) for m in maps])
     elif first.packed.fits_codes(rows):
         launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
     elif first.takes_codes(rows):
@@ -296,12 +320,14 @@ def apply_activation(y: Tensor, activation: Activation) -> None:
 def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
     """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_wide_fp8` says so, else cuBLAS.
 
+    Rows in parts are our own kernel's, and so are results in parts.
+
     `halves`, `late`: maps of halves for our own kernel, see `launch_wide_fp8`.
     """
     first = maps[0]
     rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
     fits = fits_wide_fp8 if first.y.dtype == torch.float16 else floats_by_wide_fp8
-    if fits(rows, n, k, first.y.device):
+    if first.scales is None or fits(rows, n, k, first.y.device):
         launch_wide_fp8(
             [Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, m.activation) for m in maps],
             halves,
@@ -309,6 +335,7 @@ def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late
         )
         return
     for m in maps:
+        assert m.scales is not None, "parts are multiplied above"
         scaled_product(m.linear, m.codes, m.scales, m.y)
         apply_activation(m.y, m.activation)
 
@@ -380,6 +407,14 @@ def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:
         relu_square,
     )
     return RowCodes(codes, scales)
+
+
+def row_parts(x: Tensor) -> RowCodes:
+    """x [T, K] fp16 in two parts."""
+    rows, k = x.shape
+    parts = torch.empty(rows, 2, k, dtype=PARTS, device=x.device)
+    library().call("rwkv_row_parts", cuda_pointer(x), cuda_pointer(parts, PARTS), rows, k)
+    return RowCodes(parts, None)
 
 
 def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Products of few rows on Hopper's tensor cores (csrc/wide.cuh): plans and launches.
 
-Weights [k, n] take up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS, fp8 codes up to 640.
+Weights [k, n] take up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS, fp8 codes up to 640, those of
+rows in two parts up to 64.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ FLOAT_TILE_ROWS = (96, 128, 160, 192, 320)
 """The same where results are fp32; from 193 to 256 rows, which fill two of cuBLAS's tiles, that is faster."""
 MAX_TALL_ROWS = 1024
 """Of halves [n, k] where more rows than a tile's take several; cuBLAS is faster for all but small maps."""
+PARTS_TILE_ROWS = (32, 64)
+"""Of rows in two parts: twice as many columns of a product."""
+MAX_PARTS_ROWS = PARTS_TILE_ROWS[-1]
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
@@ -45,6 +49,7 @@ SPLITS = (1, 2, 4)
 HALF_SPLITS = 4
 """Blocks that share a tile's k of maps of halves beside codes: a tile then takes half as long as one of codes."""
 CODES = torch.float8_e4m3fn
+PARTS = torch.float8_e5m2
 HalfMap = tuple[Tensor, Tensor, Tensor, Activation]
 """weight [n, k], x [rows, k], y [rows, n], all fp16; what follows"""
 
@@ -168,11 +173,11 @@ class Fp8Map(NamedTuple):
     weight_scales: Tensor
     """[n] fp32"""
     x: Tensor
-    """[rows, k] e4m3"""
-    x_scales: Tensor
-    """[rows] fp32"""
+    """[rows, k] e4m3, or in two parts [rows, 2, k] e5m2: their sum, the second an eighth"""
+    x_scales: Tensor | None
+    """[rows] fp32; None: of parts"""
     y: Tensor
-    """[rows, n] fp16, or fp32 of all maps of a launch"""
+    """[rows, n] fp16, or fp32 of all maps of a launch, or [rows, 2, n] e5m2 beside inputs in parts"""
     activation: int
 
 
@@ -180,6 +185,11 @@ def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
     """Whether the kernel of fp8 codes multiplies so many rows by [n, k]."""
     worth_it = rows <= MAX_FP8_ROWS and rows not in FP8_ROWS_OF_CUBLAS
     return worth_it and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
+
+
+def fits_wide_parts(rows: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether the kernel of rows in two parts multiplies so many by [n, k]."""
+    return rows <= MAX_PARTS_ROWS and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
 
 
 def fits_halves_beside(rows: int, coded: Sequence[WideShape], halves: Sequence[WideShape], processors: int) -> bool:
@@ -219,24 +229,31 @@ def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait
 def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
     """Up to 12 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done.
 
+    Or of rows in two parts, where `fits_wide_parts` does.
+
     `halves`: maps of as many rows of fp16 that `fits_halves_beside` lets into the launch; `late`: maps of fp16 whose
     inputs are the results of these. Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
     rows, device, dtype = maps[0].x.shape[0], maps[0].x.device, maps[0].y.dtype
-    count = len(maps) + len(halves) + len(late)
-    if count > MAX_WIDE_MAPS or rows > MAX_FP8_ROWS:
-        raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {MAX_FP8_ROWS} rows, not {count} of {rows}")
+    count, parts = len(maps) + len(halves) + len(late), maps[0].x_scales is None
+    most = MAX_PARTS_ROWS if parts else MAX_FP8_ROWS
+    if count > MAX_WIDE_MAPS or rows > most:
+        raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {most} rows, not {count} of {rows}")
     work = prepare_wide(device)
     args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32)
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
         n, k = m.weight.shape
-        if m.x.shape != (rows, k) or m.y.shape != (rows, n) or m.x_scales.shape != (rows,):
+        given, made = (rows, 2, k) if parts else (rows, k), (rows, 2, n) if m.y.dtype == PARTS else (rows, n)
+        scaled = m.x_scales is None if parts else m.x_scales is not None and m.x_scales.shape == (rows,)
+        if m.x.shape != given or m.y.shape != made or not scaled or (m.y.dtype == PARTS and not parts):
             raise ValueError(
                 f"shapes {tuple(m.weight.shape)}, {tuple(m.x.shape)}, {tuple(m.y.shape)} do not fit together"
             )
-        slot.weight, slot.x, slot.y = cuda_pointer(m.weight, CODES), cuda_pointer(m.x, CODES), cuda_pointer(m.y, dtype)
-        slot.weight_scales, slot.input_scales = m.weight_scales.data_ptr(), m.x_scales.data_ptr()
+        slot.weight, slot.x = cuda_pointer(m.weight, CODES), cuda_pointer(m.x, PARTS if parts else CODES)
+        slot.y, slot.in_parts = cuda_pointer(m.y, m.y.dtype if parts else dtype), m.y.dtype == PARTS
+        slot.weight_scales = m.weight_scales.data_ptr()
+        slot.input_scales = None if m.x_scales is None else m.x_scales.data_ptr()
         slot.n, slot.k, slot.activation = n, k, m.activation
         shapes.append(WideShape(n, k))
     beside = [WideShape(*weight.shape) for weight, _, _, _ in halves]
@@ -249,10 +266,12 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
         slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation
     processors, may_wait = len(work.partial), not shares_processors()
-    if args.to_floats:
+    if parts:
+        plan = plan_wide(rows, tuple(shapes), processors, may_wait, FP8_DEPTH, PARTS_TILE_ROWS)
+    elif args.to_floats:
         plan = plan_wide(rows, tuple(shapes), processors, may_wait, FP8_DEPTH, FLOAT_TILE_ROWS)
     else:
         plan = plan_fp8(rows, tuple(shapes), processors, may_wait)
     args.tile_rows, args.splits = plan.tile_rows, HALF_SPLITS if halves else plan.splits
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
-    hopper_library().call("rwkv_wide_fp8", ctypes.byref(args))
+    hopper_library().call("rwkv_wide_parts" if parts else "rwkv_wide_fp8", ctypes.byref(args))

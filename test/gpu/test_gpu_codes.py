@@ -1,4 +1,4 @@
-"""Where fp8 is multiplied by fp8 a layer's inputs are mixed into codes; its low ranks are in the launch of r, k, v."""
+"""Where fp8 is multiplied by fp8 a layer's inputs are mixed into codes or parts; its low ranks are in that launch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda_entrance
-from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_quant import CodedMix, quantise_rows, scaled_types
+from rwkv_batch.kernels.cuda_quant import CodedMix, RowCodes, quantise_rows, scaled_types
 from rwkv_batch.kernels.cuda_wide import has_wide
-from rwkv_batch.model.layer import Entrance
+from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
@@ -29,6 +30,10 @@ WIDTH, VOCAB = 4096, 256
 RANKS = (128, 128, 96, 480)
 FULL = (65, 96, 128, 200, 257, 320)
 """Rows whose entrance is one launch on a GPU of 132 processors"""
+PARTED = (5, 9, 16, 32, 33, 64)
+"""Rows that are multiplied in two parts."""
+ROUNDED_IN_PARTS = 6e-3
+"""What that adds to a product's error, also twice after each other."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,12 @@ def step(lengths: list[int]) -> StepInputs:
 
 def normal(*size: int) -> Tensor:
     return torch.randn(*size, device=GPU).half()
+
+
+def parts_of(halves: Tensor) -> Tensor:
+    """[T, C] fp16 in two parts [T, 2, C]."""
+    first = halves.to(torch.float8_e5m2)
+    return torch.stack([first, ((halves - first.half()) * 8).to(torch.float8_e5m2)], dim=1)
 
 
 def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> tuple[Tensor | CodedMix, Tensor]:
@@ -105,3 +116,69 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
     mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
     beside = stage.ops.project(layer, mixed)
     assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 64, [40], [3, 1, 30]], ids=str)
+def test_parts_add_up_to_the_halves(stage: Stage, lengths: list[int]) -> None:
+    layer = stage.layers[1]
+    assert isinstance(layer, CudaLayer)
+    for entrance, count in ((layer.time_entrance, 3), (layer.channel_entrance, 1)):
+        plain, shift = mix(stage, entrance, lengths, halves=True)
+        mixed, shift_too = mix(stage, entrance, lengths, halves=False)
+        assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+        assert torch.equal(shift, shift_too)
+        assert count == 1 or torch.equal(mixed.halves, plain[2:])
+        for i in range(count):
+            assert mixed[i].scales is None
+            assert torch.equal(mixed[i].codes.view(torch.uint8), parts_of(plain[i]).view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", PARTED)
+@pytest.mark.parametrize("index", [0, 1])
+def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
+    """As those of halves but for what the parts leave out, each time the same, whatever the other rows hold."""
+    layer = stage.layers[index]
+    assert isinstance(layer, CudaLayer)
+    kept = torch.arange(rows, device=GPU) % 3 == 0
+    held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
+    del held
+    plain, _ = mix(stage, layer.time_entrance, [1] * rows, halves=True)
+    mixed, _ = mix(stage, layer.time_entrance, [1] * rows, halves=False)
+    assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+    names = list("rkvwag") + ["v_gate"] * (index > 0)
+    got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
+    for name in names:
+        y, z = getattr(got, name).float(), getattr(wanted, name).float()
+        assert ((y - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS, name
+    for _ in range(20):
+        again = stage.ops.project(layer, mixed)
+        assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
+    mixed.halves[:, ~kept] = normal(*mixed.halves[:, ~kept].shape)
+    mixed.codes.view(torch.uint8)[:, ~kept] = 0x31
+    beside = stage.ops.project(layer, mixed)
+    assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
+
+    x = normal(rows, WIDTH)
+    parts = parts_of(x)
+    others = torch.where(kept[:, None, None], parts.view(torch.uint8), 0x31).view(torch.float8_e5m2)
+    y, z = layer.output(parts), layer.output(x).float()
+    assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
+    assert torch.equal(layer.output(others)[kept], y[kept])
+    y, z = stage.ops.channel_mix(layer, RowCodes(parts, None)), stage.ops.channel_mix(layer, x).float()
+    assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
+    if rows > MAX_SPARSE_ROWS:  # those of fewer are read as sparse as all are
+        assert torch.equal(stage.ops.channel_mix(layer, RowCodes(others, None))[kept], y[kept])
+
+
+@pytest.mark.parametrize("rows", PARTED)
+@pytest.mark.parametrize("form", [StateForm.INT8, StateForm.FP16, StateForm.FP32])
+def test_wkv_gives_its_output_in_parts(stage: Stage, rows: int, form: StateForm) -> None:
+    """Those of the halves that it gives to adapters."""
+    layer = stage.layers[1]
+    parts = Projections(*normal(7, rows, WIDTH).unbind())
+    first, inputs, outputs = normal(rows, WIDTH), step([1] * rows), []
+    for has_adapters in (True, False):
+        inputs.adapters = torch.zeros(rows, dtype=torch.int64) if has_adapters else None
+        state = StateArena(rows + 2, 1, stage.shape, GPU, form, torch.float16).layer_wkv(0)
+        outputs.append(stage.ops.time_mix(layer, parts, first, state, inputs)[0])
+    assert torch.equal(outputs[1].view(torch.uint8), parts_of(outputs[0]).view(torch.uint8))

@@ -35,7 +35,7 @@ def make_layer(**change: float | Tensor) -> Any:
     parts |= {name: torch.zeros(WIDTH, device=GPU) + value for name, value in change.items()}
     ln_x = SimpleNamespace(weight=normal(1, 0.1), bias=normal(0, 0.1))
     r_k = normal(0, 0.1).view(WIDTH // 64, 64)
-    return SimpleNamespace(**parts, r_k=r_k, ln_x=ln_x, v_residual=SimpleNamespace(v0=normal(0, 1)))
+    return SimpleNamespace(**parts, r_k=r_k, ln_x=ln_x, v_residual=SimpleNamespace(v0=normal(0, 1)), output=None)
 
 
 def make_parts(tokens: int, seed: int = 1) -> tuple[Projections, Tensor]:

@@ -218,8 +218,8 @@ class Launcher:
             yield from self.call("rwkv_skinny_quant", byref(args))
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
-        for mixes, codes in product((1, 6), (None, SOMEWHERE)):
-            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes, scales=codes)
+        for mixes, (codes, scales) in product((1, 6), ((None, None), (SOMEWHERE, SOMEWHERE), (SOMEWHERE, None))):
+            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes, scales=scales)
             args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)

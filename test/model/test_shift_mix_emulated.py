@@ -13,7 +13,15 @@ from rwkv_batch.kernels import cuda, cuda_quant
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
 from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import CodedMix, CudaQuantLinear, QuantMap, UnmixedRow, multiply_few, quantise_rows
+from rwkv_batch.kernels.cuda_quant import (
+    CodedMix,
+    CudaQuantLinear,
+    QuantMap,
+    UnmixedRow,
+    multiply_few,
+    quantise_rows,
+    row_parts,
+)
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, quantise
@@ -43,7 +51,8 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(libraries[SOURCES.index(name.removeprefix("rwkv_").removesuffix("_rows"))], name, *args)
+            source = "quantise" if name == "rwkv_row_parts" else name.removeprefix("rwkv_").removesuffix("_rows")
+            call(libraries[SOURCES.index(source)], name, *args)
 
     for module in (cuda, cuda_quant):
         monkeypatch.setattr(module, "library", Kernels)
@@ -107,6 +116,36 @@ def test_codes_are_those_of_the_halves(
     true = Entrance(of.norm, of.mix.float(), of.reader)
     _, meant = NaiveOps().shift_mix(x.float(), x.flip(0).float(), true, shift.float(), inputs)
     assert ((halves.float() - meant).norm() / meant.norm()).item() < 1e-3
+
+
+@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_parts_add_up_to_the_halves(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows: True)
+    for library in libraries:
+        library.emulation_set(4, 227 << 10)
+    inputs, of = step(lengths), entrance(mixes)
+    tokens = len(inputs.tokens)
+    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
+    x[0], x[tokens // 2] = 1000 * x[0], 0.0
+    out, mixed, after = run(ops, of, x, shift, inputs)
+    inputs.adapters = torch.zeros(tokens, dtype=torch.int64)  # these want halves
+    plain = shift.clone()
+    out_plain, halves = ops.shift_mix(x, x.flip(0), of, plain, inputs)
+    assert isinstance(halves, Tensor)
+    assert torch.equal(out, out_plain)
+    assert torch.equal(after, plain)
+    if mixes == 6:
+        assert torch.equal(mixed.halves, halves[2:])
+    for i in range(3 if mixes == 6 else 1):
+        parts, scales = mixed[i]
+        first = halves[i].to(torch.float8_e5m2)
+        second = ((halves[i] - first.half()) * 8).to(torch.float8_e5m2)
+        assert scales is None
+        assert torch.equal(parts.view(torch.uint8), torch.stack([first, second], dim=1).view(torch.uint8))
+        assert torch.equal(row_parts(halves[i]).codes.view(torch.uint8), parts.view(torch.uint8)), "as adapters' rows"
 
 
 def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:

@@ -23,8 +23,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated("wide_fp8", tmp_path_factory.mktemp("emulated"))
 
 
+@pytest.fixture(scope="module")
+def of_parts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Those of rows in two parts."""
+    return emulated("wide_parts", tmp_path_factory.mktemp("emulated"))
+
+
 @pytest.fixture(autouse=True)
-def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(library: ctypes.CDLL, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
@@ -32,20 +38,33 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(library, name, *args)
+            call(of_parts if name.endswith("parts") else library, name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
     monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     monkeypatch.setattr(cuda_wide, "shares_processors", lambda: True)
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(cuda_wide, "prepare_wide", lambda device: work)
-    library.emulation_set(2, 227 << 10)
+    for each in (library, of_parts):
+        each.emulation_set(2, 227 << 10)
 
 
 def codes(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and scales of random rows, and what they mean."""
     found, scales = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(rows) + 0.5
     return found, scales, found.float() * scales.unsqueeze(1)
+
+
+def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves [rows, k] in two parts [rows, 2, k], and what these mean."""
+    first = x.clamp(-57344, 57344).to(torch.float8_e5m2)
+    second = ((x - first.half()) * 8).clamp(-57344, 57344).to(torch.float8_e5m2)
+    found = torch.stack([first, second], dim=1)
+    return found, meaning(found)
+
+
+def meaning(found: Tensor) -> Tensor:
+    return found[:, 0].float() + found[:, 1].float() / 8
 
 
 def error(y: Tensor, true: Tensor) -> float:
@@ -96,3 +115,44 @@ def test_codes_to_floats(rows: int) -> None:
     y = torch.full((rows, 144), torch.nan)
     launch_wide_fp8([Fp8Map(weight, weight_scales * 1e4, x, x_scales, y, Activation.NONE)])
     assert error(y, meant @ w.T * 1e4) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside halves, and maps of halves that read their results; results as halves and in parts."""
+    of_parts.emulation_set(1, 227 << 10)
+    monkeypatch.setattr(cuda_wide, "HALF_SPLITS", 1)
+    monkeypatch.setattr(cuda_wide, "fits_halves_beside", lambda *args: True)
+    maps, wanted = [], []
+    for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
+        (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half() * 30)
+        y = torch.full((rows, n), torch.nan, dtype=torch.float16)
+        if activation is Activation.RELU_SQUARED:
+            y = torch.full((rows, 2, n), torch.nan).to(torch.float8_e5m2)
+        maps.append(Fp8Map(weight, weight_scales / 512, x, None, y, activation))
+        true = meant @ w.T / 512
+        wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
+    launch_wide_fp8(maps)
+    alone = [m.y.clone() for m in maps]
+    weight, x = torch.randn(64, 192).half() / 8, torch.randn(rows, 192).half()
+    y, weight_late = torch.full((rows, 64), torch.nan, dtype=torch.float16), torch.randn(160, 64).half() / 8
+    y_late = torch.full((rows, 160), torch.nan, dtype=torch.float16)
+    launch_wide_fp8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
+    assert all(torch.equal(m.y.view(torch.uint8), one.view(torch.uint8)) for m, one in zip(maps, alone, strict=True))
+    assert error(maps[0].y, wanted[0]) < 1e-3
+    halves = wanted[1].half()
+    assert torch.equal(meaning(parts(halves)[0]), parts(halves)[1])
+    assert error(meaning(maps[1].y), halves.float()) < 4e-3
+    assert ((meaning(maps[1].y) - wanted[1]).abs() <= wanted[1] / 60 + 1e-5).all()
+    assert error(y, (x.float() @ weight.float().T).tanh()) < 1e-3
+    assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
+
+
+def test_parts_hold_whatever_a_half_holds(of_parts: ctypes.CDLL) -> None:
+    """By a map that passes its inputs on."""
+    k = 128
+    x = (torch.randn(16, k) * 10.0 ** torch.randint(-5, 5, (16, k))).clamp(-65504, 65504).half()
+    x[0, :4] = torch.tensor([65504, -65504, 0, 6e-8])
+    weight, y = torch.eye(k).to(torch.float8_e4m3fn), torch.full((16, k), torch.nan, dtype=torch.float16)
+    launch_wide_fp8([Fp8Map(weight, torch.ones(k), parts(x)[0], None, y, Activation.NONE)])
+    assert ((y.float() - x.float()).abs() <= x.float().abs() / 50 + 2e-6).all()

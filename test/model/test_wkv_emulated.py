@@ -96,6 +96,18 @@ def run_decode(
     return y
 
 
+def run_decode_in_parts(
+    library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
+) -> Tensor:
+    """As run_decode, y in two parts [rows, 2, WIDTH]."""
+    y = torch.full((len(given["r"]), 2, WIDTH), torch.nan).to(torch.float8_e5m2)
+    given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
+    args = make_args(layer, given, wkv, slots, y)
+    args.y, args.parts = None, y.data_ptr()
+    call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
+    return y
+
+
 def exits_of(layer: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """v's gate, w, a and g, [rows, WIDTH] fp32 each."""
     low = [x.float() @ out.float().T for x, out in zip(given["low"], layer.low_out, strict=True)]
@@ -232,3 +244,16 @@ def test_ranks_beyond_the_registers_and_too_many_rows_of_codes_are_refused(libra
     assert function(byref(args), byref(exits), 2, None) != 0
     args, exits = WkvArgs(rows=5, heads=HEADS), LowExits(groups=3, rank=128, gate_rank=192)
     assert function(byref(args), byref(exits), 1, None) != 0
+
+
+def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
+    """y as it is otherwise, in two parts: of several rows, and with states of 8 bits."""
+    layer, given = make_layer(), make_inputs(9, False)
+    stored, _ = coded_slots(9)
+    slots = torch.arange(9), torch.arange(9) + 10
+    again = stored.clone()
+    halves, y = run_decode(decode, layer, given, stored, slots), run_decode_in_parts(decode, layer, given, again, slots)
+    first = halves.to(torch.float8_e5m2)
+    assert torch.equal(y[:, 0].view(torch.uint8), first.view(torch.uint8))
+    assert torch.equal(y[:, 1].view(torch.uint8), ((halves - first.half()) * 8).to(torch.float8_e5m2).view(torch.uint8))
+    assert torch.equal(again, stored)

@@ -137,20 +137,25 @@ HOPPER_PRODUCT(224, HOPPER_P7, 112, 113, 114, 115, HOPPER_D64(0), HOPPER_D32(64)
 HOPPER_PRODUCT(240, HOPPER_P7_8, 120, 121, 122, 123, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
 HOPPER_PRODUCT(256, HOPPER_P8, 128, 129, 130, 131, HOPPER_D64(0), HOPPER_D64(64))
 
-// The same of e4m3 codes: sums [64 x N] += a [64 x 32] * b [N x 32]^T, both with k inner.
+// The same of e4m3 codes: sums [64 x N] += a [64 x 32] * b [N x 32]^T, both with k inner. And with b of e5m2.
 template <int N>
 __device__ __forceinline__ void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+template <int N>
+__device__ __forceinline__ void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add);
 
-#define HOPPER_FP8_PRODUCT(N, PLACES, A, B, ADD, ...)                                                            \
+#define HOPPER_FP8_PRODUCT(N, ...) HOPPER_BYTE_PRODUCT(multiply_fp8, "e4m3", N, __VA_ARGS__)
+#define HOPPER_BYTE_PRODUCT(NAME, TYPE, N, PLACES, A, B, ADD, ...)                                               \
     template <>                                                                                                  \
-    __device__ __forceinline__ void multiply_fp8<N>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {        \
+    __device__ __forceinline__ void NAME<N>(float (&s)[N / 2], uint64_t a, uint64_t b, int add) {                \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" PLACES "}, %" #A ", %" #B       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {" PLACES "}, %" #A ", %" #B       \
                      ", add, 1, 1;\n}"                                                                           \
                      : __VA_ARGS__                                                                               \
                      : "l"(a), "l"(b), "r"(add));                                                                \
     }
 
+HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
+HOPPER_BYTE_PRODUCT(multiply_parts, "e5m2", 128, HOPPER_P4, 64, 65, 66, HOPPER_D64(0))
 HOPPER_FP8_PRODUCT(32, HOPPER_P1, 16, 17, 18, HOPPER_D16(0))
 HOPPER_FP8_PRODUCT(64, HOPPER_P2, 32, 33, 34, HOPPER_D32(0))
 HOPPER_FP8_PRODUCT(80, HOPPER_P2_8, 40, 41, 42, HOPPER_D32(0), HOPPER_D8(32))

@@ -2,12 +2,14 @@
 //
 //   quantise_rows  x [rows, k] fp16 -> codes [rows, k] e4m3, scales [rows] fp32: x = codes * scale, the largest of a row
 //                  becomes 448; optionally of max(x, 0)^2. A block owns a row. Bytes 3k per row.
+//   row_parts      x [rows, k] fp16 -> two e5m2 parts [rows, 2, k] (row_parts.cuh). Bytes 4k per row.
 //   dequantise     codes [n, k] (quant.cuh; the 4-bit ones' nibbles run along k, or along n if transposed) -> [n, k] fp16,
 //                  for products by cuBLAS. Bytes 3nk (2.5nk).
 //
 // Scales of int8 and int4 lie [k / 128][n], of fp8 [n]. Transposed: codes [k, n] -> [k, n] fp16.
 #include "quant.cuh"
 #include "row_codes.cuh"
+#include "row_parts.cuh"
 
 template <int EACH, bool RELU_SQUARE, int THREADS = 1024, int BLOCKS = 1>
 __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_rows_kernel(const __half* x, uint2* codes, float* scales, int k) {
@@ -46,6 +48,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_rows_kernel(const __
         unpack(i);
         if (at < k) codes[(row * k + at) / 8] = codes_of(v, of_row.inverse);
     }
+}
+
+// x, 8 halves a thread, as [rows, 2, k].
+__global__ void __launch_bounds__(256) row_parts_kernel(const __half* x, uint8_t* parts, int64_t eighths, int k) {
+    let_next_start();
+    wait_for_inputs();
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= eighths) return;
+    const int64_t row = i / (k / 8);
+    store_parts(parts + 8 * i + row * k, k, load16(x + 8 * i));
 }
 
 __device__ __forceinline__ float half_at(const void* p, int64_t i) { return __half2float(__ldg(static_cast<const __half*>(p) + i)); }
@@ -107,6 +119,14 @@ RWKV_API int rwkv_quantise_rows(const void* x, void* codes, void* scales, int ro
     } else {
         relu_square ? run(quantise_rows_kernel<4, true>, 4) : run(quantise_rows_kernel<4, false>, 4);
     }
+    return launch_result();
+}
+
+RWKV_API int rwkv_row_parts(const void* x, void* parts, int rows, int k, void* stream) {
+    if (k % 8 != 0) return static_cast<int>(cudaErrorInvalidValue);
+    const int64_t eighths = static_cast<int64_t>(rows) * (k / 8);
+    launch(row_parts_kernel, dim3(static_cast<unsigned>((eighths + 255) / 256)), 256, stream, static_cast<const __half*>(x),
+           static_cast<uint8_t*>(parts), eighths, k);
     return launch_result();
 }
 

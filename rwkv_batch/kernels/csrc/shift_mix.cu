@@ -11,13 +11,17 @@
 //   mixed  [M, T, C]  fp16  written: h + (h of the token before - h) * mix[m], M = 1 or 6
 //   codes  [K, T, C]  e4m3  may be null; else the first K of these (3 of 6, or the one), rounded to fp16 and then to codes
 //                           with scales [K, pitch] fp32 (row_codes.cuh), and mixed has only the others and v: [4 or 0, T, C]
+//                           Without scales, [K, T, 2, C] e5m2: to two parts (row_parts.cuh)
 //   shift  [slots, C] fp16  strided; the first token of a row reads read_slots[row], its last token's h goes to
 //                           write_slots[row] when rows are single tokens, else to tail[row] (another block
 //                           may still have to read that slot), from where store_rows takes it
 //
 // Bytes per token: 2C * (2 + 1 + M) plus 4C at the ends of a row; with codes C less. C <= 4096, a multiple of 8.
+#include <type_traits>
+
 #include "norm_mix.cuh"
 #include "row_codes.cuh"
+#include "row_parts.cuh"
 
 struct ShiftMixArgs {
     const __half* x;
@@ -43,11 +47,14 @@ struct ShiftMixArgs {
     int scale_pitch;       // scales of one mix
 };
 
-// Mixes whose codes are wanted, and the first that is wanted as halves beside them: v's low rank reads these.
+// How the first mixed inputs are wanted.
+enum class As { HALVES, CODES, PARTS };
+
+// Of codes and parts: how many, and the first that is wanted as halves beside them: v's low rank reads these.
 template <int MIXES>
 constexpr int CODED_MIXES = MIXES == 6 ? 3 : 1;
-template <int MIXES, bool CODED>
-constexpr int FIRST_HALVES = !CODED ? 0 : MIXES == 6 ? 2 : 1;
+template <int MIXES, As FORM>
+constexpr int FIRST_HALVES = FORM == As::HALVES ? 0 : MIXES == 6 ? 2 : 1;
 
 // Written in assembly because the compiler splits a 16-byte store into four where that saves it a copy of registers.
 __device__ __forceinline__ void store_whole(void* p, const uint4& v) {
@@ -98,16 +105,16 @@ __device__ __forceinline__ void write_codes(
 }
 
 // A token's mixed inputs: GROUP at a time, the codes' last. `mix`: the weights of all of them, or room for a group's.
-template <int MIXES, int GROUP, bool CODED, typename Store>
+template <int MIXES, int GROUP, As FORM, typename Store>
 __device__ __forceinline__ void write_mixed(
     const ShiftMixArgs& a, const float (&h)[8], const float (&change)[8], uint4 (&mix)[GROUP], int token, int channel,
     bool active, float (*scratch)[MAX_WARPS], Store store) {
-    static_assert(!CODED || GROUP >= CODED_MIXES<MIXES>);
-    constexpr int FIRST = FIRST_HALVES<MIXES, CODED>;
+    static_assert(FORM == As::HALVES || GROUP >= CODED_MIXES<MIXES>);
+    constexpr int FIRST = FIRST_HALVES<MIXES, FORM>;
     const int64_t at = static_cast<int64_t>(token) * a.width + channel;
 #pragma unroll
     for (int i = 0; i < MIXES; i += GROUP) {
-        const int first = CODED ? MIXES - GROUP - i : i;
+        const int first = FORM != As::HALVES ? MIXES - GROUP - i : i;
         if (GROUP < MIXES && active) {
 #pragma unroll
             for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + (first + m) * a.width + channel);
@@ -117,15 +124,23 @@ __device__ __forceinline__ void write_mixed(
             mix[m] = mixed_with(h, change, mix[m]);
             if (active && first + m >= FIRST) store(a.mixed + static_cast<int64_t>(first + m - FIRST) * a.tokens * a.width + at, mix[m]);
         }
-        if constexpr (CODED) {
+        if constexpr (FORM == As::CODES) {
             if (first == 0) write_codes<CODED_MIXES<MIXES>>(a, mix, token, channel, active, scratch);
+        }
+        if constexpr (FORM == As::PARTS) {
+#pragma unroll
+            for (int m = 0; m < CODED_MIXES<MIXES>; ++m) {
+                const int64_t row = static_cast<int64_t>(m) * a.tokens + token;
+                if (first == 0 && active) store_parts(reinterpret_cast<uint8_t*>(a.codes) + row * 2 * a.width + channel, a.width, mix[m]);
+            }
         }
     }
 }
 
-// Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for.
-template <int MIXES, bool HELD, bool CODED>
-__global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const ShiftMixArgs a) {
+// Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for, of parts in so few that
+// such a block comes up beside one of products.
+template <int MIXES, bool HELD, As FORM>
+__global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
     __shared__ float largest[CODED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = HELD || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
@@ -155,7 +170,7 @@ __global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const
         if (a.delta != nullptr) packed = add_packed(packed, load16(a.delta + at));
     }
     const Moments of = moments(packed, active, width, share_of_warp(width), scratch);
-    if (!CODED && !active) return;
+    if (FORM != As::CODES && !active) return;
     if (!HELD && active) {
         load_floats8(a.weight + channel, weight);
         load_floats8(a.bias + channel, bias);
@@ -170,12 +185,12 @@ __global__ void __launch_bounds__(512, HELD ? 1 : 3) shift_mix_rows_kernel(const
         store_early(a.shift + write_at, pack8(h));
     }
     if (!HELD && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
-    write_mixed<MIXES, GROUP, CODED>(
+    write_mixed<MIXES, GROUP, FORM>(
         a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_early(p, v); });
 }
 
 // Prompts.
-template <int MIXES, bool CODED>
+template <int MIXES, As FORM>
 __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[2][MAX_WARPS];  // used in turn: one barrier per token, with codes two
     __shared__ float largest[CODED_MIXES<MIXES>][MAX_WARPS];
@@ -235,7 +250,7 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
             row = a.token_rows[token + 1];
             end = static_cast<int>(a.cu_seqlens[row + 1]);
         }
-        if (!CODED && !active) continue;
+        if (FORM != As::CODES && !active) continue;
         float h[8] = {}, change[8] = {};
         uint4 mix[GROUP] = {};
         if (active) {
@@ -248,7 +263,7 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
             for (int i = 0; i < 8; ++i) change[i] -= h[i];
             if (MIXES == 1) mix[0] = load16(a.mix + channel);
         }
-        write_mixed<MIXES, GROUP, CODED>(
+        write_mixed<MIXES, GROUP, FORM>(
             a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_whole(p, v); });
     }
 }
@@ -285,24 +300,29 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
 }
 
-template <int MIXES, bool CODED>
+template <int MIXES, As FORM>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
     if (a.cu_seqlens != nullptr) {
         const dim3 blocks((a.tokens + a.tokens_per_block - 1) / a.tokens_per_block);
-        launch(shift_mix_kernel<MIXES, CODED>, blocks, threads, stream, a);
+        launch(shift_mix_kernel<MIXES, FORM>, blocks, threads, stream, a);
     } else if (a.tokens <= this_machine().processors) {
-        launch(shift_mix_rows_kernel<MIXES, true, CODED>, dim3(a.tokens), threads, stream, a);
+        launch(shift_mix_rows_kernel<MIXES, true, FORM>, dim3(a.tokens), threads, stream, a);
     } else {
-        launch(shift_mix_rows_kernel<MIXES, false, CODED>, dim3(a.tokens), threads, stream, a);
+        launch(shift_mix_rows_kernel<MIXES, false, FORM>, dim3(a.tokens), threads, stream, a);
     }
 }
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const int threads = (a->width / 8 + 31) / 32 * 32;
+    const auto as_wanted = [&](auto mixes) {
+        if (a->codes == nullptr) return launch_shift_mix<mixes.value, As::HALVES>(*a, threads, stream);
+        if (a->scales == nullptr) return launch_shift_mix<mixes.value, As::PARTS>(*a, threads, stream);
+        launch_shift_mix<mixes.value, As::CODES>(*a, threads, stream);
+    };
     if (a->mixes == 6) {
-        a->codes == nullptr ? launch_shift_mix<6, false>(*a, threads, stream) : launch_shift_mix<6, true>(*a, threads, stream);
+        as_wanted(std::integral_constant<int, 6>());
     } else {
-        a->codes == nullptr ? launch_shift_mix<1, false>(*a, threads, stream) : launch_shift_mix<1, true>(*a, threads, stream);
+        as_wanted(std::integral_constant<int, 1>());
     }
     if (a->cu_seqlens != nullptr) {
         launch(store_rows_kernel, dim3(rows), threads, stream, a->tail, a->shift, a->write_slots, a->slot_stride, a->width);

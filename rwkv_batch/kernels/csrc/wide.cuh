@@ -3,7 +3,8 @@
 // A map: W [n, k] fp16, or [k, n] when it is stored transposed; x [rows, k] fp16; y [rows, n] fp16; n a multiple of 16 (64 if
 // transposed), k of 64 times the splits. Or W [n, k] and x [rows, k] of e4m3 codes with a scale for each output and each
 // row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units; then ROWS may be 320, two
-// products of 160. A block makes 128 outputs of all rows, so that W is read once (of more rows than ROWS, several tiles):
+// products of 160. Or such a W and x [rows, 2, k], two e5m2 parts of a half (row_parts.cuh), without scales: ROWS / 2 rows, whose
+// first parts are a product's first columns, and whose sums are added up at the end. A block makes 128 outputs of all rows, so that W is read once (of more rows than ROWS, several tiles):
 // two warps keep a ring of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply
 // 64 outputs each. W is the wgmma's first operand, so that ROWS, its second, may be any multiple of 8 up to 256 (of 16 here).
 //
@@ -27,6 +28,7 @@
 
 #include "activation.h"
 #include "common.cuh"
+#include "row_parts.cuh"
 
 constexpr int MAX_WIDE_MAPS = 12;
 constexpr int OUTPUTS = 128;  // of a tile
@@ -34,10 +36,19 @@ constexpr int TILE_BYTES = 128;  // of a tile along k
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
 
 // What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k], of which y may be fp32; or the first maps' codes, the
-// others' halves [n, k].
-enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED };
+// others' halves [n, k]. With PARTS x is in two parts where W is in codes.
+enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED, WIDE_PARTS, WIDE_PARTS_MIXED };
 template <WideKind KIND>
-constexpr bool ALL_CODES = KIND == WIDE_FP8 || KIND == WIDE_FP8_TO_FLOATS;
+constexpr bool ALL_CODES = KIND == WIDE_FP8 || KIND == WIDE_FP8_TO_FLOATS || KIND == WIDE_PARTS;
+template <WideKind KIND>
+constexpr bool HAS_PARTS = KIND == WIDE_PARTS || KIND == WIDE_PARTS_MIXED;
+template <WideKind KIND>
+constexpr bool IS_MIXED = KIND == WIDE_MIXED || KIND == WIDE_PARTS_MIXED;
+// Few enough registers that blocks of the kernels before and behind come up beside it: their weights are on their way.
+template <int ROWS, WideKind KIND>
+constexpr bool IS_LEAN = HAS_PARTS<KIND> && ROWS <= 64;
+template <int ROWS, WideKind KIND>
+constexpr int OUT_ROWS = HAS_PARTS<KIND> ? ROWS / 2 : ROWS;
 
 // A block's piece of work: of a tile of outputs for some rows a share of k.
 struct WideWork {
@@ -52,6 +63,7 @@ struct WideLaunch {
     CUtensorMap weights[MAX_WIDE_MAPS];
     CUtensorMap inputs[MAX_WIDE_MAPS];
     __half* y[MAX_WIDE_MAPS];
+    uint8_t* parts[MAX_WIDE_MAPS];  // where y goes in two parts [rows, 2, n] instead; else null
     const float* weight_scales[MAX_WIDE_MAPS];  // fp8: of every output and every row
     const float* input_scales[MAX_WIDE_MAPS];
     int n[MAX_WIDE_MAPS];
@@ -59,7 +71,7 @@ struct WideLaunch {
     int activation[MAX_WIDE_MAPS];
     int first_tile[MAX_WIDE_MAPS + 1];  // of each map
     int count;
-    int coded, early;  // WIDE_MIXED: maps in codes; those and the maps of halves whose inputs are there before the launch
+    int coded, early;  // IS_MIXED: maps in codes; those and the maps of halves whose inputs are there before the launch
     int rows;
     int row_blocks;   // how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
     float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
@@ -70,7 +82,7 @@ struct WideLaunch {
 template <WideKind KIND, int SPLITS>
 __host__ __device__ __forceinline__ int wide_works(const WideLaunch& p) {
     const int tiles = p.first_tile[p.count] * p.row_blocks;
-    return KIND == WIDE_MIXED ? tiles + (p.first_tile[p.early] - p.first_tile[p.coded]) * (SPLITS - 1) : tiles;
+    return IS_MIXED<KIND> ? tiles + (p.first_tile[p.early] - p.first_tile[p.coded]) * (SPLITS - 1) : tiles;
 }
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -111,7 +123,7 @@ __device__ __forceinline__ WidePlace wide_place(const WideLaunch& p, int tile) {
 // of halves whose inputs are the results of these, whole.
 template <WideKind KIND, int SPLITS>
 __device__ __forceinline__ WideWork wide_work(const WideLaunch& p, int number, int my_split) {
-    if constexpr (KIND == WIDE_MIXED) {
+    if constexpr (IS_MIXED<KIND>) {
         const int coded = p.first_tile[p.coded], early = p.first_tile[p.early], share = number - coded;
         const int tile = share < 0 ? number : share < (early - coded) * SPLITS ? coded + share / SPLITS : number - (early - coded) * (SPLITS - 1);
         const WidePlace at = wide_place(p, tile);
@@ -254,7 +266,7 @@ __device__ __forceinline__ void tell_early_is_done(const WideLaunch& p) {
 
 // Blocks that share a tile's k lie beside each other; of mixed maps, the halves' numbers say which share is whose.
 template <int SPLITS, WideKind KIND>
-constexpr int BLOCK_SPLITS = KIND == WIDE_MIXED ? 1 : SPLITS;
+constexpr int BLOCK_SPLITS = IS_MIXED<KIND> ? 1 : SPLITS;
 
 // The numbers of a block's works, one after the other; those that are late are dealt from the first block on again.
 template <WideKind KIND, int SPLITS>
@@ -264,14 +276,14 @@ struct WideTurn {
     template <typename Block>
     __device__ __forceinline__ WideTurn(const WideLaunch& p, const Block& block)
         : number(block.first), first(block.first), step(block.blocks), end(wide_works<KIND, SPLITS>(p)) {
-        late = KIND == WIDE_MIXED ? end - (p.first_tile[p.count] - p.first_tile[p.early]) : end;
-        if (KIND == WIDE_MIXED && number >= late) number += late;
+        late = IS_MIXED<KIND> ? end - (p.first_tile[p.count] - p.first_tile[p.early]) : end;
+        if (IS_MIXED<KIND> && number >= late) number += late;
     }
     __device__ __forceinline__ bool has_work() const { return number < end; }
     __device__ __forceinline__ void advance() {
         const bool was_early = number < late;
         number += step;
-        if (KIND == WIDE_MIXED && was_early && number >= late) number = late + first;
+        if (IS_MIXED<KIND> && was_early && number >= late) number = late + first;
     }
 };
 
@@ -288,7 +300,7 @@ __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& 
         for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
             wait_barrier(block.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
-            expect_bytes(barrier, Tile::BYTES);
+            expect_bytes(barrier, HAS_PARTS<KIND> && work.half ? Tile::BYTES - Tile::INPUT_BYTES / 2 : Tile::BYTES);
             if (KIND == WIDE_TURNED) {
                 copy_box(to, map, 0, step * depth, work.output / 64, barrier, EVICT_FIRST);
             } else {
@@ -309,7 +321,7 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     wait_for_inputs();
     for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
-        if (KIND == WIDE_MIXED && work.late) wait_for_early<SPLITS>(p);
+        if (IS_MIXED<KIND> && work.late) wait_for_early<SPLITS>(p);
         const CUtensorMap* map = &p.inputs[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
         for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
@@ -325,7 +337,7 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
 #endif
 
 template <int ROWS, int SPLITS, WideKind KIND>
-__global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ WideLaunch p) {
+__global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(const __grid_constant__ WideLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     using Tile = WideTile<ROWS>;
@@ -342,7 +354,11 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
             fetch_inputs<ROWS, SPLITS, KIND>(p, block);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        if constexpr (IS_LEAN<ROWS, KIND>) {
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
+        } else {
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        }
         const int half = group - 1, warp = tid / 32, lane = tid % 32;
         float sums[ROWS / 2];
         const uint32_t mine = block.staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
@@ -364,8 +380,10 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                     auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
                     const uint64_t w = weight + j * (TURNED ? 16 * 128 : 32) / 16;
                     const uint64_t x = input + (part * Tile::PART * TILE_BYTES + j * 32) / 16;
-                    if constexpr (halves.value) {
+                    if constexpr (halves.value) {  // beside parts: the later columns are of what lies there, and not used
                         multiply<Tile::PART, TURNED>(mine, w, x, add);
+                    } else if constexpr (HAS_PARTS<KIND>) {
+                        multiply_parts<ROWS>(sums, w, x, add);
                     } else {
                         multiply_fp8<Tile::PART>(mine, w, x, add);
                     }
@@ -382,7 +400,7 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
-                if constexpr (KIND == WIDE_MIXED) {
+                if constexpr (IS_MIXED<KIND>) {
                     if (work.half) {
                         multiply_tile(weight, input, std::true_type());
                     } else {
@@ -403,27 +421,43 @@ __global__ void __launch_bounds__(384, 1) wide_kernel(const __grid_constant__ Wi
 
             // A share's sums added to the others', scaled, activated and written.
             const auto finish = [&](auto splits) {
-                constexpr int CHUNKS = SHARE_CHUNKS<ROWS, splits.value>;  // of 8 rows, that this block finishes
-                if constexpr (splits.value > 1) add_splits<ROWS, splits.value>(sums, p, work.exchange, work.split);
+                constexpr int ALL = OUT_ROWS<ROWS, KIND>, CHUNKS = SHARE_CHUNKS<ALL, splits.value>;  // of 8 rows, that this block finishes
+                auto& of_rows = reinterpret_cast<float(&)[ALL / 2]>(sums);
+                if (HAS_PARTS<KIND> && !work.half) {
+#pragma unroll
+                    for (int i = 0; i < ALL / 2; ++i) of_rows[i] = fmaf(sums[ROWS / 2 - ALL / 2 + i], SECOND_PART, of_rows[i]);
+                }
+                if constexpr (splits.value > 1) add_splits<ALL, splits.value>(of_rows, p, work.exchange, work.split);
                 const int first_output = work.output + half * 64 + warp * 16;
                 if (first_output >= p.n[work.map]) return;  // the map's last tile may be narrower
-                const int first_row = work.row_block * ROWS + work.split * CHUNKS * 8;
-                const int rows = min(p.rows, (work.row_block + 1) * ROWS);
-                WideOut out = {p.y[work.map] + first_output, p.n[work.map], first_row, rows, nullptr, nullptr};
+                const int first_row = work.row_block * ALL + work.split * CHUNKS * 8;
+                const int rows = min(p.rows, (work.row_block + 1) * ALL);
+                WideOut out = {p.y[work.map] + first_output, nullptr, p.n[work.map], first_row, rows, nullptr, nullptr};
+                if (HAS_PARTS<KIND> && p.parts[work.map] != nullptr) out.parts = p.parts[work.map] + first_output;
                 if (!work.half) {
                     out.weight_scales = p.weight_scales[work.map] + first_output, out.input_scales = p.input_scales[work.map];
-                    scale_sums<CHUNKS>(sums, out, lane);
+                    if constexpr (HAS_PARTS<KIND>) {
+                        scale_outputs<CHUNKS>(of_rows, out, lane);
+                    } else {
+                        scale_sums<CHUNKS>(of_rows, out, lane);
+                    }
                 }
-                activate_sums<4 * CHUNKS>(sums, p.activation[work.map]);
+                activate_sums<4 * CHUNKS>(of_rows, p.activation[work.map]);
+                if constexpr (HAS_PARTS<KIND>) {
+                    if (out.parts != nullptr) {
+                        write_out<CHUNKS, true>(of_rows, out, mine, lane);
+                        return;
+                    }
+                }
                 if constexpr (KIND == WIDE_FP8_TO_FLOATS) {
-                    write_floats<CHUNKS>(sums, reinterpret_cast<float*>(p.y[work.map]) + first_output, out, lane);
+                    write_floats<CHUNKS>(of_rows, reinterpret_cast<float*>(p.y[work.map]) + first_output, out, lane);
                 } else {
-                    write_out<CHUNKS>(sums, out, mine, lane);
+                    write_out<CHUNKS, false>(of_rows, out, mine, lane);
                 }
             };
             if (work.shared) {
                 finish(std::integral_constant<int, SPLITS>());
-                if (KIND == WIDE_MIXED && p.early < p.count) tell_early_is_done<SPLITS>(p);
+                if (IS_MIXED<KIND> && p.early < p.count) tell_early_is_done<SPLITS>(p);
             } else {
                 finish(std::integral_constant<int, 1>());
             }
@@ -453,7 +487,7 @@ int launch_wide(const WideLaunch& p, void* stream) {
     static bool raised[MAX_DEVICES] = {};
     const int works = wide_works<KIND, SPLITS>(p);
     const int at_once = works - (p.first_tile[p.count] - p.first_tile[p.early]);
-    if (KIND == WIDE_MIXED && (p.row_blocks > 1 || (SPLITS > 1 && at_once > this_machine().processors))) return static_cast<int>(cudaErrorInvalidValue);
-    constexpr int TOGETHER = KIND == WIDE_MIXED ? 1 : SPLITS;
+    if (IS_MIXED<KIND> && (p.row_blocks > 1 || (SPLITS > 1 && at_once > this_machine().processors))) return static_cast<int>(cudaErrorInvalidValue);
+    constexpr int TOGETHER = IS_MIXED<KIND> ? 1 : SPLITS;
     return launch_tiles(wide_kernel<ROWS, SPLITS, KIND>, raised, WideTile<ROWS>::SHARED_BYTES, works, TOGETHER, p, stream);
 }

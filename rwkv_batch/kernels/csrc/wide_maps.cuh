@@ -30,13 +30,13 @@ struct ElementType {
 };
 constexpr ElementType HALVES = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2}, BYTES = {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// Boxes of [box_planes][box_rows][128 bytes, or box_bytes] out of `planes` matrices [rows][pitch] that lie 128 bytes of
-// columns apart, `columns` wide; swizzled over as many bytes (128 or 64).
+// Boxes of [box_planes][box_rows][128 bytes, or box_bytes] out of `planes` matrices [rows][pitch] that lie 128 bytes
+// of columns, or plane_pitch, apart, `columns` wide; swizzled over as many bytes (128 or 64).
 inline bool describe(
     CUtensorMap* map, const void* matrix, ElementType element, int rows, int columns, int pitch, int planes, int box_rows,
-    int box_planes, int box_bytes = TILE_BYTES) {
+    int box_planes, int box_bytes = TILE_BYTES, cuuint64_t plane_pitch = TILE_BYTES) {
     const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)};
-    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch) * element.bytes, TILE_BYTES};
+    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch) * element.bytes, plane_pitch};
     const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / element.bytes), static_cast<cuuint32_t>(box_rows),
                                static_cast<cuuint32_t>(box_planes)};
     const cuuint32_t step[3] = {1, 1, 1};
@@ -56,7 +56,7 @@ void describe_maps(WideLaunch& p, const Args& args) {
     int tiles = 0;
     for (int i = 0; i < args.count; ++i) {
         const auto& m = args.maps[i];
-        p.y[i] = static_cast<__half*>(m.y);
+        p.y[i] = static_cast<__half*>(m.y), p.parts[i] = nullptr;
         p.n[i] = m.n, p.k[i] = m.k, p.activation[i] = m.activation;
         p.first_tile[i] = tiles;
         tiles += (m.n + OUTPUTS - 1) / OUTPUTS;

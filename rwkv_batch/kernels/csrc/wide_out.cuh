@@ -3,6 +3,7 @@
 
 #include "activation.h"
 #include "common.cuh"
+#include "row_parts.cuh"
 
 template <Activation ACTIVATION>
 __device__ __forceinline__ float wide_activate(float v) {
@@ -57,6 +58,7 @@ __device__ __forceinline__ float load_cached(const float* p) {
 // Where a warp's 16 outputs of a tile's rows go.
 struct WideOut {
     __half* y;  // of row 0
+    uint8_t* parts;  // likewise, [2][pitch] a row
     int pitch, first_row, rows;
     const float* weight_scales;  // of its 16 outputs
     const float* input_scales;   // of row 0
@@ -90,13 +92,22 @@ __device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const WideOut& o
     }
 }
 
-// 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory.
+// The same where rows have no scale.
 template <int CHUNKS, int SUMS>
+__device__ __forceinline__ void scale_outputs(float (&sums)[SUMS], const WideOut& out, int lane) {
+    const float of_output[2] = {__ldg(out.weight_scales + lane / 4), __ldg(out.weight_scales + lane / 4 + 8)};
+#pragma unroll
+    for (int i = 0; i < 4 * CHUNKS; ++i) sums[i] *= of_output[i % 4 / 2];
+}
+
+// 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory: as halves or in parts.
+template <int CHUNKS, bool PARTS, int SUMS>
 __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
     constexpr int PITCH = STAGING_PITCH;
     const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
     int row = out.first_row + lane / 2;
     __half* y = out.y + static_cast<int64_t>(row) * out.pitch + (lane & 1) * 8;
+    uint8_t* parts = PARTS ? out.parts + static_cast<int64_t>(row) * 2 * out.pitch + (lane & 1) * 8 : nullptr;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += 2) {
         const uint32_t buffer = (c / 2 & 1) * 16 * PITCH;
@@ -108,9 +119,15 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
             }
         }
         __syncwarp();
-        if (row < out.rows && (c + 2 <= CHUNKS || lane < 16)) put_global(y, shared_u128(from + buffer));
+        if (row < out.rows && (c + 2 <= CHUNKS || lane < 16)) {
+            if constexpr (PARTS) {
+                store_parts(parts, out.pitch, shared_u128(from + buffer));
+            } else {
+                put_global(y, shared_u128(from + buffer));
+            }
+        }
         __syncwarp();
-        row += 16, y += static_cast<int64_t>(out.pitch) * 16;
+        row += 16, y += static_cast<int64_t>(out.pitch) * 16, parts += static_cast<int64_t>(out.pitch) * 32;
     }
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "row_parts.cuh"
 
 struct WkvArgs {
     // [T, C] fp16 each, as the linear maps left them; v_gate and v_first null in layer 0
@@ -31,6 +32,7 @@ struct WkvArgs {
     const float* ln_weight;
     const float* ln_bias;
     __half* y;    // [T, C] fp16
+    uint8_t* parts;  // [T, 2, C] e5m2: where y goes in two parts instead (of rows of one token); or null
     void* state;  // [slots, H, 64, 64] fp32 or fp16, strided over slots
     const int64_t* cu_seqlens;  // [B+1], null: every row is one token
     const int64_t* read_slots;
@@ -201,4 +203,18 @@ __device__ __forceinline__ float2 wkv_epilogue(float2 y, float bonus, float2 v, 
     const float scale = rsqrtf(warp_sum(dx * dx + dy * dy) * (1.0f / HEAD) + GROUP_NORM_EPS);
     return make_float2((dx * scale * weight.x + bias.x + bonus * v.x) * g.x,
                        (dy * scale * weight.y + bias.y + bonus * v.y) * g.y);
+}
+
+// y of a token's two channels.
+__device__ __forceinline__ void put_y(const WkvArgs& p, int row, int channel, float2 y) {
+    const int64_t width = static_cast<int64_t>(p.heads) * HEAD, at = row * width + channel;
+    const __half2 halves = __floats2half2_rn(y.x, y.y);
+    if (p.parts == nullptr) {
+        *reinterpret_cast<__half2*>(p.y + at) = halves;
+        return;
+    }
+    const uint32_t parts = parts_of_two(halves);
+    uint8_t* const first = p.parts + at + row * width;
+    *reinterpret_cast<uint16_t*>(first) = static_cast<uint16_t>(parts);
+    *reinterpret_cast<uint16_t*>(first + width) = static_cast<uint16_t>(parts >> 16);
 }

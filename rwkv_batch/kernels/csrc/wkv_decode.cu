@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) wkv_decode_kernel(const WkvArgs
                 v = *reinterpret_cast<const float2*>(&sh.vectors[VV][pair]);
             }
             const float2 out = wkv_epilogue(y, scalars.bonus, v, __half22float2(gate), weight, bias);
-            *reinterpret_cast<__half2*>(p.y + at(row)) = __floats2half2_rn(out.x, out.y);
+            put_y(p, row, channel, out);
             if (more) load_gate(next);
             end_group();
             __syncwarp();

@@ -244,20 +244,20 @@ void multiply_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int
   }
   meet_warp();
 }
-// The same with the first operand [64][32 bytes] in shared memory as well; of halves or of e4m3 codes.
-enum Operands { WORDS, CODES };
+// The same with the first operand [64][32 bytes] in shared memory as well; of halves, or of e4m3 codes with such or with e5m2.
+enum Operands { WORDS, CODES, PARTS };
 inline float operand(Operands operands, uint64_t tile, int row, int k) {
-  const uint32_t at = swizzled(static_cast<uint32_t>(tile) + row * 128 + (operands == CODES ? k : 2 * k), false);
+  const uint32_t at = swizzled(static_cast<uint32_t>(tile) + row * 128 + (operands == WORDS ? 2 * k : k), false);
   if (operands == WORDS) return half_of(shared<uint16_t>(at), 0);
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(shared<uint8_t>(at), __NV_E4M3)));
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(shared<uint8_t>(at), operands == CODES ? __NV_E4M3 : __NV_E5M2)));
 }
-template <int N, Operands OPERANDS>
+template <int N, Operands OPERANDS, Operands SECOND = OPERANDS>
 void multiply_shared(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   const int row = running / 32 % 4 * 16 + running % 32 / 4, t = running % 4;
   for (int i = 0; i < N / 2; ++i) {
     const int n = i / 4 * 8 + 2 * t + i % 2, m = row + i % 4 / 2 * 8;
     float sum = add ? sums[i] : 0.0f;
-    for (int k = 0; k < (OPERANDS == CODES ? 32 : 16); ++k) sum += operand(OPERANDS, a, m, k) * operand(OPERANDS, b, n, k);
+    for (int k = 0; k < (OPERANDS == CODES ? 32 : 16); ++k) sum += operand(OPERANDS, a, m, k) * operand(SECOND, b, n, k);
     sums[i] = sum;
   }
   meet_warp();

@@ -84,6 +84,12 @@ void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
 """
     """
 template <int N>
+void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  emulation::multiply_shared<N, emulation::CODES, emulation::PARTS>(sums, a << 4, b << 4, add);
+}
+"""
+    """
+template <int N>
 void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
   emulation::multiply_rows<N>(sums, a, b << 4, add);
 }
