@@ -67,11 +67,11 @@ def test_clients_that_read_nothing_are_cut_off_and_their_places_are_free(impatie
 def test_a_slow_reader_is_not_cut_off_and_gets_every_letter(impatient: Service) -> None:
     received = b""
     with impatient.connect() as connection:
-        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["abc"], "max_tokens": 300}).encode()))
+        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 300}).encode()))
         while piece := connection.recv(400):
             received += piece
             time.sleep(0.02)
-    assert received.count(b"abc") == 300
+    assert received.count(b"xyz") == 300  # letters that no identifier or length in hexadecimal has
     assert b"[DONE]" in received
 
 
