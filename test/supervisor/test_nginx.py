@@ -225,7 +225,7 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
     try:
         service.wait_ready()
         master, received = nginx_master(service), []
-        body = json.dumps({**ENDLESS, "max_tokens": 500}).encode()
+        body = json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 500}).encode()
         reader = threading.Thread(target=lambda: received.append(exchange(service, raw_request(CHAT, body))))
         reader.start()
         wait_for(lambda: service.status()["running_rows"] == 1, 10, "a stream runs")
@@ -233,7 +233,7 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
         wait_for(lambda: all(service.get("/readyz").status_code == 503 for _ in range(16)), 10, "every worker drains")
         assert service.post(CHAT, SHORT).status_code == 503
         reader.join(60)
-        assert received[0].count(b"abc") == 500
+        assert received[0].count(b"xyz") == 500  # letters that no identifier or length in hexadecimal has
         assert b"[DONE]" in received[0]
         assert service.process.wait(60) == 0
         assert not Path(f"/proc/{master}").exists()
