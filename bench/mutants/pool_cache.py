@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bench.mutants.mutant import Mutant, of
-
-WORLDS = "test/simulation/test_simulation.py"
-SINGLE_WORLDS = f"{WORLDS}::test_worlds_that_found_something"
-FIRST_WORLDS = f"{WORLDS}::test_worlds[0]"
-FAULTS = "test/state_pool/test_pool_faults.py"
-SESSIONS = "test/state_pool/test_pool_sessions.py"
-EFFECTS = "test/state_pool/test_pool_effects.py"
-MODEL = "test/state_pool/test_pool_model.py"
-PREFIX = "test/state_pool/test_pool_prefix.py"
-BETWEEN = "test/state_pool/test_pool_between.py"
+from bench.mutants.pool_tests import (
+    BETWEEN,
+    EFFECTS,
+    FAULTS,
+    FIRST_WORLDS,
+    MODEL,
+    PREFIX,
+    SESSIONS,
+    SINGLE_WORLDS,
+    WORLDS,
+)
 
 MUTANTS: list[Mutant] = [
     *of(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from bench.mutants.mutant import Mutant, of
-
-WORLDS = "test/simulation/test_simulation.py"
-SINGLE_WORLDS = f"{WORLDS}::test_worlds_that_found_something"
-FIRST_WORLDS = f"{WORLDS}::test_worlds[0]"
-FAULTS = "test/state_pool/test_pool_faults.py"
-SESSIONS = "test/state_pool/test_pool_sessions.py"
-EFFECTS = "test/state_pool/test_pool_effects.py"
-MODEL = "test/state_pool/test_pool_model.py"
-SHARED = "test/state_pool/test_pool_shared.py"
-PORTABLE = "test/state_pool/test_pool_portable.py"
-DISK = "test/state_pool/test_pool_disk_effects.py"
+from bench.mutants.pool_tests import (
+    DISK,
+    EFFECTS,
+    FAULTS,
+    FIRST_WORLDS,
+    MODEL,
+    PORTABLE,
+    SESSIONS,
+    SHARED,
+    SINGLE_WORLDS,
+    WORLDS,
+)
 
 MUTANTS: list[Mutant] = [
     *of(

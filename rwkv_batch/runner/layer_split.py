@@ -142,8 +142,8 @@ def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float
     given = [layers - sum(given) if count == 0 else count for count in given]
     if len(given) != stages or sum(given) != layers or min(given) < 1 or any(2 * count % 1 for count in given):
         raise ValueError(
-            f"--pp-layers {_listed(given)} gives {len(given)} devices {sum(given):g} layers; the model has "
-            f"{layers}, for {stages} devices, each with one at least"
+            f"--pp-layers {_listed(given)} gives {len(given)} devices {sum(given):g} layers; the model has {layers}: "
+            f"give a number for each of --pp-devices ({stages} here), one at least, {layers} together"
         )
     return list(given)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -87,21 +88,27 @@ def run(ops: CudaOps, of: Entrance, x: Tensor, shift: Tensor, inputs: StepInputs
     return out, mixed, after
 
 
-@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
-@pytest.mark.parametrize("mixes", [6, 1])
-def test_codes_are_those_of_the_halves(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
-) -> None:
-    monkeypatch.setitem(cuda_quant.FEW_ROWS, Format.FP8, 2)
+class Made(NamedTuple):
+    """A step's mixed inputs, coded and, as rows with adapters want them, as halves."""
+
+    x: Tensor
+    shift: Tensor
+    of: Entrance
+    inputs: StepInputs
+    mixed: CodedMix
+    halves: Tensor
+
+
+def beside_halves(ops: CudaOps, libraries: list[ctypes.CDLL], lengths: list[int], mixes: int) -> Made:
+    """Of random rows, one large and one zero; what else the kernel writes is the same both ways."""
     for library in libraries:
         library.emulation_set(4, 227 << 10)
     inputs, of = step(lengths), entrance(mixes)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     x[0], x[tokens // 2] = 1000 * x[0], 0.0
-    given = shift.clone()
-    out, mixed, after = run(ops, of, x, given, inputs)
-    inputs.adapters = torch.zeros(tokens, dtype=torch.int64)  # these want halves
+    out, mixed, after = run(ops, of, x, shift, inputs)
+    inputs.adapters = torch.zeros(tokens, dtype=torch.int64)
     plain = shift.clone()
     out_plain, halves = ops.shift_mix(x, x.flip(0), of, plain, inputs)
     assert isinstance(halves, Tensor)
@@ -109,12 +116,23 @@ def test_codes_are_those_of_the_halves(
     assert torch.equal(after, plain)
     if mixes == 6:
         assert torch.equal(mixed.halves, halves[2:])
+    return Made(x, shift, of, inputs, mixed, halves)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_codes_are_those_of_the_halves(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    monkeypatch.setitem(cuda_quant.FEW_ROWS, Format.FP8, 2)
+    made = beside_halves(ops, libraries, lengths, mixes)
+    mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):
         wanted = quantise_rows(halves[i])
         assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8)), i
         assert torch.equal(mixed[i].scales, wanted.scales), i
     true = Entrance(of.norm, of.mix.float(), of.reader)
-    _, meant = NaiveOps().shift_mix(x.float(), x.flip(0).float(), true, shift.float(), inputs)
+    _, meant = NaiveOps().shift_mix(made.x.float(), made.x.flip(0).float(), true, made.shift.float(), inputs)
     assert ((halves.float() - meant).norm() / meant.norm()).item() < 1e-3
 
 
@@ -124,21 +142,8 @@ def test_parts_add_up_to_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows: True)
-    for library in libraries:
-        library.emulation_set(4, 227 << 10)
-    inputs, of = step(lengths), entrance(mixes)
-    tokens = len(inputs.tokens)
-    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
-    x[0], x[tokens // 2] = 1000 * x[0], 0.0
-    out, mixed, after = run(ops, of, x, shift, inputs)
-    inputs.adapters = torch.zeros(tokens, dtype=torch.int64)  # these want halves
-    plain = shift.clone()
-    out_plain, halves = ops.shift_mix(x, x.flip(0), of, plain, inputs)
-    assert isinstance(halves, Tensor)
-    assert torch.equal(out, out_plain)
-    assert torch.equal(after, plain)
-    if mixes == 6:
-        assert torch.equal(mixed.halves, halves[2:])
+    made = beside_halves(ops, libraries, lengths, mixes)
+    mixed, halves = made.mixed, made.halves
     for i in range(3 if mixes == 6 else 1):
         parts, scales = mixed[i]
         first = halves[i].to(torch.float8_e5m2)
