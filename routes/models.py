@@ -112,6 +112,16 @@ class LoadBody(Body):
     dtype: str = Field(
         "", pattern="^(auto|fp32|bf16|fp16|fp8|int8|int4)?$", description="As --dtype, which holds without it."
     )
+    wkv_state: str = Field(
+        "",
+        pattern="^(auto|fp32|fp16|int8)?$",
+        description="As --wkv-state, which holds without it for RWKV-7; older versions have fp32 alone.",
+    )
+    kernels: str = Field(
+        "",
+        pattern="^(auto|cuda|cpu|naive)?$",
+        description="As --kernels, which holds without it where these serve the model and its devices; else auto.",
+    )
     devices: list[Annotated[str, Field(pattern=_DEVICE)]] = Field(
         [], max_length=64, description="As --pp-devices, which holds without it."
     )
@@ -148,6 +158,8 @@ def wish_of(context: Context, body: LoadBody) -> ModelWish:
         file=str(path),
         adapters=tuple(_adapter(context, entry) for entry in body.adapters),
         dtype=body.dtype,
+        wkv_state=body.wkv_state,
+        kernels=body.kernels,
         devices=tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices),
         gpu_memory_utilization=body.gpu_memory_utilization,
         max_running=body.max_running,

@@ -51,6 +51,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     wkv_state: str = "auto"
     """"fp32" | "fp16" | "int8": storage of the WKV state; arithmetic is fp32 in each. auto: fp16 on CUDA, fp32
     on a CPU."""
+    preferred: tuple[str, ...] = ()
+    """Of "wkv_state" and "kernels", those that nobody asked for by name: they are those of the service's own model, and
+    a model or a device that cannot have them is served as with "auto"."""
     max_running: int = 0
     """Rows that decode at once; 0: decided from free memory (GPU) or 256 (CPU)."""
     max_waiting_rows: int = 8192

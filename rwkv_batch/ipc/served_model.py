@@ -25,6 +25,8 @@ class ModelWish(msgspec.Struct, frozen=True, kw_only=True):
     """As --adapter."""
     dtype: str = ""
     """"": as the service's own model; likewise below."""
+    wkv_state: str = ""
+    kernels: str = ""
     devices: tuple[str, ...] = ()
     gpu_memory_utilization: float | None = None
     max_running: int | None = None

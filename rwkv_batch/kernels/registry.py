@@ -49,4 +49,7 @@ def choose_ops(wanted: str, device: torch.device, version: str = X070) -> tuple[
             return ops, refusals | (ops.does_without(device) if isinstance(ops, DoesWithout) else {})
         refusals[name] = reason
     reason = "; ".join(refusals.values()) or f"they are one of auto, {', '.join(backends)}"
-    raise ValueError(f"kernels {wanted!r} cannot serve {device}: {reason}. --kernels auto takes the fastest that can")
+    raise ValueError(
+        f"kernels {wanted!r} cannot serve {device}: {reason}. --kernels auto (in a request "
+        '"kernels": "auto") takes the fastest that can'
+    )

@@ -29,7 +29,7 @@ from rwkv_batch.runner.memory import Memory
 from rwkv_batch.runner.mixed_graphs import MixedSize
 from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slots
 from rwkv_batch.runner.model_files import under_adapters
-from rwkv_batch.runner.pipeline import Pipeline, own_devices
+from rwkv_batch.runner.pipeline import Pipeline, as_served, own_devices
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_graphs import StepGraphs
@@ -121,12 +121,14 @@ class ModelRunner:
         config = self._config
         try:
             weights = under_adapters(open_weights(config.model_path), config.adapters)
+            devices = own_devices(config.devices, config.replica)
+            served = as_served(weights.shape.version, devices, config)
             pipeline = Pipeline(
                 weights,
-                own_devices(config.devices, config.replica),
+                devices,
                 config.dtype,
-                config.kernels,
-                config.wkv_state,
+                served["kernels"],
+                served["wkv_state"],
                 config.layers,
                 resident=config.resident,
             )

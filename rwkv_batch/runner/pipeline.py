@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 from torch import Tensor
 
+from rwkv_batch.config import EngineConfig
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.adapters.served import ServedAdapter
+from rwkv_batch.model.shape import X070
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.layer_split import split_layers
 from rwkv_batch.runner.links import hand_over
 from rwkv_batch.runner.stage import Stage, precision_for
+
+logger = logging.getLogger(__name__)
 
 
 class Pipeline:
@@ -129,6 +134,26 @@ class Pipeline:
             x, v_first = stage.forward(x, v_first, here)
         self.layers_s = time.perf_counter() - started
         return x, here
+
+
+def as_served(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
+    """What a model of that version has on devices of those names as "kernels" and as "wkv_state".
+
+    Those of `EngineConfig.preferred` are "auto" where they cannot be had (the log tells it); others are as asked.
+    """
+    kinds = {resolve_device(name).type for name in devices}
+    is_older = version != X070
+    of_others = config.kernels in ("cuda", "cpu") and kinds != {config.kernels}
+    chosen = {}
+    for name, is_refused in (
+        ("kernels", of_others or (is_older and config.kernels == "cuda")),
+        ("wkv_state", is_older and config.wkv_state != "fp32"),
+    ):
+        wanted: str = getattr(config, name)
+        chosen[name] = "auto" if is_refused and name in config.preferred else wanted
+        if chosen[name] != wanted:
+            logger.info("%s: %s is not for %s on %s; it is auto", name, wanted, version, ", ".join(sorted(kinds)))
+    return chosen
 
 
 def own_devices(names: tuple[str, ...], replica: int) -> tuple[str, ...]:

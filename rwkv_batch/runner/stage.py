@@ -170,7 +170,10 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
     on_gpu = device.type == "cuda"
     if version != X070:
         if wkv_state not in ("auto", "fp32"):
-            raise ValueError(f"the states of {version} are kept in fp32, not {wkv_state}; leave --wkv-state out")
+            raise ValueError(
+                f"the states of {version} are kept in fp32, not {wkv_state}; leave --wkv-state (in a request the field "
+                "wkv_state) out"
+            )
         weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
         return Precision(device, weights, torch.float32, StateForm.FP32, storage)
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from safetensors.torch import save_file
 
 from demo.random_older_weights import random_older_weights
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels import cpu_library
+from rwkv_batch.runner.model_runner import ModelRunner
+from rwkv_batch.runner.pipeline import as_served
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.harness import ask, run, started_engine, turn
@@ -40,3 +45,36 @@ def test_an_older_model_is_served_as_any_other(tmp_path: Path, version: str) -> 
         again = [run(engine, turn(f"s{i}", " and", ignore_eos=True)).texts[0] for i in range(len(PROMPTS))]
         assert run(engine, turn("whole", PROMPTS[0], ignore_eos=True)).texts[0] == first[0]
         assert run(engine, turn("whole", " and", ignore_eos=True)).texts[0] == again[0]
+
+
+def test_an_older_model_beside_one_with_small_states_has_states_as_it_can(tmp_path: Path) -> None:
+    """Its request named neither; what is asked for by name is refused with the field to give."""
+    model = tmp_path / "model.safetensors"
+    save_file(random_older_weights("6", 2, 128, vocab=65536), model)
+    both = ("wkv_state", "kernels")
+    with started_engine(model, wkv_state="int8", kernels="cuda", preferred=both) as engine:
+        status = engine.machine.status()
+        assert status["wkv_state"] == "float32" and status["kernels"]["used"] in ("cpu", "naive")
+        assert len(run(engine, ask(PROMPTS[0], ignore_eos=True)).texts[0]) > 0
+    for fields, named in (({"wkv_state": "int8"}, "wkv_state"), ({"kernels": "cuda"}, '"kernels": "auto"')):
+        with pytest.raises(StartupError, match=named):
+            ModelRunner(EngineConfig(model_path=str(model), devices=("cpu",), **fields), lambda: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", ["RWKV-7", "RWKV-6"])
+@pytest.mark.parametrize("kernels", ["cuda", "cpu", "naive", "auto"])
+def test_what_is_only_preferred_is_kept_where_it_can_be_had(
+    version: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = EngineConfig(model_path="", wkv_state="int8", kernels=kernels)
+    other = {"cuda": "cpu", "cpu": "cuda:1"}.get(kernels, "cpu")
+    own = {"cuda": "cuda:1", "cpu": "cpu"}.get(kernels, "cuda:1")
+    for devices in ((own,), (other,), (own, other)):
+        assert as_served(version, devices, config) == {"kernels": kernels, "wkv_state": "int8"}
+    config = msgspec.structs.replace(config, preferred=("wkv_state", "kernels"))
+    form = "int8" if version == "RWKV-7" else "auto"
+    here = "auto" if (version, kernels) == ("RWKV-6", "cuda") else kernels
+    assert as_served(version, (own,), config) == {"kernels": here, "wkv_state": form}
+    there = kernels if kernels == "naive" else "auto"
+    assert as_served(version, (own, other), config) == {"kernels": there, "wkv_state": form}

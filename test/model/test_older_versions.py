@@ -152,7 +152,7 @@ def test_a_number_of_threads_changes_no_bit(case: Case) -> None:
 def test_what_a_version_is_not_served_with() -> None:
     six = weights_from(random_older_weights("6", 2, 128))
     for form in ("fp16", "int8"):
-        with pytest.raises(ValueError, match=f"states of RWKV-6 are kept in fp32, not {form}; leave --wkv-state out"):
+        with pytest.raises(ValueError, match=f"states of RWKV-6 are kept in fp32, not {form}; leave --wkv-state .in"):
             Pipeline(six, devices=("cpu",), wkv_state=form)
     with pytest.raises(ValueError, match="the cuda kernels are RWKV-7's; RWKV-6 runs on plain torch"):
         Pipeline(six, devices=("cpu",), kernels="cuda")

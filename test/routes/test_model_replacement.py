@@ -149,6 +149,17 @@ def test_a_model_is_loaded_with_no_adapter_whose_configuration_is_elsewhere(tmp_
         assert refused.value.info.field == "adapters"
 
 
+def test_a_request_may_choose_the_form_of_states_and_the_kernels(tmp_path: Path) -> None:
+    context = Machine(tmp_path, "").context
+    wish = wish_of(context, LoadBody(file="new.pth", wkv_state="fp32", kernels="cpu"))
+    assert (wish.wkv_state, wish.kernels) == ("fp32", "cpu")
+    wish = wish_of(context, LoadBody(file="new.pth"))
+    assert (wish.wkv_state, wish.kernels) == ("", "")
+    for field in ("wkv_state", "kernels"):
+        with pytest.raises(ValueError, match=field):
+            LoadBody(file="new.pth", **{field: "int9"})  # type: ignore[arg-type]
+
+
 def test_a_model_that_has_left_is_unknown_before_its_engine_is_let_go(tmp_path: Path) -> None:
     """A request that comes between the two would be told that it is being loaded."""
     machine, seen = Machine(tmp_path, "", small=READY), list[object]()

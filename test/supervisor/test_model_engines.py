@@ -477,3 +477,11 @@ def test_what_was_said_of_the_services_own_layers_is_not_said_of_another_models(
     config = model_config(base, ModelWish(name="b", file="/b", devices=("cpu",)))
     assert (config.layers, config.resident, config.batch_step_layers) == ((), (), kept)
     assert model_config(base, ModelWish(name="b", file="/b")).resident == (20,)
+
+
+def test_another_model_has_the_services_form_of_states_and_kernels_unless_it_asks_for_its_own() -> None:
+    base = EngineConfig(model_path="a", wkv_state="int8", kernels="cuda")
+    taken = model_config(base, ModelWish(name="b", file="/b"))
+    assert (taken.wkv_state, taken.kernels, taken.preferred) == ("int8", "cuda", ("wkv_state", "kernels"))
+    asked = model_config(base, ModelWish(name="b", file="/b", wkv_state="fp16"))
+    assert (asked.wkv_state, asked.kernels, asked.preferred) == ("fp16", "cuda", ("kernels",))
