@@ -57,6 +57,8 @@ SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
 SPARSE_FEW_COLUMNS = 128
 """Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
+SPARSE_FEW_SPLITS = 4
+"""Blocks there that share a column's inputs, however few these are."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -66,7 +68,7 @@ class Workspace:
     """What the sparse map writes between its blocks, on one device, for its largest case."""
 
     partial: Tensor
-    """[ffn / 512 * 8 * C] fp32"""
+    """[`sparse_sums`] fp32"""
     counters: Tensor
     """[C / 128] int32, zero between launches"""
     mix_counter: Tensor
@@ -113,9 +115,8 @@ class CudaOps:
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
         """Build the kernels and take their work space for models of up to this width and channel mix."""
-        splits = -(-ffn // SPARSE_SHARE)
         self.workspaces[device] = Workspace(
-            torch.empty(splits * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
+            torch.empty(sparse_sums(width, ffn), dtype=torch.float32, device=device),
             torch.zeros(-(-width // SPARSE_FEW_COLUMNS), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
@@ -398,6 +399,11 @@ class CudaOps:
             x.shape[1],
         )
         return out
+
+
+def sparse_sums(width: int, ffn: int) -> int:
+    """Sums that the blocks of ffn.value [C, 4C] exchange at most: of halves, or of codes."""
+    return max(-(-ffn // SPARSE_SHARE), SPARSE_FEW_SPLITS) * MAX_SPARSE_ROWS * width
 
 
 def has_adapters(inputs: StepInputs) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
+from rwkv_batch.kernels.cuda import sparse_sums
 from rwkv_batch.kernels.cuda_quant import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
@@ -62,20 +63,23 @@ def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
 
 
+@pytest.mark.parametrize(("width", "ffn"), [(128, FFN), (256, 1024)])
 @pytest.mark.parametrize("format_", [Format.FP8, Format.INT8])
-def test_few_rows(few_library: ctypes.CDLL, format_: Format) -> None:
-    width, rows = 128, 5
-    hidden, weight = hidden_of(rows, 0.3), torch.randn(width, FFN) / FFN**0.5
+def test_few_rows(few_library: ctypes.CDLL, format_: Format, width: int, ffn: int) -> None:
+    """Of the demo model, too, whose inputs are fewer than the four blocks of a column could share."""
+    rows, room = 5, sparse_sums(width, ffn)
+    hidden, weight = hidden_of(rows, 0.3, max(ffn, FFN))[:, :ffn].contiguous(), torch.randn(width, ffn) / ffn**0.5
     y = torch.full((rows, width), torch.nan).half()
-    sums, counters = torch.full((4 * 512 * 2,), torch.nan), torch.zeros(1, dtype=torch.int32)
+    sums, counters = torch.full((2 * room,), torch.nan), torch.zeros(width // 128, dtype=torch.int32)
     stored = quantise(weight, format_)
     packed, meaning = pack(stored, transposed=True), dequantise(stored)
     places = hidden.data_ptr(), packed.codes.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     work = sums.data_ptr(), counters.data_ptr()
-    call(few_library, "rwkv_sparse_few", *places, *work, NUMBERS[format_], rows, width, FFN)
+    call(few_library, "rwkv_sparse_few", *places, *work, NUMBERS[format_], rows, width, ffn)
     true = hidden.float() @ meaning.T
     assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
     assert not counters.any()
+    assert sums[room:].isnan().all(), "sums behind the room that prepare_device takes"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.12, 0.5, 1.0])
