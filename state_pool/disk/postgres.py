@@ -191,8 +191,10 @@ class Connection:
             if self._connection.closed or isinstance(error, psycopg.errors.AdminShutdown):
                 raise ServerAway(str(error).strip()) from None
             raise sqlite3.OperationalError(str(error)) from None
-        except psycopg.Error as error:
+        except (psycopg.DataError, psycopg.errors.DataCorrupted, psycopg.errors.IndexCorrupted) as error:
             raise sqlite3.DatabaseError(str(error)) from None
+        except psycopg.Error as error:  # a right that is missing, a table that is changed: no row is damaged by that
+            raise sqlite3.OperationalError(str(error)) from None
 
     @contextlib.contextmanager
     def unbounded(self) -> Iterator[None]:

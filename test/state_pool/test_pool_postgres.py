@@ -20,7 +20,14 @@ from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
 from state_pool.disk import writer
 from state_pool.disk.database import open_writer
-from state_pool.errors import DatabaseUnusable, DirectoryUnreachable, SessionNotFound, StaleEpoch, TurnInDoubt
+from state_pool.errors import (
+    DatabaseUnusable,
+    DirectoryUnreachable,
+    SessionNotFound,
+    SessionUnread,
+    StaleEpoch,
+    TurnInDoubt,
+)
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of, store_of
@@ -303,6 +310,24 @@ def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
     lease = made[1].ready(made[1].pool.checkout("s"))
     assert np.array_equal(fold(made[1].arena.memory[lease.read_slot], lease.replay), state_of([1, 2], words))
     made[1].pool.release(lease)
+    for driver in made:
+        driver.settle()
+        driver.pool.close()
+
+
+def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path, postgres: Server) -> None:
+    """A table that is changed by a newer version meanwhile, a right that is missing: nothing is damaged by that."""
+    address = postgres.database()
+    made = [Driver(FakeArena(), config_in(tmp_path, state_db=address, durability="turn", engine=n)) for n in "ab"]
+    made[0].turn("s", [1, 2])
+    theirs = adapter.Connection(parse_server_address(address))
+    theirs.execute("ALTER TABLE state_chunks RENAME TO chunks_elsewhere")
+    refused = made[1].pool.checkout("s")
+    made[1].until(lambda: refused.state is LeaseState.FAILED)
+    assert isinstance(refused.error, SessionUnread)
+    theirs.execute("ALTER TABLE chunks_elsewhere RENAME TO state_chunks")
+    theirs.close()
+    assert np.array_equal(made[1].state("s"), state_of([1, 2]))
     for driver in made:
         driver.settle()
         driver.pool.close()
