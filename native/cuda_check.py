@@ -14,12 +14,12 @@ from native import machine
 from native.build import CUDA_FLAGS, INCLUDES, SHARED_HEADERS
 from native.cores import cores
 
-CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 GENERATIONS = (80, 100)
 """Virtual architectures that every source is read for: between them the compiler's first half makes the same of all
 that no source asks to be told apart."""
 OWN_INSTRUCTIONS = "__CUDA_ARCH_FEAT_"
-"""What a source asks about that uses one architecture's own instructions: built for sm_90a, all others for sm_90."""
+"""What a source asks about that uses one architecture's own instructions: it is built for sm_90a and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ def why_not() -> str | None:
 def compile_source(source: Path, archs: Iterable[str] = CHECKED_ARCHS) -> dict[str, Compiled]:
     """One source for each architecture, as many at once as there are cores."""
     return {result.arch: result for result in _compile(source, archs)}
+
+
+def has_own_instructions(source: Path) -> bool:
+    """Whether a source, or a header of it, uses one architecture's own instructions."""
+    return OWN_INSTRUCTIONS in _with_headers(source)
 
 
 def front_end_of(arch: str, source: Path) -> str:

@@ -19,7 +19,15 @@ from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda import MAX_WIDTH, SHIFT_BLOCKS, SPARSE_FEW_COLUMNS
-from rwkv_batch.kernels.cuda_library import SIGNATURES, LowExits, QuantArgs, ShiftMixArgs, SkinnyArgs, WkvArgs
+from rwkv_batch.kernels.cuda_library import (
+    HOPPER_NAMES,
+    SIGNATURES,
+    LowExits,
+    QuantArgs,
+    ShiftMixArgs,
+    SkinnyArgs,
+    WkvArgs,
+)
 from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
@@ -81,13 +89,18 @@ class Needs:
 @functools.cache
 def compiled(source: Path) -> dict[str, Compiled]:
     """A source by architecture; compiled once for all tests of this process."""
-    return cuda_check.compile_source(source)
+    return cuda_check.compile_source(source, archs_of(source))
+
+
+def archs_of(source: Path) -> tuple[str, ...]:
+    """What a source is built for: Hopper's own library where every GPU is of sm_90 (`why_no_wide`), others anywhere."""
+    return ("sm_90a",) if source.stem in HOPPER_NAMES else cuda_check.CHECKED_ARCHS
 
 
 def sources() -> list[Path]:
     """The sources whose launchers are called: all but those for Hopper alone, which size themselves when compiled."""
     found = [path for path in cuda_check.cuda_sources(ROOT) if "test" not in path.parts]
-    return [path for path in found if not path.stem.startswith("wide")]
+    return [path for path in found if path.stem not in HOPPER_NAMES]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for every architecture that is served, without spills that matter; nvcc comes from pip.
+"""Every CUDA source compiles for every architecture that it is built for, without spills that matter; nvcc is from pip.
 
 And every launch of a step is one that the card can run: shared memory, registers, clusters, early starts, by what the
 cubins say that kernels need and by a table of cards.
@@ -13,7 +13,20 @@ from pathlib import Path
 import pytest
 
 from native import cuda_check
-from test.model.card_launches import CARDS, ROOT, Card, Launcher, Record, build_library, compiled, needs, problems
+from rwkv_batch.kernels import cuda_library
+from sampling import rapid
+from test.model.card_launches import (
+    CARDS,
+    ROOT,
+    Card,
+    Launcher,
+    Record,
+    archs_of,
+    build_library,
+    compiled,
+    needs,
+    problems,
+)
 
 MAX_SPILL_BYTES = 160
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
@@ -35,11 +48,21 @@ def test_there_is_a_compiler() -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path) -> None:
     results = compiled(source)
-    assert set(results) == set(cuda_check.CHECKED_ARCHS)
+    assert set(results) == set(archs_of(source))
     for result in results.values():
         assert result.ok, result.output
         spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", result.output)]
         assert max(spills, default=0) <= MAX_SPILL_BYTES, result.output
+
+
+def test_every_source_belongs_to_a_library() -> None:
+    """Which says for what it is built: own instructions are for the library of their architecture, and for no other."""
+    hopper = {f"{name}.cu" for name in cuda_library.HOPPER_NAMES}
+    others = {f"{name}.cu" for name in cuda_library.NAMES} | {path.name for path in rapid.LIBRARY.sources}
+    assert {path.name for path in SOURCES} == hopper | others
+    assert len(SOURCES) == len(hopper) + len(others)
+    assert {path.name for path in SOURCES if cuda_check.has_own_instructions(path)} == hopper
+    assert {arch for path in SOURCES for arch in archs_of(path)} == {*cuda_check.CHECKED_ARCHS, "sm_90a"}
 
 
 def test_a_source_is_read_for_each_architecture_that_it_asks_about(tmp_path: Path) -> None:
@@ -49,9 +72,11 @@ def test_a_source_is_read_for_each_architecture_that_it_asks_about(tmp_path: Pat
     for name in ("plain", "asking"):
         source = tmp_path / f"{name}.cu"
         source.write_text(f'#include "early_launch.cuh"\n#include "{name}.cuh"\n')
-        read[name] = [cuda_check.front_end_of(arch, source) for arch in cuda_check.CHECKED_ARCHS]
-    assert read["plain"] == ["80", "80", "80", "90", "90", "100", "100"]
-    assert read["asking"] == ["80", "80", "89", "90", "90", "100", "100"]
+        read[name] = [cuda_check.front_end_of(arch, source) for arch in (*cuda_check.CHECKED_ARCHS, "sm_90a")]
+    assert read["plain"] == ["80", "80", "80", "90", "100", "100", "90"]
+    assert read["asking"] == ["80", "80", "89", "90", "100", "100", "90"]
+    source.write_text("#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n#endif\n")
+    assert cuda_check.front_end_of("sm_90a", source) == "90a"
 
 
 @pytest.mark.timeout(900)
