@@ -16,6 +16,10 @@ DUMMY_SLOT = 1
 FIRST_FREE_SLOT = 2
 
 
+class Noise(ValueError):  # noqa: N818 - names what the numbers are
+    """A state has numbers that no model leaves: NaN, infinite, or scales of codes below zero."""
+
+
 class HostState(Protocol):
     """One state in host memory: named parts ("stage0.wkv", "stage0.shift", …) of raw little-endian bytes."""
 
@@ -67,5 +71,8 @@ class Arena(Protocol):
         ...
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostState:
-        """A host state from stored bytes, on any thread; ValueError names the part that does not fit `layout`."""
+        """A host state from stored bytes, on any thread.
+
+        Raises ValueError naming the part that does not fit `layout`, Noise naming one from which nothing can go on.
+        """
         ...

@@ -80,10 +80,25 @@ class StateForm(enum.StrEnum):
         """The inverse: what is stored, as fp32 [..., H, 64, 64]."""
         return unpack_int8(stored) if self is StateForm.INT8 else stored.float()
 
-    def is_finite(self, stored: Tensor) -> bool:
-        """Whether a stored state [...] of this form has neither infinite numbers nor NaN."""
-        numbers = _scales(stored) if self is StateForm.INT8 else stored
-        return bool(numbers.isfinite().all())
+    def noise(self, stored: Tensor) -> str:
+        """What is wrong with a stored state [...] of this form that no step leaves, for people; "": nothing."""
+        if self is StateForm.INT8:
+            return _noise(_scales(stored), "scales", 0)
+        return noise(stored)
+
+
+def noise(numbers: Tensor) -> str:
+    """The same of numbers [...] as they are."""
+    return _noise(numbers, "numbers", -math.inf)
+
+
+def _noise(numbers: Tensor, name: str, least: float) -> str:
+    low, high = torch.aminmax(numbers) if numbers.numel() else (torch.zeros(()), torch.zeros(()))  # NaN in: NaN out
+    if low.isfinite() and high.isfinite() and low >= least:
+        return ""
+    kinds = "NaN or infinite" if math.isinf(least) else "NaN, infinite or negative"
+    wrong = ~(numbers.isfinite() & (numbers >= least)).reshape(-1)
+    return f"{kinds} {name} ({int(wrong.sum())}, the first at {int(wrong.int().argmax())})"
 
 
 def pack_int8(wkv: Tensor, before: Tensor | None = None) -> Tensor:

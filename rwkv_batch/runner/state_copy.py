@@ -9,9 +9,9 @@ from torch import Tensor
 
 from native.transfer import copy_pieces
 from rwkv_batch.model.state_arena import StateArena
-from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.state_form import noise
 from rwkv_batch.runner.pipeline import Pipeline
-from state_pool.arena import HostState
+from state_pool.arena import HostState, Noise
 
 
 class HostTensors:
@@ -119,13 +119,13 @@ class PipelineArena:
             else:
                 piece = form.pack(wkv[first : first + part.shape[1]])
                 first += part.shape[1]
-                if not form.is_finite(piece):
+                if form.noise(piece):
                     raise ValueError(f"the state has numbers too large for {form.shown}; start with --wkv-state fp32")
             tensors[name] = piece.pin_memory() if self._streams else piece
         return HostTensors(tensors)
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostTensors:
-        """See `Arena.host_state`. Scales of int8 are looked at: a file's other numbers were when it was read."""
+        """See `Arena.host_state`."""
         tensors: dict[str, Tensor] = {}
         for name, (dtype, shape) in self.layout.items():
             kind: torch.dtype = getattr(torch, dtype)
@@ -135,7 +135,8 @@ class PipelineArena:
                 has = "nothing" if stored is None else f"{len(stored)} bytes"
                 raise ValueError(f"state part {name!r}: {has} stored, {wanted} bytes expected ({dtype} {shape})")
             tensor = torch.frombuffer(bytearray(stored), dtype=kind).view(shape)
-            if self._forms.get(name) is StateForm.INT8 and not StateForm.INT8.is_finite(tensor):
-                raise ValueError(f"state part {name!r} has NaN or infinite scales: whatever goes on from it is noise")
+            form = self._forms.get(name)
+            if found := noise(tensor) if form is None else form.noise(tensor):
+                raise Noise(f"part {name!r} of the state has {found}: whatever goes on from it is noise")
             tensors[name] = tensor.pin_memory() if self._streams else tensor
         return HostTensors(tensors)

@@ -136,6 +136,14 @@ class ObjectPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredParts:
+    """A state as it was stored."""
+
+    state: int
+    parts: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A session's state as it was stored, verified, with what to replay after it."""
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from state_pool.arena import Arena
+from state_pool.arena import Arena, Noise
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import CheckpointObjects, DamagedObject
 from state_pool.disk.directory import find_session
-from state_pool.disk.operations import ListQuery, Loaded, ObjectPlace, StoredSession
+from state_pool.disk.operations import ListQuery, Loaded, ObjectPlace, StoredParts, StoredSession
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
@@ -41,6 +41,14 @@ class _Elsewhere:
     place: ObjectPlace
     replay: list[int]
     num_tokens: int
+
+
+class _Unsound(Damaged):
+    """A stored state from which nothing can go on."""
+
+    def __init__(self, state: int, message: str) -> None:
+        super().__init__(message)
+        self.state = state
 
 
 _Found = TypeVar("_Found")
@@ -112,6 +120,8 @@ class Reader:
         if isinstance(result, _Elsewhere):
             self._fetch(row, on_loaded, useless, result)
             return None
+        if isinstance(result, _Unsound):
+            return self._load(row, on_loaded, _without(row, useless, result.state, result))
         reach("before_promotion")
         return lambda: on_loaded(result)
 
@@ -124,12 +134,14 @@ class Reader:
 
         def fetched(outcome: dict[str, bytes] | Exception) -> None:
             if not isinstance(outcome, Exception):
-                result = self._caught(lambda: self._loaded(outcome, found.replay, found.num_tokens))
-                reach("before_promotion")
-                self._deliver(lambda: on_loaded(result))
-                return
-            logger.error("the stored state of the session with row %d cannot be used: %s", row, outcome)
-            without = {**useless, found.place.state: _why_not(outcome)}
+                stored = StoredParts(found.place.state, outcome)
+                result = self._caught(lambda: self._loaded(stored, found.replay, found.num_tokens))
+                if not isinstance(result, _Unsound):
+                    reach("before_promotion")
+                    self._deliver(lambda: on_loaded(result))
+                    return
+                outcome = result
+            without = _without(row, useless, found.place.state, outcome)
             self._jobs.put(lambda: self._load(row, on_loaded, without))
 
         self._objects.get(found.place, fetched)
@@ -152,15 +164,15 @@ class Reader:
     def _read(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
         self._connection.execute("BEGIN")
         try:
-            parts, replay = self._loader.read(row, useless)
+            stored, replay = self._loader.read(row, useless)
             found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
         finally:
             self._connection.execute("ROLLBACK")
-        if not isinstance(parts, ObjectPlace):
-            return self._loaded(parts, replay, int(found[0]))
+        if not isinstance(stored, ObjectPlace):
+            return self._loaded(stored, replay, int(found[0]))
         if self._objects is None:
             return SessionUnusable("its state is in a checkpoint store; start with --checkpoint-store to read it")
-        return _Elsewhere(parts, replay, int(found[0]))
+        return _Elsewhere(stored, replay, int(found[0]))
 
     def _caught(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
         try:
@@ -175,20 +187,28 @@ class Reader:
             logger.exception("a session could not be read")
             return SessionUnread(f"the session could not be read ({type(error).__name__}: {error}); try again")
 
-    def _loaded(self, parts: dict[str, bytes] | None, replay: list[int], num_tokens: int) -> LoadResult:
-        """Into (pinned) host memory here, since that takes its time."""
-        if parts is None:
+    def _loaded(self, stored: StoredParts | None, replay: list[int], num_tokens: int) -> LoadResult:
+        """Into (pinned) host memory here, since that takes its time. Raises _Unsound."""
+        if stored is None:
             return Loaded(None, replay, 4 * len(replay), num_tokens)
         try:
-            host = self._arena.host_state(parts)
+            host = self._arena.host_state(stored.parts)
+        except Noise as error:
+            raise _Unsound(stored.state, str(error)) from None
         except ValueError as error:
             return SessionUnusable(f"the stored state does not fit this model ({error})")
-        return Loaded(host, replay, sum(map(len, parts.values())) + 4 * len(replay), num_tokens)
+        return Loaded(host, replay, sum(map(len, stored.parts.values())) + 4 * len(replay), num_tokens)
+
+
+def _without(row: int, useless: dict[int, SessionUnusable], state: int, error: Exception) -> dict[int, SessionUnusable]:
+    """The states that a session is read without, and one more. The log says why."""
+    logger.error("the stored state of the session with row %d cannot be used: %s", row, error)
+    return {**useless, state: _why_not(error)}
 
 
 def _why_not(error: Exception) -> SessionUnusable:
-    """What a state whose object was not got is told to be."""
-    if isinstance(error, DamagedObject):
+    """What a state that was not got, or cannot be used, is told to be."""
+    if isinstance(error, (DamagedObject, _Unsound)):
         return Damaged(f"{error}; delete the session to begin anew")
     return SessionUnread(f"the session could not be read ({error}); try again")
 

@@ -17,7 +17,7 @@ from state_pool.codec import (
     piece_checksum,
     unpack_tokens,
 )
-from state_pool.disk.operations import ObjectPlace, StoredObject
+from state_pool.disk.operations import ObjectPlace, StoredObject, StoredParts
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
@@ -42,16 +42,16 @@ class Loader:
 
     def read(
         self, row: int, useless: Mapping[int, SessionUnusable] | None = None
-    ) -> tuple[dict[str, bytes] | ObjectPlace | None, list[int]]:
-        """A session's state by parts, or where they are, or None for the zero state, and the token ids that follow it.
+    ) -> tuple[StoredParts | ObjectPlace | None, list[int]]:
+        """A session's state, or where it is, or None for the zero state, and the token ids that follow it.
 
         The caller has begun a transaction, so that all of it is of one moment. `useless`: states by their numbers
-        whose objects could not be fetched, and why.
+        that could not be fetched or used, and why.
 
         Raises SessionUnusable (another model's state without the whole history) or Damaged.
         """
         replay: list[int] = []
-        parts: dict[str, bytes] | ObjectPlace | None = None
+        stored: StoredParts | ObjectPlace | None = None
         fingerprint = None
         wanted: int | None = row
         while wanted is not None:
@@ -61,13 +61,13 @@ class Loader:
                     "a dialogue that this session continues is missing from the database; delete it to begin anew"
                 )
             parent, turn, fingerprint = found
-            parts, base, why_not = self._state(wanted, useless or {})
+            stored, base, why_not = self._state(wanted, useless or {})
             replay = self._log(wanted, base, int(turn), why_not) + replay
-            if parts is not None:
+            if stored is not None:
                 break
             wanted = parent
         self._check_vocabulary(replay, str(fingerprint))
-        return parts, replay
+        return stored, replay
 
     def _check_vocabulary(self, replay: list[int], fingerprint: str) -> None:
         """A token id that the model has no row for would end the step of every session beside it."""
@@ -80,8 +80,8 @@ class Loader:
 
     def _state(
         self, session: int, useless: Mapping[int, SessionUnusable]
-    ) -> tuple[dict[str, bytes] | ObjectPlace | None, int, SessionUnusable | None]:
-        """(parts, the turn they follow, None), or (None, 0, why the stored state cannot be used)."""
+    ) -> tuple[StoredParts | ObjectPlace | None, int, SessionUnusable | None]:
+        """(the state, the turn it follows, None), or (None, 0, why the stored state cannot be used)."""
         found = self._connection.execute(
             "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, "
             "object_key, object_checksum FROM states WHERE session = ?",
@@ -102,7 +102,7 @@ class Loader:
         if stored is not None:
             return ObjectPlace(int(state), session, stored, sizes), int(turn), None
         try:
-            return self._parts(int(state), sizes), int(turn), None
+            return StoredParts(int(state), self._parts(int(state), sizes)), int(turn), None
         except Damaged as damage:
             return None, 0, damage
 

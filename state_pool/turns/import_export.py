@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from state_pool.adapters import Adapters
-from state_pool.arena import ZERO_SLOT, HostState
+from state_pool.arena import ZERO_SLOT, HostState, Noise
 from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
@@ -16,7 +16,7 @@ from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, Stor
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import CompletionQueue, Store, session_of
 from state_pool.errors import DatabaseUnreadable, PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.session_file import SessionFile
+from state_pool.session_file import NotASession, SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
 from state_pool.tuned_state import is_mixture, joint, parted
 
@@ -147,6 +147,8 @@ class ImportExport:
             raise PoolFull("too many states are being moved; try again in a moment")
         try:
             host = self._tiers.arena.host_state(file.parts) if file.parts else None
+        except Noise as error:
+            raise NotASession(f"{error}; export the session from where it works") from None
         except ValueError as error:
             raise SessionUnusable(f"the state does not fit this model: {error}") from None
         with self._place():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sqlite3
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from rwkv_batch.errors import ServiceError
 from rwkv_batch.model.state_form import HEAD_BYTES, unpack_int8
 from rwkv_batch.runner.layer_split import runs_of
 from rwkv_batch.runner.state_copy import HostTensors
-from state_pool.codec import Layout, advice
+from state_pool.codec import CHUNKS_PER_STATE, Layout, advice, piece_checksum
 from state_pool.config import PoolConfig
 from state_pool.session_file import SessionFile, decode
 from test.harness import ask, call, run, started_engine, tiny_model, turn
@@ -123,10 +125,39 @@ def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, lis
         wkv[HEAD_BYTES - 2 : HEAD_BYTES] = struct.pack("<H", 0x7FC0)  # the last scale of the first head: NaN
         parts = {**file.parts, "stage0.wkv": bytes(wkv)}
         damaged = SessionFile(file.fingerprint, file.num_tokens, file.replay, file.layout, parts).encode()
-        with pytest.raises(ServiceError, match="NaN or infinite scales"):
+        with pytest.raises(
+            ServiceError, match=r"'stage0.wkv' of the state has NaN, infinite or negative scales \(1, the first at 63\)"
+        ):
             call(engine, "session_import", session_id="damaged", content=damaged)
     with started_engine(model, wkv_state="fp32") as engine, pytest.raises(ServiceError, match="laid out"):
         call(engine, "session_import", session_id="t", content=content)
+
+
+@pytest.mark.parametrize(("form", "what"), [("fp32", "numbers"), ("fp16", "numbers"), ("int8", "scales")])
+def test_a_stored_state_that_is_noise_is_told_in_every_form(model: Path, tmp_path: Path, form: str, what: str) -> None:
+    """Where the whole history is kept it is read anew, else the session is refused until it is deleted."""
+    pool = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", retain_tokens=-1, l1_sessions=1)
+    with started_engine(model, pool, wkv_state=form) as engine:
+        first = talk(engine, NAMES[:2], range(1))
+        run(engine, turn("short", "a"))
+    noise = {"fp32": struct.pack("<f", float("nan")), "fp16": struct.pack("<e", float("-inf"))}
+    end = HEAD_BYTES if form == "int8" else 1000
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as connection, connection:
+        firsts = f"SELECT id, data FROM state_chunks WHERE id % {CHUNKS_PER_STATE} = 0"
+        for at, data in connection.execute(firsts).fetchall():
+            bits = noise.get(form, struct.pack("<H", 0xBF80))  # a scale of -1
+            data = data[: end - len(bits)] + bits + data[end:]
+            stored = (data, piece_checksum(data, at), at)
+            connection.execute("UPDATE state_chunks SET data = ?, checksum = ? WHERE id = ?", stored)
+        connection.execute("DELETE FROM turns WHERE session IN (SELECT id FROM sessions WHERE session_id = 'short')")
+    with started_engine(model, pool, wkv_state=form) as engine:
+        again = talk(engine, NAMES[:2], range(1, 2))
+        error = run(engine, turn("short", " and")).finishes[0].error
+        assert error is not None
+        assert re.search(f"part 'stage0.wkv' of the state has NaN.* {what} .*delete the session", error.message)
+    if form != "int8":  # whose last bits depend on how a history is cut
+        with started_engine(model, PoolConfig(state_db=""), wkv_state=form) as engine:
+            assert (first, again) == tuple(talk(engine, NAMES[:2], range(i, i + 1)) for i in range(2))
 
 
 def test_a_tuned_state_is_packed_into_its_slot(model: Path, tmp_path: Path) -> None:

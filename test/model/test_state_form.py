@@ -9,7 +9,7 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.kernels import cpu_library
 from rwkv_batch.model.shape import ModelShape
-from rwkv_batch.model.state_form import HEAD_BYTES, KEEP, TOP, StateForm, pack_int8, unpack_int8
+from rwkv_batch.model.state_form import HEAD_BYTES, KEEP, TOP, StateForm, noise, pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
@@ -85,10 +85,61 @@ def test_rows_of_nothing_and_of_extremes() -> None:
     assert not pack_int8(torch.full((2, 64, 64), 1e-38)).any()
     huge = numbers(2).clamp(-1, 1) * 1e37
     assert unpack_int8(pack_int8(huge)).isfinite().all()
-    packed = pack_int8(huge)
-    assert StateForm.INT8.is_finite(packed)
-    packed[1, CODES : CODES + 2] = torch.tensor([0x80, 0x7F], dtype=torch.uint8)
-    assert not StateForm.INT8.is_finite(packed)
+
+
+INT8 = StateForm.INT8
+BITS = {"NaN": 0x7FC0, "NaN below zero": 0xFFC0, "NaN of all bits": 0xFFFF, "infinite": 0x7F80, "minus": 0xBF80}
+"""Upper halves of such numbers in fp32."""
+
+
+def test_noise_is_told_from_what_steps_leave() -> None:
+    packed = pack_int8(numbers(2))
+    empty = torch.zeros(0, 2, HEAD_BYTES, dtype=torch.uint8)
+    assert not INT8.noise(packed) and not INT8.noise(empty) and not INT8.noise(pack_int8(torch.zeros(1, 64, 64)))
+    for bits in BITS.values():
+        wrong = packed.clone()
+        wrong[1, CODES + 6 : CODES + 8] = torch.tensor([bits & 0xFF, bits >> 8], dtype=torch.uint8)
+        assert INT8.noise(wrong) == "NaN, infinite or negative scales (1, the first at 67)"
+    for form in (StateForm.FP32, StateForm.FP16):
+        for name, bits in BITS.items():
+            state = form.pack(numbers(2))
+            state[1, 0, 5] = torch.tensor(bits << 16, dtype=torch.int64).int().view(torch.float32)
+            said = "" if name == "minus" else "NaN or infinite numbers (1, the first at 4101)"
+            assert form.noise(state) == said
+    assert noise(torch.tensor([1.0, -3.0, torch.inf, torch.nan])) == "NaN or infinite numbers (2, the first at 2)"
+
+
+@pytest.mark.parametrize("bits", BITS.values(), ids=BITS)
+def test_numbers_that_are_none_are_not_lost_in_codes(bits: int) -> None:
+    """Whatever bits they have: else a row would go on as if nothing were wrong."""
+    states = numbers(2)
+    states.view(torch.int32)[1, 3, 40] = torch.tensor(bits << 16 | 0xFFFF, dtype=torch.int64).int()
+    before = pack_int8(numbers(2, seed=3))
+    for packed in (pack_int8(states), pack_int8(states, before)):
+        odd = not bool(states[1, 3, 40].isfinite())
+        assert bool(unpack_int8(packed)[1, 3].isnan().all()) == odd == bool(INT8.noise(packed))
+        assert unpack_int8(packed)[0].isfinite().all() and unpack_int8(packed)[1, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("form", list(StateForm))
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_row_of_a_state_that_is_noise_stays_so_and_harms_no_other(
+    weights: Weights, kernels: str, form: StateForm
+) -> None:
+    """In every form its logits are NaN, which samplers know, and so is its state after the step."""
+    model, alone = pipeline(weights, kernels, form.value), pipeline(weights, kernels, form.value)
+    for made in (model, alone):
+        made.forward(step_inputs([prompt(2, 5), prompt(3, 4)], [0, 0], [2, 3], []))
+    (state,) = [stage.state for stage in model.stages]
+    assert state is not None
+    wkv = form.unpack(state.wkv[2])
+    wkv[1, 0, 3, 4] = torch.nan
+    state.wkv[2] = form.pack(wkv)
+    for _ in range(2):
+        logits = model.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
+        true = alone.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
+        assert logits[0].isnan().all() and torch.equal(logits[1], true[1])
+    assert form.noise(state.wkv[2]) and not form.noise(state.wkv[3])
 
 
 def test_bytes_of_a_slot() -> None:

@@ -8,11 +8,13 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from state_pool.arena import Noise
 from state_pool.disk.database import ProcessLock
 from state_pool.disk.migrations import SCHEMA_VERSION
 from state_pool.disk.operations import Append, SessionRow
@@ -21,7 +23,7 @@ from state_pool.disk.statements import append_turn
 from state_pool.disk.store import Store
 from state_pool.errors import DatabaseUnusable, PoolFull, SessionNotFound, SessionUnusable, TurnNotStored
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, session_of, state_of
+from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, session_of, state_of
 
 WORDS = 4096
 MODES = pytest.mark.parametrize("durability", ["log", "turn"])
@@ -116,6 +118,38 @@ def test_a_whole_history_rebuilds_a_damaged_state(tmp_path: Path, durability: st
     driver = reopen(tmp_path, retain_tokens=-1)
     for name in "abc":
         assert holds(driver, name)
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("whole_log", [False, True])
+def test_a_stored_state_of_noise_is_a_damaged_one(tmp_path: Path, *, objects: bool, whole_log: bool) -> None:
+    """Its bytes are those that were stored; what they mean is known to the arena alone."""
+    store = {"checkpoint_store": (tmp_path / "objects").as_uri(), "checkpoint_store_min_mb": 0.0} if objects else {}
+    (tmp_path / "objects").mkdir()
+    kept = {"retain_tokens": -1 if whole_log else 0, "durability": "turn", **store}
+    driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
+    for name, tokens in (("a", [1, 2]), ("b", [3])):
+        driver.turn(name, tokens)
+    driver.settle()
+    driver.pool.close()
+    driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
+    host_state, noise = driver.arena.host_state, state_of([1, 2], WORDS).tobytes()
+
+    def heard(parts: Mapping[str, bytes | memoryview]) -> FakeHost:
+        if noise.startswith(bytes(parts["a.wkv"])):
+            raise Noise("part 'a.wkv' of the state has NaN")
+        return host_state(parts)
+
+    driver.arena.host_state = heard  # type: ignore[method-assign]
+    if whole_log:
+        assert np.array_equal(driver.state("a"), state_of([1, 2], WORDS))
+    else:
+        with pytest.raises(SessionUnusable, match=r"'a\.wkv' of the state has NaN; delete the session"):
+            driver.state("a")
+    assert np.array_equal(driver.state("b"), state_of([3], WORDS))
+    driver.settle()
+    assert driver.pool.stats()["quarantined_count"] == (0 if whole_log else 1)
     driver.pool.close()
 
 
