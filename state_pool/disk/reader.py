@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sqlite3
@@ -14,7 +15,7 @@ from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import CheckpointObjects, DamagedObject
 from state_pool.disk.directory import find_session
 from state_pool.disk.operations import ListQuery, Loaded, ObjectPlace, StoredParts, StoredSession
-from state_pool.disk.state_store import Connection
+from state_pool.disk.state_store import Connection, ServerAway
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
@@ -162,17 +163,28 @@ class Reader:
         return self._caught(lambda: self._read(row, useless))
 
     def _read(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
+        try:
+            stored, replay, num_tokens = self._rows(row, useless)
+        except ServerAway:  # it may have been this connection alone: another is made where a transaction begins
+            stored, replay, num_tokens = self._rows(row, useless)
+        if not isinstance(stored, ObjectPlace):
+            return self._loaded(stored, replay, num_tokens)
+        if self._objects is None:
+            return SessionUnusable("its state is in a checkpoint store; start with --checkpoint-store to read it")
+        return _Elsewhere(stored, replay, num_tokens)
+
+    def _rows(
+        self, row: int, useless: dict[int, SessionUnusable]
+    ) -> tuple[StoredParts | ObjectPlace | None, list[int], int]:
+        """See `Loader.read`; and the number of tokens that the session stands for, at the same moment."""
         self._connection.execute("BEGIN")
         try:
             stored, replay = self._loader.read(row, useless)
             found = self._connection.execute("SELECT num_tokens FROM sessions WHERE id = ?", (row,)).fetchone()
         finally:
-            self._connection.execute("ROLLBACK")
-        if not isinstance(stored, ObjectPlace):
-            return self._loaded(stored, replay, int(found[0]))
-        if self._objects is None:
-            return SessionUnusable("its state is in a checkpoint store; start with --checkpoint-store to read it")
-        return _Elsewhere(stored, replay, int(found[0]))
+            with contextlib.suppress(sqlite3.Error):  # of a connection that is lost; what was lost with it is told
+                self._connection.execute("ROLLBACK")
+        return stored, replay, int(found[0])
 
     def _caught(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
         try:

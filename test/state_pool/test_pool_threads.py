@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from state_pool.disk.operations import Append, SessionRow
+from state_pool.disk.state_store import Connection, ServerAway
 from state_pool.disk.store import Store
 from state_pool.errors import PoolLost, SessionUnusable, TurnNotStored
 from state_pool.sessions import SessionKey
@@ -77,6 +80,43 @@ def test_a_session_that_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: 
             driver.state("a")
     assert all(np.array_equal(driver.state(name), state_of([ord(name)])) for name in "ab")
     assert driver.pool.stats()["quarantined_count"] == 0
+    driver.pool.close()
+
+
+class Cut:
+    """A connection that is lost `times` times within a transaction, and made anew where one begins."""
+
+    def __init__(self, connection: Connection, times: int) -> None:
+        self.connection, self.times, self.is_closed = connection, times, False
+
+    def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Any:
+        if statement == "BEGIN":
+            self.is_closed = False
+        if self.is_closed:
+            raise ServerAway("the connection is closed")
+        if self.times and statement.startswith("SELECT"):
+            self.times, self.is_closed = self.times - 1, True
+            self.connection.execute("ROLLBACK")
+            raise ServerAway("terminated by the administrator")
+        return self.connection.execute(statement, parameters)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_connection_that_is_cut_while_a_session_is_read_is_made_once_more(tmp_path: Path, times: int) -> None:
+    """Or the reason is told, and not that no transaction could be ended on it."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("a", [1])
+    driver.pool.close()
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    reader = store_of(driver)._reader
+    reader._connection = reader._loader._connection = Cut(reader._connection, times)  # type: ignore[assignment]
+    if times > 1:
+        with pytest.raises(SessionUnusable, match=r"terminated by the administrator\); try again"):
+            driver.state("a")
+    assert np.array_equal(driver.state("a"), state_of([1]))
     driver.pool.close()
 
 
