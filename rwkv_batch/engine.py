@@ -424,6 +424,7 @@ class Engine:
     def _conclude(self, concluded: Step, look: Callable[[], None] = lambda: None) -> None:
         """Read what a step has drawn, act on it and tell of it, each part as soon as it is there. `look`: called before
         it is told."""
+        self.jobs.tell_turns()
         for step in concluded.parts:
             try:
                 drawn, scores = self.machine.read(step), self.machine.read_scores(step)

@@ -52,6 +52,8 @@ class JobTable:
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
         self._changed: dict[RunningJob, None] = {}
+        self._turns_begin = False
+        """among them, which nobody has been told"""
         self.when_delivered: Callable[[], None] = lambda: None
         """called behind the sinks of a step"""
         self.certain_rows = scheduler.limits.certain_rows
@@ -215,6 +217,13 @@ class JobTable:
         if sequence.job.spec.tells_ids and sequence in sequence.job.live:
             sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens))
             self._changed[sequence.job] = None
+            self._turns_begin = True
+
+    def tell_turns(self) -> None:
+        """Send that turns begin, if any have been launched: before what they have drawn is acted on, and recorded."""
+        if self._turns_begin:
+            self._turns_begin = False
+            self.deliver()
 
     def commit(self, rows: list[ScheduledRow], drawn: list[Drawn], step: int) -> None:
         """What the launched step of this number has drawn; `drawn` belongs to the rows that draw, in their order."""

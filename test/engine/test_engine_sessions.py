@@ -54,6 +54,21 @@ def conversation(engine: Engine, session_id: str, prompts: list[str], **fields: 
     return [run(engine, turn(session_id, prompt, **fields)).texts[0] for prompt in prompts]
 
 
+def test_a_turn_is_told_before_it_can_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that was kept as its engine was lost would be taken again by another: also of a single step."""
+    record, told = engine.keeper.record_turn, list[bool]()
+
+    def noted(sequence: Sequence, acknowledge: Any) -> None:
+        told.append(any(delta.session_tokens == 0 for events in job.events for delta in events.deltas))
+        record(sequence, acknowledge)
+
+    monkeypatch.setattr(engine.keeper, "record_turn", noted)
+    with standing_still(engine):
+        job = submit(engine, turn("told", "Hello", max_tokens=1), tells_ids=True)
+    assert job.wait().refusal is None
+    assert told == [True]
+
+
 def drawn_ids(job: Running) -> list[int]:
     """Token ids of the shown text, from a job that asked for log-probabilities."""
     entries = [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or []]
