@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 10.0
 """An HTTP worker that says nothing for so long is gone: its jobs are cancelled."""
+STILL_S = 1.25
+"""One speaks every half second: after so long it or this process stood still. What comes then may be work that it has
+given to another engine meanwhile, since it takes this one for lost after two seconds."""
 UNWATCHED_S = 60.0
 """An engine of which no supervisor has asked for so long leaves."""
 LAST_WORDS_S = 5.0
@@ -115,7 +118,10 @@ class EngineActor:
         link = self._links.get(peer)
         if link is None:
             return False
-        link.put(pieces)
+        if link.silent_s > STILL_S:
+            link.put_late(pieces)
+        else:
+            link.put(pieces)
         link.acknowledge(read_bytes)
         return True
 

@@ -37,6 +37,7 @@ class CarriedLink(Generic[Incoming, Outgoing]):
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._inbox: deque[bytes] = deque()
+        self._held: list[bytes] = []
         self._taken_bytes = self._acknowledged_bytes = 0
         self._closed = False
         self._heard = time.monotonic()
@@ -99,6 +100,7 @@ class CarriedLink(Generic[Incoming, Outgoing]):
         self._closed = True
         self._outbox.clear()
         self._inbox.clear()
+        self._held.clear()
         self._may_leave.notify_all()
         self._has_come.notify_all()
 
@@ -139,8 +141,20 @@ class CarriedLink(Generic[Incoming, Outgoing]):
         with self._has_come:
             self._heard = time.monotonic()
             if not self._closed:
+                self._inbox.extend(self._held)
                 self._inbox.extend(pieces)
+                self._held.clear()
                 self._has_come.notify()
+
+    def put_late(self, pieces: list[bytes]) -> None:
+        """As `put`, of what may have been on its way for long: its sender, who may have given this end up, is heard
+        once more before it is read."""
+        with self._has_come:
+            if not self._held and not self._closed:
+                self._heard = time.monotonic()
+                self._held.extend(pieces)
+                return
+        self.put(pieces)
 
     def acknowledge(self, read_bytes: int) -> None:
         """The other end has read so many bytes since the beginning."""

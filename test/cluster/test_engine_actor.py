@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.carried_link import CarriedLink
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus
 from test.cluster.fake_ray import FakeRay, GetTimeoutError
@@ -50,6 +52,14 @@ class Ended:
     def exit(self, code: int) -> None:
         self.process.set()
         raise SystemExit
+
+
+def frame_of(message: int) -> bytes:
+    """What an HTTP worker sends, in one piece."""
+    other = CarriedLink[Any, int](msgspec.msgpack.Decoder(list[int]))
+    other.send(message)
+    (piece,) = other.take(0.0) or []
+    return piece
 
 
 @pytest.fixture
@@ -103,6 +113,27 @@ def test_an_engine_that_hangs_as_it_ends_ends(started: Callable[..., Any], ended
         assert ended.process.wait(60) and ended.has_left.is_set()
     finally:
         hangs.set()
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_work_that_was_on_its_way_while_it_stood_still_waits_for_one_more_word(
+    started: Callable[..., Any], gives_up: bool
+) -> None:
+    """A turn that its sender has given to another engine meanwhile would be taken twice."""
+    actor, link = started(lambda: None), CarriedLink[Any, Any](msgspec.msgpack.Decoder(list[int]))
+    actor._links["worker"] = link
+    assert actor.push("worker", [frame_of(1)], 0) and link.has_come
+    link._heard -= 2.0
+    assert actor.push("worker", [frame_of(2)], 0) and len(link._inbox) == 1
+    if gives_up:
+        actor.hang_up("worker")
+        assert list(link.receive()) == []
+    else:
+        link._heard -= 2.0
+        assert actor.push("worker", [frame_of(3)], 0), "however slow it is"
+        incoming = link.receive()
+        assert [next(incoming) for _ in range(3)] == [1, 2, 3]
+    actor.drain(False)
 
 
 def test_a_watcher_that_comes_while_another_leaves_breaks_nothing(
