@@ -46,6 +46,11 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
+def pytest_configure() -> None:
+    """Until all tests are collected nothing looks for garbage: what is imported stays, and would be walked often."""
+    gc.disable()
+
+
 def pytest_runtest_setup() -> None:
     """What torch draws without a generator does not depend on the tests before, which another worker may have."""
     if (torch := sys.modules.get("torch")) is not None:
@@ -117,6 +122,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays; without it a full collection is quick, and comes soon after an engine has ended."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

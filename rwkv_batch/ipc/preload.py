@@ -5,14 +5,13 @@ That process imports this module, stands behind all others on the cores meanwhil
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import signal
 
 from native.priority import at_low_priority
 from rwkv_batch.ipc import server  # noqa: F401
-from rwkv_batch.ipc.process import set_compute_environment
+from rwkv_batch.ipc.process import set_compute_environment, without_collections
 from rwkv_batch.tokenizer import make_byte_tables
 
 # A manager that signals the whole group means the supervisor, which ends the others in order.
@@ -27,6 +26,5 @@ def _make() -> None:
     make_byte_tables()
 
 
-at_low_priority(_make)
-gc.collect()
-gc.freeze()
+with without_collections():
+    at_low_priority(_make)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -138,6 +139,18 @@ def set_compute_environment() -> None:
     """For a process that will import torch, before it does."""
     # Compute threads that spin while they wait are ruinous on cores shared with HTTP workers; read by OpenMP at load.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """For imports, for which one collection at the end is enough: what they make stays, and each would walk it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def settle_garbage_collector() -> None:

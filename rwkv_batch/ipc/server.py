@@ -27,7 +27,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.arrivals import Arrivals
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.process import LogStyle, become_child, settle_garbage_collector
+from rwkv_batch.ipc.process import LogStyle, become_child, settle_garbage_collector, without_collections
 from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
@@ -313,7 +313,8 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
     try:
         module, _, class_name = factory.partition(":")
         load = partial(importlib.import_module, module)
-        loaded = at_low_priority(load, config.only_idle_cores) if config.gives_way else load()
+        with without_collections():
+            loaded = at_low_priority(load, config.only_idle_cores) if config.gives_way else load()
         engine: ManagedEngine = getattr(loaded, class_name)(config)
         engine.start()
     except (StartupError, OSError, MemoryError) as error:
