@@ -1,4 +1,4 @@
-"""An HTTP worker's settings. Plain data, made by settings.py from flags and environment."""
+"""An HTTP worker's settings. Plain data, made by settings/ from flags and environment."""
 
 from __future__ import annotations
 

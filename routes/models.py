@@ -21,6 +21,7 @@ from routes.response.reply import Reply, json_answer
 from routes.response.response_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload
 from rwkv_batch.calls import ListAdapters, ListStates
+from rwkv_batch.config import DTYPES, KERNELS, WKV_STATES
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import MODEL_NAME, ModelStatus, ModelWish, ServedModel
 from rwkv_batch.models_folder import check_adapter_within, within
@@ -109,17 +110,15 @@ class LoadBody(Body):
         max_length=16,
         description="Adapters to merge into the weights, each a path within --models-dir or path:scale.",
     )
-    dtype: str = Field(
-        "", pattern="^(auto|fp32|bf16|fp16|fp8|int8|int4)?$", description="As --dtype, which holds without it."
-    )
+    dtype: str = Field("", pattern=f"^({'|'.join(DTYPES)})?$", description="As --dtype, which holds without it.")
     wkv_state: str = Field(
         "",
-        pattern="^(auto|fp32|fp16|int8)?$",
+        pattern=f"^({'|'.join(WKV_STATES)})?$",
         description="As --wkv-state, which holds without it for RWKV-7; older versions have fp32 alone.",
     )
     kernels: str = Field(
         "",
-        pattern="^(auto|cuda|cpu|naive)?$",
+        pattern=f"^({'|'.join(KERNELS)})?$",
         description="As --kernels, which holds without it where these serve the model and its devices; else auto.",
     )
     devices: list[Annotated[str, Field(pattern=_DEVICE)]] = Field(

@@ -1,4 +1,4 @@
-"""The engine's settings. Plain data, made by settings.py from flags and environment."""
+"""The engine's settings. Plain data, made by settings/ from flags and environment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from state_pool.config import PoolConfig
 
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a tuned state or an adapter: it is part of model names and of file names."""
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4")
+WKV_STATES = ("auto", "fp32", "fp16", "int8")
+KERNELS = ("auto", "cuda", "cpu", "naive")
+"""What `dtype`, `wkv_state` and `kernels` may be."""
 ALL_BATCH_ROWS = -1
 """As `batch_rows_beside`."""
 WHOLE_STEPS = -1
@@ -45,7 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 0
     """Groups that rows which decode are dealt into, so that devices work at once; 0: as many as devices that can."""
     kernels: str = "auto"
-    """"auto" | "cuda" | "cpu" | "naive"."""
+    """One of KERNELS; auto: the fastest that run here."""
     samplers: tuple[str, ...] = ("rapid", "flashinfer", "cpu", "naive")
     """Order of preference; what is not named serves only if none of these can."""
     wkv_state: str = "auto"

@@ -79,6 +79,13 @@ ROOMS = {
     "routes.docs": "routes routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.docs",
     "routes.reference": "routes.docs routes.table",
+    # Flags and variables: the table, and what reads it.
+    "settings.values": "",
+    "settings.config": "",
+    "settings.flags": "settings.values settings.config",
+    "settings.command_line": "settings.values settings.config settings.flags",
+    "settings.page": "settings.flags",
+    "settings": "settings.values settings.config settings.flags settings.command_line settings.page",
     # Files in, files out. What is beside the rooms makes a run of them.
     "bulk.records": "",
     "bulk.inputs": "bulk.records",

@@ -14,16 +14,10 @@ from rwkv_batch import __version__
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.kernels.registry import choose_ops
 from sampling.registry import SAMPLERS
-from settings import (
-    FLAGS,
-    SETTINGS_PAGE,
-    ServiceConfig,
-    SettingsError,
-    build_parser,
-    default_http_workers,
-    markdown,
-    parse_settings,
-)
+from settings import FLAGS, SettingsError, parse_settings
+from settings.command_line import build_parser, default_http_workers
+from settings.config import ServiceConfig
+from settings.page import SETTINGS_PAGE, markdown
 from state_pool.config import PoolConfig
 
 DERIVED = {
@@ -38,6 +32,7 @@ DERIVED = {
     "engine",
     "service",
     "gives_way",
+    "preferred",
     "only_idle_cores",
     "shares_sessions",
 }

@@ -22,7 +22,7 @@ TILE = 16
 """Tokens of one adapter that are multiplied together."""
 RANK_STEP = 16
 MAX_NUMBERS = 1025
-"""Of adapters, NO_ADAPTER among them; settings.py bounds --max-adapters by it."""
+"""Of adapters, NO_ADAPTER among them; settings/flags.py bounds --max-adapters by it."""
 SPLIT_INPUTS = 1024
 """Inputs that a block of the shrink sums in a step of few tokens; of many, four times as many."""
 FEW_TOKENS = 1024

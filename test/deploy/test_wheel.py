@@ -77,7 +77,7 @@ def test_it_has_every_source_and_the_page(installed: Installed) -> None:
     wanted = [path for path in wanted if path.relative_to(ROOT).parts[:2] != ("bench", "mutants")]
     wanted += [path for path in (ROOT / "web").rglob("*") if path.is_file()]
     assert len([path for path in wanted if path.suffix == ".cu"]) > 10
-    for path in [*wanted, *ROOT.glob("demo/tuned/*"), ROOT / "app.py", ROOT / "settings.py"]:
+    for path in [*wanted, *ROOT.glob("demo/tuned/*"), ROOT / "app.py"]:
         copy = installed.target / path.relative_to(ROOT)
         assert copy.exists() and copy.read_bytes() == path.read_bytes(), f"the wheel lacks {path}"
     for path in (path for path in (ROOT / "deploy").rglob("*") if path.is_file()):
