@@ -23,6 +23,7 @@ from rwkv_batch.kernels.cuda_quant import (
     CudaQuantLinear,
     CudaQuantValue,
     QuantMap,
+    added_up,
     multiply_few,
 )
 from rwkv_batch.kernels.cuda_wide import has_wide
@@ -85,7 +86,7 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
                     errors[f"layer {i} {name} B{rows}"] = _error(y.float(), z)
             x = mixed[0]
             errors[f"layer {i} output B{rows}"] = _error(mine.output(x).float(), true.output(x.float()))
-            y = stage.ops.channel_mix(mine, x)
+            y = added_up(stage.ops.channel_mix(mine, x))
             errors[f"layer {i} ffn B{rows}"] = _error(y.float(), NaiveOps().channel_mix(true, x.float()))
         errors[f"head B{rows}"] = _error(stage.head.linear.to_fp32(x), head(x.float()))
     return errors
@@ -136,7 +137,10 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
             hidden = torch.randn(rows, k, device=GPU, dtype=torch.float16).abs()
             hidden *= torch.rand(rows, k, device=GPU) < 0.12
             true = hidden.float() @ meaning.T
-            yield f"{format_} sparse {n}x{k} B{rows}", _error(ops.sparse_value_quantised(value, hidden).float(), true)
+            yield (
+                f"{format_} sparse {n}x{k} B{rows}",
+                _error(added_up(ops.sparse_value_quantised(value, hidden)).float(), true),
+            )
         hidden = torch.relu(torch.randn(33, k, device=GPU, dtype=torch.float16))
         yield f"{format_} value {n}x{k} B33", _error(value(hidden).float(), hidden.float() @ meaning.T)
 

@@ -32,12 +32,16 @@ from rwkv_batch.kernels.cuda_quant import (
     CudaQuantValue,
     QuantMap,
     RowCodes,
+    Shares,
     UnmixedRow,
+    add_shares,
+    added_up,
     fits_wide_row,
     make_quantised,
     multiply_codes,
     multiply_few,
     multiply_into,
+    multiply_to_shares,
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, PARTS, has_wide, prepare_wide, why_no_wide
@@ -57,7 +61,7 @@ SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
 SPARSE_FEW_COLUMNS = 128
 """Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
-SPARSE_FEW_SPLITS = 4
+SPARSE_FEW_SHARES = 4
 """Blocks there that share a column's inputs, however few these are."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
@@ -68,9 +72,9 @@ class Workspace:
     """What the sparse map writes between its blocks, on one device, for its largest case."""
 
     partial: Tensor
-    """[`sparse_sums`] fp32"""
+    """[ffn / 512 * 8 * C] fp32"""
     counters: Tensor
-    """[C / 128] int32, zero between launches"""
+    """[C / 256] int32, zero between launches"""
     mix_counter: Tensor
     """[1] int32, likewise"""
 
@@ -116,8 +120,8 @@ class CudaOps:
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
         """Build the kernels and take their work space for models of up to this width and channel mix."""
         self.workspaces[device] = Workspace(
-            torch.empty(sparse_sums(width, ffn), dtype=torch.float32, device=device),
-            torch.zeros(-(-width // SPARSE_FEW_COLUMNS), dtype=torch.int32, device=device),
+            torch.empty(-(-ffn // SPARSE_SHARE) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
+            torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
         self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
@@ -126,7 +130,7 @@ class CudaOps:
             prepare_wide(device)
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+        self, x: Tensor, delta: Tensor | Shares | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow]:
         """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g.
 
@@ -136,7 +140,9 @@ class CudaOps:
         tokens, width = x.shape
         x_out = torch.empty_like(x)
         norm, mix = entrance.norm, entrance.mix
-        if tokens == 1 and not has_adapters(inputs) and _mixes_in_launch(entrance):
+        shares = delta.shares if isinstance(delta, Shares) else None
+        delta = None if isinstance(delta, Shares) else delta
+        if tokens == 1 and shares is None and not has_adapters(inputs) and _mixes_in_launch(entrance):
             return x_out, self._unmixed(x, delta, x_out, entrance, shift, inputs)
         coded = None if has_adapters(inputs) else _coded_mix(x, entrance)
         mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
@@ -146,6 +152,7 @@ class CudaOps:
         args = ShiftMixArgs(
             x=cuda_pointer(x),
             delta=cuda_pointer(delta),
+            shares=cuda_pointer(shares, torch.float32),
             x_out=cuda_pointer(x_out),
             mixed=cuda_pointer(mixed),
             codes=None if coded is None else coded.codes.data_ptr(),
@@ -165,6 +172,7 @@ class CudaOps:
             mixes=len(mix),
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
             scale_pitch=0 if coded is None or coded.scales is None else coded.scales.stride(0),
+            num_shares=0 if shares is None else len(shares),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed if coded is None else coded
@@ -256,10 +264,19 @@ class CudaOps:
             library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
         return y, p.v if v_first is None else v_first
 
+    def output(self, layer: Layer, y: Tensor) -> Tensor | Shares:
+        """As naive, y as `time_mix` left it."""
+        linear = layer.output
+        return multiply_to_shares(linear, y) if isinstance(linear, CudaQuantLinear) and y.dtype == PARTS else linear(y)
+
+    def add(self, x: Tensor, delta: Tensor | Shares) -> Tensor:
+        """As naive."""
+        return x + delta if isinstance(delta, Tensor) else add_shares(x, delta)
+
     def channel_mix(
         self, layer: Layer, x: Tensor | RowCodes | UnmixedRow, adapters: LayerAdapters | None = None
-    ) -> Tensor:
-        """As naive, x [T, C] fp16 or codes -> [T, C] fp16; a small batch reads few rows of ffn.value."""
+    ) -> Tensor | Shares:
+        """As naive, x [T, C] fp16 or codes -> [T, C] fp16 or shares; a small batch reads few rows of ffn.value."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if isinstance(x, RowCodes):
             assert adapters is None, "what adapters read is not made codes"
@@ -277,18 +294,20 @@ class CudaOps:
             hidden = self._hidden(layer, x, adapters)
             of_experts = mix_experts(layer, x, hidden, adapters)
             y = self._value(layer, hidden)
-        if adapters is not None:
-            adapters.add(Beside(Target.FFN_VALUE, hidden, y))
+        if adapters is None:
+            return y
+        y = added_up(y)
+        adapters.add(Beside(Target.FFN_VALUE, hidden, y))
         return y if of_experts is None else y + of_experts
 
-    def _channel_mix_of_row(self, layer: CudaLayer, row: UnmixedRow) -> Tensor:
+    def _channel_mix_of_row(self, layer: CudaLayer, row: UnmixedRow) -> Tensor | Shares:
         key, value = layer.ffn_key, layer.ffn_value
         assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
         hidden = row.mix.new_empty(1, key.packed.rows)
         multiply_few([QuantMap(key, row.mix[0], hidden, Activation.RELU_SQUARED)], norm=row.args)
         return self._value_quantised(value, hidden, is_squared=True)
 
-    def _channel_mix_of_codes(self, layer: CudaLayer, x: RowCodes) -> Tensor:
+    def _channel_mix_of_codes(self, layer: CudaLayer, x: RowCodes) -> Tensor | Shares:
         key, value = layer.ffn_key, layer.ffn_value
         assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
         rows = len(x.codes)
@@ -296,7 +315,7 @@ class CudaOps:
             assert value.dense is not None, "fp8 has it in both orders"
             parts = torch.empty(rows, 2, key.packed.rows, dtype=PARTS, device=x.codes.device)
             multiply_codes([CodeMap(key, *x, parts, Activation.RELU_SQUARED)])
-            return value.dense(parts)
+            return multiply_to_shares(value.dense, parts)
         is_squared = value.dense is None or rows <= MAX_WIDE_ROWS
         activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
         hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
@@ -338,7 +357,7 @@ class CudaOps:
             adapters.add(Beside(Target.FFN_KEY, x, hidden))
         return hidden, not many
 
-    def _value_quantised(self, value: CudaQuantValue, hidden: Tensor, is_squared: bool) -> Tensor:
+    def _value_quantised(self, value: CudaQuantValue, hidden: Tensor, is_squared: bool) -> Tensor | Shares:
         rows = len(hidden)
         if rows <= (MAX_SPARSE_ROWS if value.dense is None else SPARSE_ROWS_BESIDE_DENSE):
             return self.sparse_value_quantised(value, hidden)
@@ -348,20 +367,22 @@ class CudaOps:
         multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=not is_squared), y)])
         return y
 
-    def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor:
-        """As sparse_value, of small codes: hidden [B <= 8, 4C] fp16 -> [B, C] fp16."""
+    def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor | Shares:
+        """As sparse_value, of small codes: hidden [B <= 8, 4C] fp16 -> [B, C] fp16, or shares of it."""
         rows, packed = len(hidden), value.packed
+        weights, sizes = (packed.codes.data_ptr(), packed.scales.data_ptr()), (packed.columns, packed.rows)
+        number = NUMBERS[packed.format]
+        if rows > 1 and packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
+            shares = torch.empty(SPARSE_FEW_SHARES, rows, packed.columns, dtype=torch.float32, device=hidden.device)
+            places = cuda_pointer(hidden), *weights, cuda_pointer(shares, torch.float32)
+            library().call("rwkv_sparse_few", *places, number, rows, *sizes)
+            return Shares(shares)
         y = hidden.new_empty(rows, packed.columns)
-        places = packed.codes.data_ptr(), packed.scales.data_ptr(), cuda_pointer(y)
-        sizes = rows, packed.columns, packed.rows
+        places = cuda_pointer(hidden), *weights, cuda_pointer(y)
         if rows == 1:
-            library().call("rwkv_sparse_row_quant", cuda_pointer(hidden), *places, NUMBERS[packed.format], *sizes[1:])
-        elif packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
-            work = self.workspaces[hidden.device]
-            sums = cuda_pointer(work.partial, torch.float32), cuda_pointer(work.counters, torch.int32)
-            library().call("rwkv_sparse_few", cuda_pointer(hidden), *places, *sums, NUMBERS[packed.format], *sizes)
+            library().call("rwkv_sparse_row_quant", *places, number, *sizes)
         else:
-            library().call("rwkv_sparse_value_quant", cuda_pointer(hidden), *places, NUMBERS[packed.format], *sizes)
+            library().call("rwkv_sparse_value_quant", *places, number, rows, *sizes)
         return y
 
     def sparse_value(self, layer: CudaLayer, hidden: Tensor) -> Tensor:
@@ -399,11 +420,6 @@ class CudaOps:
             x.shape[1],
         )
         return out
-
-
-def sparse_sums(width: int, ffn: int) -> int:
-    """Sums that the blocks of ffn.value [C, 4C] exchange at most: of halves, or of codes."""
-    return max(-(-ffn // SPARSE_SHARE), SPARSE_FEW_SPLITS) * MAX_SPARSE_ROWS * width
 
 
 def has_adapters(inputs: StepInputs) -> bool:

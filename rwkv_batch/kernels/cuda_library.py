@@ -51,11 +51,11 @@ class ShiftMixArgs(Structure):
     """Mirrors the struct in shift_mix.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "x_out", "mixed", "codes", "scales", "shift", "tail")],
+        *[(name, c_void_p) for name in ("x", "delta", "shares", "x_out", "mixed", "codes", "scales", "shift", "tail")],
         *[(name, c_void_p) for name in ("weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block", "scale_pitch")],
+        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block", "scale_pitch", "num_shares")],
     ]
 
 
@@ -160,7 +160,7 @@ class WideFp8Args(Structure):
 
     _fields_ = [
         ("maps", WideFp8Map * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "to_floats")],
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "to_floats", "to_shares")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]
@@ -207,6 +207,7 @@ class AdapterArgs(Structure):
 
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
+    "rwkv_add_shares": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
     "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],
@@ -217,7 +218,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_skinny_quant": [POINTER(QuantArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],
     "rwkv_sparse_value_quant": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
-    "rwkv_sparse_few": [*[c_void_p] * 6, *[c_int] * 4, c_void_p],
+    "rwkv_sparse_few": [*[c_void_p] * 4, *[c_int] * 4, c_void_p],
     "rwkv_sparse_row_quant": [*[c_void_p] * 4, *[c_int] * 3, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_row_parts": [c_void_p, c_void_p, c_int, c_int, c_void_p],

@@ -32,6 +32,8 @@ from rwkv_batch.kernels.cuda_wide import (
     floats_by_wide_fp8,
     has_wide,
     launch_wide_fp8,
+    num_shares,
+    prepare_wide,
 )
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
@@ -120,6 +122,13 @@ class CodedMix:
     def __getitem__(self, i: int) -> RowCodes:
         """Of those in codes."""
         return RowCodes(self.codes[i], None if self.scales is None else self.scales[i])
+
+
+class Shares(NamedTuple):
+    """What a half layer adds to the residual stream, its sums not added up: shift_mix does."""
+
+    shares: Tensor
+    """[S, T, C] fp32: their sum over S is meant, in that order and rounded to fp16"""
 
 
 @dataclass(slots=True)
@@ -305,6 +314,32 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
         for m in maps:
             torch.mm(m.x, m.linear.packed.dequantised().T, out_dtype=m.y.dtype, out=m.y)
             apply_activation(m.y, m.activation)
+
+
+def add_shares(x: Tensor | None, delta: Shares) -> Tensor:
+    """x [T, C] fp16, or zeros, and what is added to it -> [T, C] fp16."""
+    count, rows, width = delta.shares.shape
+    out = torch.empty(rows, width, dtype=torch.float16, device=delta.shares.device)
+    places = cuda_pointer(x), cuda_pointer(delta.shares, torch.float32), cuda_pointer(out)
+    library().call("rwkv_add_shares", *places, count, out.numel())
+    return out
+
+
+def added_up(delta: Tensor | Shares) -> Tensor:
+    """[T, C] fp16."""
+    return add_shares(None, delta) if isinstance(delta, Shares) else delta
+
+
+def multiply_to_shares(linear: CudaQuantLinear, parts: Tensor) -> Tensor | Shares:
+    """[T, 2, in] e5m2, rows in two parts -> [T, out], as shares where blocks share a product's k."""
+    rows, packed = len(parts), linear.packed
+    device = parts.device
+    count = num_shares(rows, packed.rows, packed.columns, len(prepare_wide(device).partial))
+    if count == 1:
+        return linear(parts)
+    shares = torch.empty(count, rows, packed.rows, dtype=torch.float32, device=device)
+    multiply_codes([CodeMap(linear, parts, None, shares)])
+    return Shares(shares)
 
 
 def apply_activation(y: Tensor, activation: Activation) -> None:

@@ -177,7 +177,8 @@ class Fp8Map(NamedTuple):
     x_scales: Tensor | None
     """[rows] fp32; None: of parts"""
     y: Tensor
-    """[rows, n] fp16, or fp32 of all maps of a launch, or [rows, 2, n] e5m2 beside inputs in parts"""
+    """[rows, n] fp16, or fp32 of all maps of a launch; of inputs in parts also [rows, 2, n] e5m2, or of a map alone
+    [`num_shares`, rows, n] fp32: their sum, of shares of k, is meant"""
     activation: int
 
 
@@ -190,6 +191,11 @@ def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
 def fits_wide_parts(rows: int, n: int, k: int, device: torch.device) -> bool:
     """Whether the kernel of rows in two parts multiplies so many by [n, k]."""
     return rows <= MAX_PARTS_ROWS and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
+
+
+def num_shares(rows: int, n: int, k: int, processors: int) -> int:
+    """Into how many shares of k the kernel of rows in two parts cuts [n, k]."""
+    return plan_wide(rows, (WideShape(n, k),), processors, not shares_processors(), FP8_DEPTH, PARTS_TILE_ROWS).splits
 
 
 def fits_halves_beside(rows: int, coded: Sequence[WideShape], halves: Sequence[WideShape], processors: int) -> bool:
@@ -236,15 +242,18 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     """
     rows, device, dtype = maps[0].x.shape[0], maps[0].x.device, maps[0].y.dtype
     count, parts = len(maps) + len(halves) + len(late), maps[0].x_scales is None
+    to_shares = parts and dtype == torch.float32
     most = MAX_PARTS_ROWS if parts else MAX_FP8_ROWS
     if count > MAX_WIDE_MAPS or rows > most:
         raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {most} rows, not {count} of {rows}")
     work = prepare_wide(device)
-    args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32)
+    args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32, to_shares=to_shares)
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
         n, k = m.weight.shape
         given, made = (rows, 2, k) if parts else (rows, k), (rows, 2, n) if m.y.dtype == PARTS else (rows, n)
+        if to_shares:
+            made = (num_shares(rows, n, k, len(work.partial)), rows, n)
         scaled = m.x_scales is None if parts else m.x_scales is not None and m.x_scales.shape == (rows,)
         if m.x.shape != given or m.y.shape != made or not scaled or (m.y.dtype == PARTS and not parts):
             raise ValueError(

@@ -93,6 +93,14 @@ class NaiveOps:
         y = (y + bonus.view(tokens, width)) * p.g.float()
         return y.to(p.r.dtype), v_first
 
+    def output(self, layer: Layer, y: Tensor) -> Tensor:
+        """The output map: y [T, C] -> [T, C]."""
+        return layer.output(y)
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        """x + delta [T, C]."""
+        return x + delta
+
     def channel_mix(self, layer: Layer, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         """F_v relu(F_k x)^2 for x [T, C] -> [T, C]."""
         hidden = layer.ffn_key(x)

@@ -33,6 +33,9 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 Mixed = Any
 """Mixed inputs of a half layer: [M, T, C], or a backend's own form of them, which only its own maps read."""
+Delta = Any
+"""What a half layer adds to the residual stream: [T, C], or a backend's own form of it, which only its own `shift_mix`
+and `add` read."""
 
 
 class Ops(Protocol):
@@ -47,7 +50,7 @@ class Ops(Protocol):
         ...
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+        self, x: Tensor, delta: Delta | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
     ) -> tuple[Tensor, Mixed]:
         """Residual add, LayerNorm, token shift and the mixes at the entrance of a half layer.
 
@@ -86,8 +89,19 @@ class Ops(Protocol):
         """
         ...
 
-    def channel_mix(self, layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Tensor:
-        """F_v relu(F_k x)^2 for x [T, C], or as `shift_mix` has made it, -> [T, C]; `adapters` add to both maps."""
+    def output(self, layer: Layer, y: Tensor) -> Delta:
+        """The output map of `time_mix`'s y -> [T, C], or another form if no row of the step has an adapter."""
+        ...
+
+    def channel_mix(self, layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Delta:
+        """F_v relu(F_k x)^2 for x [T, C], or as `shift_mix` has made it, -> [T, C]; `adapters` add to both maps.
+
+        In another form only without `adapters`.
+        """
+        ...
+
+    def add(self, x: Tensor, delta: Delta) -> Tensor:
+        """x + delta [T, C], as `shift_mix` has it."""
         ...
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rwkv_batch.model.adapter_table import Beside, StepAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
-from rwkv_batch.model.ops import Ops
+from rwkv_batch.model.ops import Delta, Ops
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -44,7 +44,7 @@ def forward_layers(
     `state` is read and updated in place; `adapters`: of the step's rows, None: none has one; `cuts` of the first and
     the last of these layers. Returns both for the next stage.
     """
-    delta: Tensor | None = None
+    delta: Delta | None = None
     last = first + len(layers) - 1
     for i, layer in enumerate(layers, first):
         added = None if adapters is None else adapters.of_layer(i)
@@ -52,11 +52,11 @@ def forward_layers(
             x, mixed = ops.shift_mix(x, delta, layer.time_entrance, state.att_shift(i), inputs)
             # The projections have no name here: while the rest of the layer runs, nothing holds their memory.
             y, v_first = ops.time_mix(layer, ops.project(layer, mixed, added), v_first, state.layer_wkv(i), inputs)
-            delta = layer.output(y)
+            delta = ops.output(layer, y)
             if added is not None:
                 added.add(Beside(Target.OUTPUT, y, delta))
         if i == last and cuts.ends_within:
             break
         x, mixed = ops.shift_mix(x, delta, layer.channel_entrance, state.ffn_shift(i), inputs)
         delta = ops.channel_mix(layer, mixed[0], added)
-    return (x if delta is None else x + delta), v_first
+    return (x if delta is None else ops.add(x, delta)), v_first

@@ -12,7 +12,7 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda_entrance
 from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_quant import CodedMix, RowCodes, quantise_rows, scaled_types
+from rwkv_batch.kernels.cuda_quant import CodedMix, RowCodes, Shares, added_up, quantise_rows, scaled_types
 from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision
@@ -164,10 +164,16 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
     y, z = layer.output(parts), layer.output(x).float()
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
     assert torch.equal(layer.output(others)[kept], y[kept])
-    y, z = stage.ops.channel_mix(layer, RowCodes(parts, None)), stage.ops.channel_mix(layer, x).float()
+    shares = stage.ops.output(layer, parts)
+    assert isinstance(shares, Shares)
+    assert torch.equal(added_up(shares), y), "what blocks add up themselves"
+    y, z = (
+        added_up(stage.ops.channel_mix(layer, RowCodes(parts, None))),
+        added_up(stage.ops.channel_mix(layer, x)).float(),
+    )
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
     if rows > MAX_SPARSE_ROWS:  # those of fewer are read as sparse as all are
-        assert torch.equal(stage.ops.channel_mix(layer, RowCodes(others, None))[kept], y[kept])
+        assert torch.equal(added_up(stage.ops.channel_mix(layer, RowCodes(others, None)))[kept], y[kept])
 
 
 @pytest.mark.parametrize("rows", PARTED)

@@ -221,7 +221,7 @@ class Launcher:
                 else:
                     yield from self.call("rwkv_sparse_value_quant", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
                 if format_ is not Format.INT4 and width % SPARSE_FEW_COLUMNS == 0:
-                    yield from self.call("rwkv_sparse_few", *[SOMEWHERE] * 6, number, rows, width, 4 * width)
+                    yield from self.call("rwkv_sparse_few", *[SOMEWHERE] * 4, number, rows, width, 4 * width)
 
     def _quantised(self, args: QuantArgs, mixes: bool) -> Iterator[Record]:
         args.norm.x = None

@@ -18,6 +18,7 @@ from rwkv_batch.kernels.cuda_quant import (
     CodedMix,
     CudaQuantLinear,
     QuantMap,
+    Shares,
     UnmixedRow,
     multiply_few,
     quantise_rows,
@@ -52,7 +53,9 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            source = "quantise" if name == "rwkv_row_parts" else name.removeprefix("rwkv_").removesuffix("_rows")
+            source = {"rwkv_row_parts": "quantise", "rwkv_add_shares": "shift_mix"}.get(name) or name.removeprefix(
+                "rwkv_"
+            ).removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
     for module in (cuda, cuda_quant):
@@ -117,6 +120,36 @@ def beside_halves(ops: CudaOps, libraries: list[ctypes.CDLL], lengths: list[int]
     if mixes == 6:
         assert torch.equal(mixed.halves, halves[2:])
     return Made(x, shift, of, inputs, mixed, halves)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_adds_shares(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    """As the sum rounded, to the bit; as halves and in parts."""
+    for library in libraries:
+        library.emulation_set(4, 227 << 10)
+    inputs, of = step(lengths), entrance(mixes)
+    tokens = len(inputs.tokens)
+    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
+    for count, in_parts in ((4, False), (2, True), (4, True)):
+        monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows, in_parts=in_parts: in_parts)
+        monkeypatch.setattr(CudaQuantLinear, "takes_codes", lambda linear, rows: False)
+        shares = torch.randn(count, tokens, WIDTH)
+        total = shares[0]
+        for share in shares[1:]:
+            total = total + share
+        after = [shift.clone(), shift.clone()]
+        out, mixed = ops.shift_mix(x, total.half(), of, after[0], inputs)
+        out_of_shares, mixed_of_shares = ops.shift_mix(x, Shares(shares), of, after[1], inputs)
+        assert torch.equal(out, out_of_shares)
+        assert torch.equal(out, ops.add(x, Shares(shares)))
+        assert torch.equal(*after)
+        if in_parts:
+            assert torch.equal(mixed.codes.view(torch.uint8), mixed_of_shares.codes.view(torch.uint8))
+            mixed, mixed_of_shares = mixed.halves, mixed_of_shares.halves
+        assert torch.equal(mixed, mixed_of_shares)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])

@@ -148,6 +148,20 @@ def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.Mon
     assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
 
 
+@pytest.mark.parametrize("rows", [9, 40])
+def test_shares(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a map whose last tile is narrower; no share is rounded to fp16, and no block waits for another."""
+    monkeypatch.setattr(cuda_wide, "shares_processors", lambda: False)
+    of_parts.emulation_set(8, 227 << 10)
+    n, k = 144, 1024
+    (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half())
+    shares = torch.full((4, rows, n), torch.nan)
+    launch_wide_fp8([Fp8Map(weight, weight_scales * 1e4, x, None, shares, Activation.NONE)])
+    for i, share in enumerate(shares):
+        of_share = slice(k // 4 * i, k // 4 * (i + 1))
+        assert error(share, meant[:, of_share] @ w[:, of_share].T * 1e4) < 1e-5
+
+
 def test_parts_hold_whatever_a_half_holds(of_parts: ctypes.CDLL) -> None:
     """By a map that passes its inputs on."""
     k = 128

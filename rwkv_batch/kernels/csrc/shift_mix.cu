@@ -7,6 +7,7 @@
 //
 //   x      [T, C]     fp16  read  (and the token before the block's first one)
 //   delta  [T, C]     fp16  read  (may be null)
+//   shares [S, T, C]  fp32  may be null; else delta is their sum over S, added up in order and rounded to fp16
 //   x_out  [T, C]     fp16  written: x + delta; never x itself, a neighbour still reads it
 //   mixed  [M, T, C]  fp16  written: h + (h of the token before - h) * mix[m], M = 1 or 6
 //   codes  [K, T, C]  e4m3  may be null; else the first K of these (3 of 6, or the one), rounded to fp16 and then to codes
@@ -26,6 +27,7 @@
 struct ShiftMixArgs {
     const __half* x;
     const __half* delta;
+    const float* shares;
     __half* x_out;
     __half* mixed;
     uint2* codes;
@@ -45,6 +47,7 @@ struct ShiftMixArgs {
     int mixes;
     int tokens_per_block;  // of prompts
     int scale_pitch;       // scales of one mix
+    int num_shares;
 };
 
 // How the first mixed inputs are wanted.
@@ -61,9 +64,29 @@ __device__ __forceinline__ void store_whole(void* p, const uint4& v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// A line into L2.
+__device__ __forceinline__ void ask_for_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // The same, to be written back to memory early: what is not read soon, and more than the cache would keep.
 __device__ __forceinline__ void store_early(void* p, const uint4& v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+constexpr int MAX_SHARES = 4;
+
+// Eight neighbours of a sum of `count` shares [count, T, C] fp32, added up in their order, as halves. all: T * C; at: of the first.
+__device__ __forceinline__ uint4 add_shares(const float* shares, int count, int64_t all, int64_t at) {
+    float share[MAX_SHARES][8];
+#pragma unroll
+    for (int i = 0; i < MAX_SHARES; ++i) {
+        if (i < count) load_floats8(shares + i * all + at, share[i]);
+    }
+#pragma unroll
+    for (int i = 1; i < MAX_SHARES; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) share[0][j] = i < count ? share[0][j] + share[i][j] : share[0][j];
+    }
+    return pack8(share[0]);
 }
 
 // 1 / channels of this warp.
@@ -138,21 +161,27 @@ __device__ __forceinline__ void write_mixed(
 }
 
 // Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for, of parts in so few that
-// such a block comes up beside one of products.
-template <int MIXES, bool HELD, As FORM>
+// such a block comes up beside one of products; the mixes' only where delta is no shares, of which as much comes at once.
+template <int MIXES, bool HELD, As FORM, bool SHARES>
 __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
     __shared__ float largest[CODED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = HELD || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
+    constexpr bool MIX_HELD = HELD && (!SHARES || MIXES == 1);
     const int width = a.width, channel = threadIdx.x * 8, token = blockIdx.x;
     const bool active = channel < width;
     float weight[8] = {}, bias[8] = {};
     uint4 mix[GROUP] = {};
+    const auto load_mixes = [&] {
+#pragma unroll
+        for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
+    };
     if (HELD && active) {
         load_floats8(a.weight + channel, weight);
         load_floats8(a.bias + channel, bias);
+        if (MIX_HELD) load_mixes();
 #pragma unroll
-        for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
+        for (int m = 0; !MIX_HELD && m < GROUP; ++m) ask_for_line(a.mix + m * width + channel);
     }
     uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
     int64_t write_at = 0;
@@ -167,7 +196,12 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
     if (!HELD) find_slots();
     if (active) {
         packed = load16(a.x + at);
-        if (a.delta != nullptr) packed = add_packed(packed, load16(a.delta + at));
+        if constexpr (SHARES) {
+            packed = add_packed(packed, add_shares(a.shares, a.num_shares, static_cast<int64_t>(a.tokens) * width, at));
+        } else if (a.delta != nullptr) {
+            packed = add_packed(packed, load16(a.delta + at));
+        }
+        if (HELD && !MIX_HELD) load_mixes();
     }
     const Moments of = moments(packed, active, width, share_of_warp(width), scratch);
     if (FORM != As::CODES && !active) return;
@@ -206,6 +240,7 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
         const int64_t at = static_cast<int64_t>(token) * width + channel;
         x_next = load16(a.x + at);
         if (a.delta != nullptr) delta_next = load16(a.delta + at);
+        if (a.shares != nullptr) delta_next = add_shares(a.shares, a.num_shares, static_cast<int64_t>(a.tokens) * width, at);
     };
     const auto normalised = [&](const uint4& packed, const Moments& of, float (&h)[8]) {
         float weight[8], bias[8];
@@ -305,10 +340,19 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
     if (a.cu_seqlens != nullptr) {
         const dim3 blocks((a.tokens + a.tokens_per_block - 1) / a.tokens_per_block);
         launch(shift_mix_kernel<MIXES, FORM>, blocks, threads, stream, a);
-    } else if (a.tokens <= this_machine().processors) {
-        launch(shift_mix_rows_kernel<MIXES, true, FORM>, dim3(a.tokens), threads, stream, a);
+        return;
+    }
+    const auto launch_rows = [&](auto shares) {
+        if (a.tokens <= this_machine().processors) {
+            launch(shift_mix_rows_kernel<MIXES, true, FORM, shares.value>, dim3(a.tokens), threads, stream, a);
+        } else {
+            launch(shift_mix_rows_kernel<MIXES, false, FORM, shares.value>, dim3(a.tokens), threads, stream, a);
+        }
+    };
+    if (a.shares == nullptr) {
+        launch_rows(std::false_type());
     } else {
-        launch(shift_mix_rows_kernel<MIXES, false, FORM>, dim3(a.tokens), threads, stream, a);
+        launch_rows(std::true_type());
     }
 }
 
@@ -327,6 +371,26 @@ RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     if (a->cu_seqlens != nullptr) {
         launch(store_rows_kernel, dim3(rows), threads, stream, a->tail, a->shift, a->write_slots, a->slot_stride, a->width);
     }
+    return launch_result();
+}
+
+// x [count], or zeros, plus shares, whose sum over S is meant.
+__global__ void __launch_bounds__(512) add_shares_kernel(const __half* x, const float* shares, __half* out, int num_shares, int64_t count) {
+    let_next_start();
+    wait_for_inputs();
+    const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (at >= count) return;
+    const uint4 sum = add_shares(shares, num_shares, count, at);
+    store16(out + at, x == nullptr ? sum : add_packed(load16(x + at), sum));
+}
+
+// x [T, C] fp16, or null, and shares [S, T, C] fp32 -> out [T, C] fp16; count: T * C, a multiple of 8.
+RWKV_API int rwkv_add_shares(const void* x, const void* shares, void* out, int num_shares, int64_t count, void* stream) {
+    constexpr int THREADS = 512;
+    if (num_shares > MAX_SHARES) return static_cast<int>(cudaErrorInvalidValue);
+    const dim3 blocks(static_cast<unsigned>((count / 8 + THREADS - 1) / THREADS));
+    launch(add_shares_kernel, blocks, THREADS, stream, static_cast<const __half*>(x), static_cast<const float*>(shares),
+           static_cast<__half*>(out), num_shares, count);
     return launch_result();
 }
 

@@ -1,11 +1,11 @@
-// y [B, C] = h [B, F] @ Wt [F, C] for 2 to 8 rows and Wt of 8 bits, skipping the rows of Wt whose h is zero in every row of
+// h [B, F] @ Wt [F, C] for 2 to 8 rows and Wt of 8 bits, skipping the rows of Wt whose h is zero in every row of
 // the batch: as sparse_codes.cu, which reads all of h in each block of 32 columns; of eight rows that is as much as the codes.
 //
 // Here a block has 128 columns and a quarter of F. Each of its 16 warps lists the active rows of a share of these, with their h
 // of all rows of the batch beside them, and takes 16 of them at a time on the tensor cores (m16n8k16, fp32 sums): a lane has 16
-// columns of four rows. The warps' sums are added up in order, then those of the four blocks, by the last of them to come.
+// columns of four rows. The warps' sums are added up in order; those of the four blocks by the next kernel (shift_mix.cu).
 //
-// Bytes: C per active row of Wt, in pieces of 128; 2BF / 4 for h in every block; sums 4 KB a block each way, from the L2 cache.
+// Bytes: C per active row of Wt, in pieces of 128; 2BF / 4 for h in every block; sums 4 KB a block.
 #include "fragments.cuh"
 #include "quant.cuh"
 
@@ -28,9 +28,7 @@ struct FewArgs {
     const __half* h;
     const uint8_t* codes;
     const void* scales;
-    __half* y;
-    float2* partial;  // [C / 128][SPLITS][512]
-    int* counters;    // [C / 128], zero between launches
+    float* shares;  // [SPLITS, rows, C]
     int rows, width, ffn;
 };
 
@@ -94,11 +92,14 @@ template <Format FORMAT>
 __global__ void __launch_bounds__(WARPS * 32, 1) sparse_few_kernel(const FewArgs a) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     FewShared& shared = *reinterpret_cast<FewShared*>(dynamic);
-    __shared__ bool is_last;
     constexpr int FLIGHT = FORMAT == FP8 ? 3 : 2;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int tile = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS, column = tile * COLUMNS + LANE_COLUMNS * g;
     const int first = (split * WARPS + warp) * SHARE;
+    // Of m = thread / 64, its lane thread / 2 % 32, the first or second column: rows 2t and 2t + 1 of the batch.
+    const int m = threadIdx.x / 64, from = threadIdx.x / 2 % 32, of_tile = from / 4 * LANE_COLUMNS + 2 * m + threadIdx.x % 2, row = from % 4 * 2;
+    float scale = code_scale<FORMAT>();
+    if (FORMAT == FP8) scale *= __ldg(static_cast<const float*>(a.scales) + tile * COLUMNS + of_tile);
     let_next_start();
     wait_for_inputs();
     Listed& list = shared.lists[warp];
@@ -173,33 +174,15 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sparse_few_kernel(const FewArgs
         const float2 one = reinterpret_cast<const float2*>(shared.sums[w])[threadIdx.x];
         total.x += one.x, total.y += one.y;
     }
-    float2* const partial = a.partial + static_cast<int64_t>(tile) * SPLITS * (SUMS / 2) + threadIdx.x;
-    __stcg(partial + split * (SUMS / 2), total);
-    __threadfence();
+    total.x *= scale, total.y *= scale;
+    __syncthreads();  // the warps' sums have been read
+    float* const out = reinterpret_cast<float*>(dynamic);  // [MAX_ROWS][COLUMNS]
+    out[row * COLUMNS + of_tile] = total.x, out[(row + 1) * COLUMNS + of_tile] = total.y;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(a.counters + tile, 1) == SPLITS - 1;
-        if (is_last) a.counters[tile] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    float2 of_splits[SPLITS];
-#pragma unroll
-    for (int s = 0; s < SPLITS; ++s) of_splits[s] = __ldcg(partial + s * (SUMS / 2));
-    total = of_splits[0];
-#pragma unroll
-    for (int s = 1; s < SPLITS; ++s) total.x += of_splits[s].x, total.y += of_splits[s].y;
-    // Of m = thread / 64, its lane thread / 2 % 32, the first or second column: rows 2t and 2t + 1 of the batch.
-    const int m = threadIdx.x / 64, from = threadIdx.x / 2 % 32, of_tile = from / 4 * LANE_COLUMNS + 2 * m + threadIdx.x % 2, row = from % 4 * 2;
-    float scale = code_scale<FORMAT>();
-    if (FORMAT == FP8) scale *= __ldg(static_cast<const float*>(a.scales) + tile * COLUMNS + of_tile);
-    __half* const out = reinterpret_cast<__half*>(dynamic);  // [MAX_ROWS][COLUMNS]
-    out[row * COLUMNS + of_tile] = __float2half_rn(total.x * scale);
-    out[(row + 1) * COLUMNS + of_tile] = __float2half_rn(total.y * scale);
-    __syncthreads();
-    const int written = threadIdx.x / (COLUMNS / 8), c = threadIdx.x % (COLUMNS / 8) * 8;
-    if (written < a.rows) store16(a.y + static_cast<int64_t>(written) * a.width + tile * COLUMNS + c, load16(out + written * COLUMNS + c));
+    const int written = threadIdx.x / (COLUMNS / 4), c = threadIdx.x % (COLUMNS / 4) * 4;
+    if (written >= a.rows) return;
+    float* const to = a.shares + (static_cast<int64_t>(split) * a.rows + written) * a.width + tile * COLUMNS + c;
+    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(out + written * COLUMNS + c);
 }
 
 template <Format FORMAT>
@@ -216,14 +199,12 @@ static int launch_sparse(const FewArgs& a, void* stream) {
     return launch_result();
 }
 
-// 2 to 8 rows of fp8 or int8, F up to 16,384 and a multiple of 128, C of 128. partial [C / 128][4][512] pairs of fp32; counters
-// [C / 128] int32, zero between launches.
+// 2 to 8 rows of fp8 or int8, F up to 16,384 and a multiple of 128, C of 128. shares [4, rows, C] fp32.
 RWKV_API int rwkv_sparse_few(
-    const void* h, const void* codes, const void* scales, void* y, void* partial, void* counters, int format, int rows, int width,
-    int ffn, void* stream) {
+    const void* h, const void* codes, const void* scales, void* shares, int format, int rows, int width, int ffn, void* stream) {
     if (rows > MAX_ROWS || ffn > SPLITS * WARPS * SHARE || ffn % GROUP_INPUTS || width % COLUMNS) return static_cast<int>(cudaErrorInvalidValue);
-    const FewArgs args = {static_cast<const __half*>(h), static_cast<const uint8_t*>(codes), scales, static_cast<__half*>(y),
-                          static_cast<float2*>(partial), static_cast<int*>(counters), rows, width, ffn};
+    const FewArgs args = {static_cast<const __half*>(h), static_cast<const uint8_t*>(codes), scales, static_cast<float*>(shares),
+                          rows, width, ffn};
     switch (format) {
         case FP8: return launch_sparse<FP8>(args, stream);
         case INT8: return launch_sparse<INT8>(args, stream);

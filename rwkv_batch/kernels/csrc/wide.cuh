@@ -64,6 +64,7 @@ struct WideLaunch {
     CUtensorMap inputs[MAX_WIDE_MAPS];
     __half* y[MAX_WIDE_MAPS];
     uint8_t* parts[MAX_WIDE_MAPS];  // where y goes in two parts [rows, 2, n] instead; else null
+    int to_shares;  // WIDE_PARTS: y is fp32 [SPLITS, rows, n], what each share of k comes to; the next kernel adds them up
     const float* weight_scales[MAX_WIDE_MAPS];  // fp8: of every output and every row
     const float* input_scales[MAX_WIDE_MAPS];
     int n[MAX_WIDE_MAPS];
@@ -396,6 +397,13 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
         for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
             const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
             uint32_t before = 0;  // the slot whose products may still run
+            const int first_output = work.output + half * 64 + warp * 16;
+            const bool inside = first_output < p.n[work.map];  // the map's last tile may be narrower
+            float of_output[2] = {};  // asked for now: at the end they would be waited for
+            if (HAS_PARTS<KIND> && !work.half && inside) {
+                const float* const scales = p.weight_scales[work.map] + first_output + lane / 4;
+                of_output[0] = __ldg(scales), of_output[1] = __ldg(scales + 8);
+            }
             for (int i = wide_steps<KIND, SPLITS>(p, work); i > 0; --i) {
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
@@ -426,21 +434,26 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                 if (HAS_PARTS<KIND> && !work.half) {
 #pragma unroll
                     for (int i = 0; i < ALL / 2; ++i) of_rows[i] = fmaf(sums[ROWS / 2 - ALL / 2 + i], SECOND_PART, of_rows[i]);
+                    scale_outputs<ALL / 8>(of_rows, of_output);
+                }
+                if constexpr (KIND == WIDE_PARTS) {
+                    if (p.to_shares) {
+                        const int n = p.n[work.map];
+                        const WideOut out = {nullptr, nullptr, n, 0, p.rows, nullptr, nullptr};
+                        float* const share = reinterpret_cast<float*>(p.y[work.map]) + static_cast<int64_t>(work.split) * p.rows * n;
+                        if (inside) write_floats<ALL / 8>(of_rows, share + first_output, out, lane);
+                        return;
+                    }
                 }
                 if constexpr (splits.value > 1) add_splits<ALL, splits.value>(of_rows, p, work.exchange, work.split);
-                const int first_output = work.output + half * 64 + warp * 16;
-                if (first_output >= p.n[work.map]) return;  // the map's last tile may be narrower
+                if (!inside) return;
                 const int first_row = work.row_block * ALL + work.split * CHUNKS * 8;
                 const int rows = min(p.rows, (work.row_block + 1) * ALL);
                 WideOut out = {p.y[work.map] + first_output, nullptr, p.n[work.map], first_row, rows, nullptr, nullptr};
                 if (HAS_PARTS<KIND> && p.parts[work.map] != nullptr) out.parts = p.parts[work.map] + first_output;
-                if (!work.half) {
+                if (!HAS_PARTS<KIND> && !work.half) {
                     out.weight_scales = p.weight_scales[work.map] + first_output, out.input_scales = p.input_scales[work.map];
-                    if constexpr (HAS_PARTS<KIND>) {
-                        scale_outputs<CHUNKS>(of_rows, out, lane);
-                    } else {
-                        scale_sums<CHUNKS>(of_rows, out, lane);
-                    }
+                    scale_sums<CHUNKS>(of_rows, out, lane);
                 }
                 activate_sums<4 * CHUNKS>(of_rows, p.activation[work.map]);
                 if constexpr (HAS_PARTS<KIND>) {

@@ -22,6 +22,7 @@ struct WideFp8Args {
     int tile_rows;
     int splits;  // where there are maps of halves: of these alone, of none that is late
     int to_floats;  // y of all maps is fp32: codes only, of one split
+    int to_shares;  // y of the only map, of inputs in parts, is fp32 [splits, rows, n], whose sum over the splits is meant
     void* partial;  // see WideLaunch
     void* counters;
 };
@@ -30,7 +31,7 @@ struct WideFp8Args {
 inline bool describe_fp8(WideLaunch& p, const WideFp8Args& args) {
     if (encode_tiled() == nullptr) return false;
     describe_maps(p, args);
-    p.coded = 0, p.early = args.count - args.late;
+    p.coded = 0, p.early = args.count - args.late, p.to_shares = args.to_shares;
     for (int i = 0; i < args.count; ++i) {
         const WideFp8Map& m = args.maps[i];
         const int box_rows = args.tile_rows > 256 ? args.tile_rows / 2 : args.tile_rows;

@@ -94,8 +94,7 @@ __device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const WideOut& o
 
 // The same where rows have no scale.
 template <int CHUNKS, int SUMS>
-__device__ __forceinline__ void scale_outputs(float (&sums)[SUMS], const WideOut& out, int lane) {
-    const float of_output[2] = {__ldg(out.weight_scales + lane / 4), __ldg(out.weight_scales + lane / 4 + 8)};
+__device__ __forceinline__ void scale_outputs(float (&sums)[SUMS], const float (&of_output)[2]) {
 #pragma unroll
     for (int i = 0; i < 4 * CHUNKS; ++i) sums[i] *= of_output[i % 4 / 2];
 }

@@ -26,6 +26,7 @@ BODIES = {
     "wait_barrier": "emulation::wait_barrier(barrier, parity);",
     "elect_lane": "return emulation::running % 32 == 0;",
     "copy_box": "emulation::copy_box(to, map, inner, outer, plane, barrier);",
+    "ask_for_line": "",
     "copy_line": "emulation::copy_line(to, from, bytes, barrier);",
     "describe_tile": "return address >> 4;",
     "begin_products": "",
