@@ -63,6 +63,11 @@ SPARSE_FEW_COLUMNS = 128
 """Of a block, of 8-bit codes and more rows than one (csrc/sparse_few.cu)."""
 SPARSE_FEW_SHARES = 4
 """Blocks there that share a column's inputs, however few these are."""
+TOKEN_BLOCKS = 4
+"""Blocks of shift_mix that share a row's token on Hopper, where it adds up shares, each of a multiple of
+TOKEN_CHANNELS channels."""
+TOKEN_CHANNELS = 256
+MAX_SHARED_TOKENS = 64
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -173,6 +178,7 @@ class CudaOps:
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
             scale_pitch=0 if coded is None or coded.scales is None else coded.scales.stride(0),
             num_shares=0 if shares is None else len(shares),
+            token_blocks=1 if shares is None or ragged else _token_blocks(x),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed if coded is None else coded
@@ -425,6 +431,13 @@ class CudaOps:
 def has_adapters(inputs: StepInputs) -> bool:
     """Whether a step's rows may have adapters, which read what maps are given."""
     return inputs.adapters is not None or inputs.adapter_tiles is not None
+
+
+def _token_blocks(x: Tensor) -> int:
+    """Blocks of shift_mix that share a token of x [T, C] with its shares."""
+    tokens, width = x.shape
+    can_share = tokens <= MAX_SHARED_TOKENS and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 and has_wide(x.device)
+    return TOKEN_BLOCKS if can_share else 1
 
 
 def _takes_parts(linear: Linear, rows: int) -> bool:

@@ -55,7 +55,10 @@ class ShiftMixArgs(Structure):
         *[(name, c_void_p) for name in ("weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block", "scale_pitch", "num_shares")],
+        *[
+            (name, c_int)
+            for name in ("tokens", "width", "mixes", "tokens_per_block", "scale_pitch", "num_shares", "token_blocks")
+        ],
     ]
 
 

@@ -232,7 +232,7 @@ class Launcher:
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
         for mixes, (codes, scales) in product((1, 6), ((None, None), (SOMEWHERE, SOMEWHERE), (SOMEWHERE, None))):
-            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes, scales=scales)
+            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes, scales=scales, token_blocks=1)
             args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)

@@ -48,6 +48,7 @@ struct ShiftMixArgs {
     int tokens_per_block;  // of prompts
     int scale_pitch;       // scales of one mix
     int num_shares;
+    int token_blocks;  // that share a token as a cluster: 1 or TOKEN_BLOCKS
 };
 
 // How the first mixed inputs are wanted.
@@ -87,6 +88,29 @@ __device__ __forceinline__ uint4 add_shares(const float* shares, int count, int6
         for (int j = 0; j < 8; ++j) share[0][j] = i < count ? share[0][j] + share[i][j] : share[0][j];
     }
     return pack8(share[0]);
+}
+
+// Blocks of a cluster that share a token. All threads: arrive, then wait until all blocks' threads have.
+constexpr int TOKEN_BLOCKS = 4;
+
+__device__ __forceinline__ void arrive_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// To the same place in the shared memory of a block of the cluster.
+__device__ __forceinline__ void put_in_block(float2* place, int block, const float2& v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(place));
+    asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nst.shared::cluster.v2.f32 [at], {%2, %3};\n}" ::"r"(own), "r"(block),
+                 "f"(v.x), "f"(v.y) : "memory");
+#endif
 }
 
 // 1 / channels of this warp.
@@ -223,6 +247,43 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
         a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_early(p, v); });
 }
 
+// Decoding, of shares, which are four times as much as all else that a token reads: its channels are shared by TOKEN_BLOCKS
+// blocks, each of whole warps, so small that they come up beside one of products with all weights held.
+template <int MIXES, As FORM>
+__global__ void __launch_bounds__(512 / TOKEN_BLOCKS, 4) shift_mix_shares_kernel(const ShiftMixArgs a) {
+    __shared__ float2 parts[MAX_WARPS];  // of the token's warps, those of all blocks
+    const int width = a.width, token = blockIdx.x / TOKEN_BLOCKS, block = blockIdx.x % TOKEN_BLOCKS;
+    const int channel = block * (width / TOKEN_BLOCKS) + threadIdx.x * 8, lane = threadIdx.x & 31;
+    const int64_t at = static_cast<int64_t>(token) * width + channel;
+    float weight[8], bias[8], h[8], change[8];
+    uint4 mix[MIXES];
+    load_floats8(a.weight + channel, weight);
+    load_floats8(a.bias + channel, bias);
+#pragma unroll
+    for (int m = 0; m < MIXES; ++m) mix[m] = load16(a.mix + m * width + channel);
+    const int64_t write_at = a.write_slots[token] * a.slot_stride + channel;
+    const uint4 previous = load16(a.shift + a.read_slots[token] * a.slot_stride + channel);
+    arrive_cluster();
+    let_next_start();
+    wait_for_inputs();
+    uint4 packed = load16(a.x + at);
+    packed = add_packed(packed, add_shares(a.shares, a.num_shares, static_cast<int64_t>(a.tokens) * width, at));
+    wait_cluster();  // all blocks are there
+    const int warp = channel / 256;
+    const float2 part = part_moments(packed, true, 1.0f / 256);
+    if (lane < TOKEN_BLOCKS) put_in_block(parts + warp, lane, part);
+    arrive_cluster();
+    wait_cluster();
+    normalise(packed, join_moments(parts, width / 256, width), weight, bias, h);
+    unpack8(previous, change);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) change[i] -= h[i];
+    store_early(a.x_out + at, packed);
+    store_early(a.shift + write_at, pack8(h));
+    write_mixed<MIXES, MIXES, FORM>(
+        a, h, change, mix, token, channel, true, nullptr, [](__half* p, const uint4& v) { store_early(p, v); });
+}
+
 // Prompts.
 template <int MIXES, As FORM>
 __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
@@ -335,12 +396,30 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
 }
 
+// TOKEN_BLOCKS blocks a token.
+inline void launch_clusters(void (*kernel)(const ShiftMixArgs), const ShiftMixArgs& a, void* stream) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(a.tokens * TOKEN_BLOCKS);
+    config.blockDim = dim3(a.width / TOKEN_BLOCKS / 8);
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes, config.numAttrs = 2;
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = TOKEN_BLOCKS, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchKernelEx(&config, kernel, ShiftMixArgs(a));
+}
+
 template <int MIXES, As FORM>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
     if (a.cu_seqlens != nullptr) {
         const dim3 blocks((a.tokens + a.tokens_per_block - 1) / a.tokens_per_block);
         launch(shift_mix_kernel<MIXES, FORM>, blocks, threads, stream, a);
         return;
+    }
+    if constexpr (FORM != As::CODES) {
+        if (a.token_blocks == TOKEN_BLOCKS) return launch_clusters(shift_mix_shares_kernel<MIXES, FORM>, a, stream);
     }
     const auto launch_rows = [&](auto shares) {
         if (a.tokens <= this_machine().processors) {
@@ -357,6 +436,9 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
 }
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
+    const bool clusters = a->token_blocks == TOKEN_BLOCKS && this_machine().early_launch && a->width % (256 * TOKEN_BLOCKS) == 0;
+    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->scales != nullptr || a->cu_seqlens != nullptr))
+        return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
     const auto as_wanted = [&](auto mixes) {
         if (a->codes == nullptr) return launch_shift_mix<mixes.value, As::HALVES>(*a, threads, stream);
