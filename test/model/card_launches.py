@@ -18,7 +18,14 @@ from native.build import CUDA_FLAGS, INCLUDES
 from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
-from rwkv_batch.kernels.cuda import MAX_WIDTH, SHIFT_BLOCKS, SPARSE_FEW_COLUMNS
+from rwkv_batch.kernels.cuda import (
+    MAX_SHARED_TOKENS,
+    MAX_WIDTH,
+    SHIFT_BLOCKS,
+    SPARSE_FEW_COLUMNS,
+    TOKEN_BLOCKS,
+    TOKEN_CHANNELS,
+)
 from rwkv_batch.kernels.cuda_library import (
     HOPPER_NAMES,
     SIGNATURES,
@@ -236,6 +243,13 @@ class Launcher:
             args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
+            if ragged or scales is not None or rows > MAX_SHARED_TOKENS:
+                continue
+            args.shares, args.num_shares = SOMEWHERE, 4
+            yield from self.call("rwkv_shift_mix", byref(args), rows)
+            if self._card.major >= 9 and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0:
+                args.token_blocks = TOKEN_BLOCKS
+                yield from self.call("rwkv_shift_mix", byref(args), rows)
 
 
 def problems(card: Card, launch: Record) -> list[str]:
