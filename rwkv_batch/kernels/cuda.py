@@ -64,10 +64,9 @@ SPARSE_FEW_COLUMNS = 128
 SPARSE_FEW_SHARES = 4
 """Blocks there that share a column's inputs, however few these are."""
 TOKEN_BLOCKS = 4
-"""Blocks of shift_mix that share a row's token on Hopper, where it adds up shares, each of a multiple of
-TOKEN_CHANNELS channels."""
+"""Blocks of shift_mix that share a row's token where it adds up shares and makes parts."""
 TOKEN_CHANNELS = 256
-MAX_SHARED_TOKENS = 64
+"""What a block's share is a multiple of."""
 SHIFT_BLOCKS = 2
 """Blocks of shift_mix that a processor holds."""
 
@@ -178,7 +177,7 @@ class CudaOps:
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
             scale_pitch=0 if coded is None or coded.scales is None else coded.scales.stride(0),
             num_shares=0 if shares is None else len(shares),
-            token_blocks=1 if shares is None or ragged else _token_blocks(x),
+            token_blocks=1 if shares is None or ragged else _token_blocks(width, coded),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         return x_out, mixed if coded is None else coded
@@ -433,11 +432,10 @@ def has_adapters(inputs: StepInputs) -> bool:
     return inputs.adapters is not None or inputs.adapter_tiles is not None
 
 
-def _token_blocks(x: Tensor) -> int:
-    """Blocks of shift_mix that share a token of x [T, C] with its shares."""
-    tokens, width = x.shape
-    can_share = tokens <= MAX_SHARED_TOKENS and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 and has_wide(x.device)
-    return TOKEN_BLOCKS if can_share else 1
+def _token_blocks(width: int, coded: CodedMix | None) -> int:
+    """Blocks of shift_mix that share a token where it adds up shares; inputs in parts are Hopper's."""
+    in_parts = coded is not None and coded.scales is None
+    return TOKEN_BLOCKS if in_parts and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
 
 
 def _takes_parts(linear: Linear, rows: int) -> bool:

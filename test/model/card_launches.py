@@ -19,7 +19,6 @@ from native.cores import cores
 from native.cuda_check import Compiled
 from native.nvcc import libraries_of
 from rwkv_batch.kernels.cuda import (
-    MAX_SHARED_TOKENS,
     MAX_WIDTH,
     SHIFT_BLOCKS,
     SPARSE_FEW_COLUMNS,
@@ -36,6 +35,7 @@ from rwkv_batch.kernels.cuda_library import (
     WkvArgs,
 )
 from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
+from rwkv_batch.kernels.cuda_wide import MAX_PARTS_ROWS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 
@@ -243,11 +243,11 @@ class Launcher:
             args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
-            if ragged or scales is not None or rows > MAX_SHARED_TOKENS:
+            if ragged or scales is not None or rows > MAX_PARTS_ROWS:
                 continue
             args.shares, args.num_shares = SOMEWHERE, 4
             yield from self.call("rwkv_shift_mix", byref(args), rows)
-            if self._card.major >= 9 and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0:
+            if codes is not None and self._card.major >= 9 and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0:
                 args.token_blocks = TOKEN_BLOCKS
                 yield from self.call("rwkv_shift_mix", byref(args), rows)
 

@@ -247,9 +247,9 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
         a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_early(p, v); });
 }
 
-// Decoding, of shares, which are four times as much as all else that a token reads: its channels are shared by TOKEN_BLOCKS
-// blocks, each of whole warps, so small that they come up beside one of products with all weights held.
-template <int MIXES, As FORM>
+// Decoding, of shares, which are four times as much as all else that a token reads, to parts: its channels are shared by
+// TOKEN_BLOCKS blocks, each of whole warps, so small that they come up beside one of products with all weights held.
+template <int MIXES>
 __global__ void __launch_bounds__(512 / TOKEN_BLOCKS, 4) shift_mix_shares_kernel(const ShiftMixArgs a) {
     __shared__ float2 parts[MAX_WARPS];  // of the token's warps, those of all blocks
     const int width = a.width, token = blockIdx.x / TOKEN_BLOCKS, block = blockIdx.x % TOKEN_BLOCKS;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(512 / TOKEN_BLOCKS, 4) shift_mix_shares_kernel
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
     store_early(a.x_out + at, packed);
     store_early(a.shift + write_at, pack8(h));
-    write_mixed<MIXES, MIXES, FORM>(
+    write_mixed<MIXES, MIXES, As::PARTS>(
         a, h, change, mix, token, channel, true, nullptr, [](__half* p, const uint4& v) { store_early(p, v); });
 }
 
@@ -418,8 +418,8 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
         launch(shift_mix_kernel<MIXES, FORM>, blocks, threads, stream, a);
         return;
     }
-    if constexpr (FORM != As::CODES) {
-        if (a.token_blocks == TOKEN_BLOCKS) return launch_clusters(shift_mix_shares_kernel<MIXES, FORM>, a, stream);
+    if constexpr (FORM == As::PARTS) {
+        if (a.token_blocks == TOKEN_BLOCKS) return launch_clusters(shift_mix_shares_kernel<MIXES>, a, stream);
     }
     const auto launch_rows = [&](auto shares) {
         if (a.tokens <= this_machine().processors) {
@@ -437,7 +437,7 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const bool clusters = a->token_blocks == TOKEN_BLOCKS && this_machine().early_launch && a->width % (256 * TOKEN_BLOCKS) == 0;
-    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->scales != nullptr || a->cu_seqlens != nullptr))
+    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->codes == nullptr || a->scales != nullptr || a->cu_seqlens != nullptr))
         return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
     const auto as_wanted = [&](auto mixes) {
