@@ -53,9 +53,9 @@ class Models(Protocol):
     def chosen(self, context: Context, asked: str) -> Context:
         """The context of the model that a request names. Raises ServiceError."""
 
-    async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
-        """Return when it is known here whether the model that a request names is being loaded; at the latest after so
-        long."""
+    async def wait_until_told(self, context: Context, asked: str, timeout_s: float) -> None:
+        """Return when it is known here whether there is the model that a request names, and whether it is being loaded;
+        at the latest after so long."""
 
     async def load(self, wish: ModelWish, timeout_s: float | None) -> ServedModel:
         """Have a model loaded, and wait so long for it. Raises ServiceError if that cannot be begun."""
@@ -162,5 +162,5 @@ class Context:
     async def of_model_soon(self, asked: object) -> Context:
         """The same, with what other workers may have been told before this one."""
         if self.models is not None and isinstance(asked, str):
-            await self.models.wait_while_loading(asked, self.config.engine_wait_s)
+            await self.models.wait_until_told(self, asked, self.config.engine_wait_s)
         return self.of_model(asked)

@@ -131,21 +131,21 @@ class ModelDirectory:
                 message = f"model: {name!r} is being loaded; GET /v1/models/{name} says when it is ready"
                 raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model", retry_after_s=_RETRY_S)
 
-    async def wait_while_loading(self, asked: str, timeout_s: float) -> None:
+    async def wait_until_told(self, context: Context, asked: str, timeout_s: float) -> None:
         """Return when this worker knows all that others had been told of the model that a request names: another may
-        have been told just now that it is ready. At the latest after so long.
+        have been told just now that there is one, or that it is ready. At the latest after so long.
 
         No model is waited for: who waits has a place, and it may load for minutes while others serve.
         """
 
-        def is_loaded() -> bool:
+        def is_told() -> bool:
             model = self._named(asked)
-            return model is None or model.status is not ModelStatus.LOADING
+            return _is_own(context, asked) if model is None else model.status is not ModelStatus.LOADING
 
-        if is_loaded():
+        if is_told():
             return
         most = min(timeout_s, _TOLD_S)
-        known = [asyncio.ensure_future(one) for one in (self._until(is_loaded, most), self._catch_up())]
+        known = [asyncio.ensure_future(one) for one in (self._until(is_told, most), self._catch_up())]
         try:
             await asyncio.wait(known, timeout=most, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -185,10 +185,10 @@ class ModelDirectory:
         return max(named, key=lambda one: (asked.startswith(one.wish.name), len(one.wish.name)), default=None)
 
     def _own(self, context: Context, asked: str) -> Context:
-        """The service's own model; any name is its own where no other can be loaded."""
-        own = context.config.model_name
-        if not context.config.models_dir or asked == USUAL_NAME or base_name(asked, own) is not None:
+        """The service's own model. Raises ServiceError if that is not meant."""
+        if _is_own(context, asked):
             return context
+        own = context.config.model_name
         others = [model.wish.name for model in self.table if model.status is ModelStatus.READY]
         listed = ", ".join(map(repr, [own, *others]))
         raise _unknown(f"model: no model {shown(asked)!r} is served here, only {listed}", asked)
@@ -276,6 +276,12 @@ class ModelDirectory:
         finally:
             with self._lock:
                 self._changed.discard(wake)
+
+
+def _is_own(context: Context, asked: str) -> bool:
+    """Whether the service's own model is meant; any name is its own where no other can be loaded."""
+    config = context.config
+    return not config.models_dir or asked == USUAL_NAME or base_name(asked, config.model_name) is not None
 
 
 def _stand_still(engines: Sequence[ServedModel], change: ModelCommand) -> bool:

@@ -93,6 +93,9 @@ class ModelQuery(Fields):
 async def model(context: Context, upload: Upload) -> Reply:
     """The model of that id, if it is one that is served, or is to be."""
     asked, served = upload.query.model, await _served(context)
+    if asked not in served and context.models is not None:
+        await context.models.wait_until_told(context, asked, context.config.engine_wait_s)
+        served = await _served(context)
     if asked not in served:
         given = shown(asked)
         message = f"model: no model {given!r} is served here, only {', '.join(map(repr, served))}"

@@ -13,8 +13,9 @@ import pytest
 from routes.config import HttpConfig
 from routes.context import Context, Gate
 from routes.model_directory import ModelDirectory
-from routes.models import LoadBody, models, wish_of
+from routes.models import LoadBody, ModelQuery, model, models, wish_of
 from routes.readiness import Readiness
+from routes.route import Upload
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -191,6 +192,53 @@ def test_work_for_a_model_that_is_being_loaded_waits_until_this_worker_is_told(t
     assert "is not a model" in large.info.message
 
 
+@pytest.mark.parametrize("status", [LOADING, READY])
+def test_a_model_of_which_another_worker_was_told_first_is_looked_for(tmp_path: Path, status: ModelStatus) -> None:
+    """Its client may have been told that it is loaded, or loading, before this worker heard that it is there."""
+    machine = Machine(tmp_path, "")
+    asked: list[ModelCommand] = []
+
+    def tell(command: ModelCommand) -> None:
+        asked.append(command)
+        if len(asked) == 1:  # the table is sent before the answer
+            new = ServedModel(wish=ModelWish(name="small", file=""), status=status, address="small", since=0)
+            machine.models.update([*machine.table, new])
+        machine.models.answered(command.number, None)
+
+    machine.models._tell = tell
+    try:
+        found = asyncio.run(machine.context.of_model_soon("small"))
+    except ServiceError as error:
+        assert status is LOADING and error.info.kind is ErrorKind.ENGINE_LOST
+    else:
+        assert status is READY and found is not machine.context
+    assert [command.is_question for command in asked] == [True]
+    with pytest.raises(ServiceError, match="no model 'other' is served here"):
+        asyncio.run(machine.context.of_model_soon("other"))
+    assert len(asked) == 2
+    assert asyncio.run(machine.context.of_model_soon("rwkv7:warm")) is machine.context
+    assert len(asked) == 2, "nobody else knows more of the service's own model"
+
+
+def test_one_model_is_looked_for_before_it_is_said_not_to_be_there(tmp_path: Path) -> None:
+    """GET /v1/models/{name} right after it was begun to load through another worker."""
+    machine = Machine(tmp_path, "")
+
+    def listed(call: object, reply: Any) -> None:
+        reply([])
+
+    machine.own.call = listed  # type: ignore[method-assign,assignment]
+    told = ServedModel(wish=ModelWish(name="small", file=""), status=LOADING, address="small", since=0)
+
+    def tell(command: ModelCommand) -> None:
+        machine.models.update([*machine.table, told])
+        machine.models.answered(command.number, None)
+
+    machine.models._tell = tell
+    answer = asyncio.run(model(machine.context, Upload(ModelQuery(model="small"), b"")))
+    assert json.loads(answer.body)["status"] == "loading"  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("engine_wait_s", "told_s"), [(0.01, 3600.0), (3600.0, 0.01)])
 def test_work_waits_so_long_for_a_model_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_wait_s: float, told_s: float
@@ -244,7 +292,7 @@ def test_what_is_told_between_a_look_and_the_wait_is_not_missed(
         return seen
 
     monkeypatch.setattr(machine.models, "_named", look_too_early)
-    asyncio.run(asyncio.wait_for(machine.models.wait_while_loading("small", 3600), 60))
+    asyncio.run(asyncio.wait_for(machine.models.wait_until_told(machine.context, "small", 3600), 60))
 
 
 def test_who_waits_for_a_model_that_came_and_went_unseen_is_told(tmp_path: Path) -> None:
