@@ -21,7 +21,7 @@ serve: $(VENV)/.installed
 	exec $(BIN)/python app.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)  # much of the time is waiting
+	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)  # much of the time is waiting
 
 cluster-demo: $(VENV)/.installed-cluster
 	$(BIN)/python -m demo.cluster $(ARGS)

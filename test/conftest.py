@@ -16,6 +16,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # else each process that a te
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -115,7 +116,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first (`make test` deals them in this order)."""
     if missing := longest_files.missing():
         raise pytest.UsageError(f"test/longest_files.py names what is not there: {', '.join(missing)}")
+    if apart := longest_files.apart(items):
+        raise pytest.UsageError(f"SHARING in test/longest_files.py is to name those that share: {', '.join(apart)}")
     items.sort(key=lambda item: longest_files.turn(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """See test/longest_files.py."""
+    return longest_files.scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -1,58 +1,149 @@
-"""Which files of tests take longest: they are dealt first, so that none is left at the end."""
+"""The order in which files of tests are dealt to pytest's workers, and which of them go to one worker together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).resolve().parent
 LONGEST = (
     "model/test_cuda_compile.py",
-    "routes/test_http_lifecycle.py",
-    "engine/test_engine_parts.py",
-    "simulation/test_simulation.py",
-    "cluster/test_replicas.py",
     "routes/test_routes_openapi.py",
-    "web/test_page.py",
-    "engine/test_engine.py",
+    "bulk/test_batch_resume.py",
+    "routes/test_http_lifecycle.py",
+    "web/test_chat.py",
+    "engine/test_prompt_scoring.py",
+    "bench/test_mutants.py",
     "cluster/test_actors.py",
+    "routes/test_constraints.py",
+    "supervisor/test_http_workers.py",
+    "routes/test_http_faults.py",
+    "engine/test_engine_parts.py",
+    "cluster/test_replicas.py",
+    "state_pool/test_pool_shared.py",
+    "simulation/test_simulation.py",
+    "engine/test_engine.py",
+    "engine/test_mixtures.py",
+    "engine/test_constraints.py",
+    "engine/test_engine_sessions.py",
     "state_pool/test_pool_crash.py",
     "supervisor/test_model_engines.py",
     "state_pool/test_pool_service.py",
-    "web/test_chat.py",
+    "model/test_older_versions.py",
+    "deploy/test_wheel.py",
     "engine/test_micro_batches.py",
-    "bulk/test_openai_batches.py",
     "routes/test_text_paths.py",
     "state_pool/test_pool_model.py",
-    "supervisor/test_http_workers.py",
-    "bulk/test_batch_resume.py",
     "engine/test_layer_stream.py",
-    "routes/test_http_faults.py",
-    "engine/test_engine_sessions.py",
     "library/test_library_page.py",
-    "bench/test_mutants.py",
-    "state_pool/test_pool_shared.py",
-    "engine/test_certain_text.py",
-    "routes/test_http_session_files.py",
     "deploy/test_cluster_proxy.py",
+    "engine/test_certain_text.py",
+    "engine/test_served_adapters.py",
     "model/test_weights.py",
-    "engine/test_mixtures.py",
-    "model/test_older_versions.py",
-    "web/test_batch.py",
     "model/test_codes_emulated.py",
+    "engine/test_state_forms.py",
+    "engine/test_fairness.py",
+    "engine/test_tuned_states.py",
     "model/test_cpu_kernels.py",
     "routes/test_raw_socket.py",
     "library/test_pipeline.py",
-    "deploy/test_wheel.py",
+    "cluster/test_resumed_rows.py",
+    "engine/test_giving_way.py",
+    "model/test_skinny_emulated.py",
 )
-"""In this order, beneath `test/`; all others come after. Times: `pytest --durations=400`, summed by file."""
+"""In this order, beneath `test/`, so that none is left at the end; all others come after. Times: `pytest
+--durations=400`, summed by file."""
+SHARING = {
+    "service": (
+        "routes/test_routes_openapi.py",
+        "bulk/test_examples.py",
+        "deploy/test_files.py",
+        "library/test_llm.py",
+        "routes/test_agents.py",
+        "routes/test_body_limits.py",
+        "routes/test_completion_scoring.py",
+        "routes/test_http_curl.py",
+        "routes/test_http_input.py",
+        "routes/test_http_routes.py",
+        "routes/test_http_session_files.py",
+        "routes/test_lm_eval.py",
+        "routes/test_openai_node.py",
+        "routes/test_responses.py",
+        "routes/test_routes_answers.py",
+        "routes/test_routes_batch.py",
+        "routes/test_routes_sessions.py",
+        "routes/test_score.py",
+        "routes/test_tool_constraints.py",
+        "bulk/test_batch_page.py",
+        "bulk/test_openai_batches.py",
+    ),
+    "fake": (
+        "bulk/test_batch_resume.py",
+        "bulk/test_batch_files.py",
+        "bulk/test_hostile_inputs.py",
+        "console/test_console.py",
+    ),
+    "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),
+    "demo": (
+        "web/test_chat.py",
+        "web/test_accessibility.py",
+        "web/test_batch.py",
+        "web/test_dashboard.py",
+        "web/test_page.py",
+        "web/test_translate.py",
+    ),
+}
+"""Fixture of a service -> files whose tests ask for it: one worker has them all, and it is started once.
+
+Another start of it takes seconds of processor time, and each that idles a fiftieth of a core.
+"""
+GROUPS = {name: fixture for fixture, names in SHARING.items() for name in names}
 
 
-def turn(path: Path) -> int:
-    """When a file's tests are dealt: the smaller, the sooner."""
+class InGroups(LoadFileScheduling):
+    """`--dist loadfile`, but files that share a service go to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid.partition("::")[0])
+
+
+def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """What deals tests to pytest's workers; None: what xdist has for its `--dist`."""
+    return InGroups(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def group(file: str) -> str:
+    """What a file is dealt with: a service's name, or the file's, as from the repository's root."""
+    return GROUPS.get(file.removeprefix("test/"), file)
+
+
+def turn(path: Path) -> tuple[int, str, int]:
+    """When a file's tests are dealt: the smaller, the sooner. Files of a group follow each other."""
     name = path.relative_to(HERE).as_posix()
+    shared = GROUPS.get(name, "")
+    return min(map(_place, SHARING[shared])) if shared else _place(name), shared, _place(name)
+
+
+def _place(name: str) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 def missing() -> list[str]:
     """Those named above that are not there."""
-    return [name for name in LONGEST if not (HERE / name).exists()]
+    return [name for name in (*LONGEST, *GROUPS) if not (HERE / name).exists()]
+
+
+def apart(items: Iterable[pytest.Item]) -> list[str]:
+    """Files whose tests ask for a shared service and that no group names."""
+    asking = {item.path.relative_to(HERE).as_posix() for item in items if _asks(item)}
+    return sorted(asking - GROUPS.keys())
+
+
+def _asks(item: pytest.Item) -> bool:
+    found = getattr(item, "_fixtureinfo", None)
+    fixtures = found.name2fixturedefs if found else {}
+    return any(fixtures[name][-1].scope in ("session", "package") for name in SHARING if name in fixtures)

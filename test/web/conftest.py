@@ -73,7 +73,7 @@ def open_page(browser: Browser) -> Iterator[Opener]:
     assert troubles == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service as a newcomer starts it, with the demo model."""
     running = Service(tmp_path_factory.mktemp("demo"))
@@ -83,7 +83,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose engine says what it is told, over and over."""
     running = Service(tmp_path_factory.mktemp("fake"), program="test/fake_app.py", PYTHONPATH=".")
