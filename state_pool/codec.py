@@ -64,33 +64,6 @@ def layout_text(layout: Layout) -> str:
     return json.dumps([[name, dtype, list(shape)] for name, (dtype, shape) in layout.items()], separators=(",", ":"))
 
 
-def advice(stored: Layout, own: Layout) -> str:
-    """What to start with for a state of the stored layout to fit; layers are told where only their split differs.
-
-    Parts are named and shaped as `PipelineArena.layout` has them; of others nothing is said of layers.
-    """
-    counts = _layers(stored)
-    if not counts or _kinds(stored) != _kinds(own):
-        return "start with the same state dtype and devices"
-    return f"start with {len(counts)} --pp-devices and --pp-layers {','.join(f'{count:g}' for count in counts)}"
-
-
-def _kinds(layout: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and sizes of a layer of each kind of part, wkv or shift."""
-    return {name.rpartition(".")[2]: (dtype, shape[1:]) for name, (dtype, shape) in layout.items()}
-
-
-def _layers(layout: Layout) -> list[float]:
-    """Layers of each stage, none if they are not told. One that is cut in half is on both, its wkv on the first."""
-    shapes = {name: shape for name, (_, shape) in layout.items()}
-    pairs = [(shapes.get(f"stage{i}.shift"), shapes.get(f"stage{i}.wkv")) for i in range(len(shapes) // 2)]
-    counts = [(shift[0], shift[0] - wkv[0]) for shift, wkv in pairs if shift and wkv]
-    if len(counts) != len(pairs):
-        return []
-    cut = [*(begins for _, begins in counts), 0]
-    return [count - (cut[i] + cut[i + 1]) / 2 for i, (count, _) in enumerate(counts)]
-
-
 def part_sizes(layout: Layout) -> dict[str, int]:
     """Bytes of each part."""
     return {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in layout.items()}

@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout, advice
+from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError, SessionTooLarge
+from state_pool.layer_split import SAME_FORM, has_same_layers
 
 FORMAT = "rwkv-session-2"
 """Written. "rwkv-session-1" is read too: its checksum covers the replay and the parts' names and bytes only."""
@@ -120,10 +121,9 @@ class SessionFile:
                 f"the session belongs to another model (fingerprint {_short(self.fingerprint)}, "
                 f"this one is {fingerprint})"
             )
-        if self.parts and self.layout != layout:
+        if self.parts and not has_same_layers(self.layout, layout):
             raise NotASession(
-                f"the session's state is laid out as {_short(self.layout)}, this server keeps {layout}: "
-                f"{advice(self.layout, layout)}"
+                f"the session's state is laid out as {_short(self.layout)}, this server keeps {layout}: {SAME_FORM}"
             )
         if max(self.replay, default=0) >= vocab:
             at, token = next((at, token) for at, token in enumerate(self.replay) if token >= vocab)

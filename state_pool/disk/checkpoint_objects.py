@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from state_pool.arena import HostState
 from state_pool.checkpoint_address import FolderAddress, parse_checkpoint_address
-from state_pool.codec import checksum_of, chunks_of
+from state_pool.codec import checksum_of, chunks_of, part_sizes
 from state_pool.disk.checkpoint_store import CheckpointStore, CheckpointStoreAway, Listed, ObjectMissing
 from state_pool.disk.folder import FolderStore
 from state_pool.disk.membership import begin_among_others
@@ -225,13 +225,11 @@ class CheckpointObjects:
 
 def _checked(place: ObjectPlace, data: bytes) -> dict[str, bytes]:
     """The state's parts. Raises DamagedObject."""
-    if (
-        len(data) != sum(place.sizes.values())
-        or checksum_of([data], place.state, place.session) != place.stored.checksum
-    ):
+    sizes = part_sizes(place.layout)
+    if len(data) != sum(sizes.values()) or checksum_of([data], place.state, place.session) != place.stored.checksum:
         raise DamagedObject(f"the object {place.stored.key} of the checkpoint store is damaged")
     parts, at = {}, 0
-    for name, size in place.sizes.items():
+    for name, size in sizes.items():
         parts[name] = data[at : at + size]
         at += size
     return parts

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from state_pool.arena import HostState
+from state_pool.codec import Layout
 from state_pool.session_page import SessionEntry, Tier
 from state_pool.sessions import Fence, SessionKey
 from state_pool.tuned_state import Origin
@@ -131,8 +132,8 @@ class ObjectPlace:
     state: int
     session: int
     stored: StoredObject
-    sizes: Mapping[str, int]
-    """Bytes of each part, in order."""
+    layout: Layout
+    """Of its parts, in order, as it was stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ class StoredParts:
 
     state: int
     parts: dict[str, bytes]
+    layout: Layout
+    """Of the parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
 from state_pool.errors import DatabaseUnreadable, SessionUnread, SessionUnusable
+from state_pool.layer_split import cut_anew
 from state_pool.session_page import SessionEntry
 from state_pool.sessions import SessionKey
 
@@ -135,7 +136,7 @@ class Reader:
 
         def fetched(outcome: dict[str, bytes] | Exception) -> None:
             if not isinstance(outcome, Exception):
-                stored = StoredParts(found.place.state, outcome)
+                stored = StoredParts(found.place.state, outcome, found.place.layout)
                 result = self._caught(lambda: self._loaded(stored, found.replay, found.num_tokens))
                 if not isinstance(result, _Unsound):
                     reach("before_promotion")
@@ -204,7 +205,7 @@ class Reader:
         if stored is None:
             return Loaded(None, replay, 4 * len(replay), num_tokens)
         try:
-            host = self._arena.host_state(stored.parts)
+            host = self._arena.host_state(cut_anew(stored.parts, stored.layout, self._arena.layout))
         except Noise as error:
             raise _Unsound(stored.state, str(error)) from None
         except ValueError as error:

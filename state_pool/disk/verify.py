@@ -9,7 +9,6 @@ from state_pool.codec import (
     CHUNKS_PER_STATE,
     LAYOUT_VERSION,
     Layout,
-    advice,
     checksum,
     join_parts,
     layout_text,
@@ -21,6 +20,7 @@ from state_pool.disk.operations import ObjectPlace, StoredObject, StoredParts
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
+from state_pool.layer_split import SAME_FORM, has_same_layers
 
 _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 
@@ -98,11 +98,11 @@ class Loader:
             return None, 0, why_not
         if int(state) in useless:
             return None, 0, useless[int(state)]
-        sizes = part_sizes(stored_layout(layout))
+        known = stored_layout(layout)
         if stored is not None:
-            return ObjectPlace(int(state), session, stored, sizes), int(turn), None
+            return ObjectPlace(int(state), session, stored, known), int(turn), None
         try:
-            return StoredParts(int(state), self._parts(int(state), sizes)), int(turn), None
+            return StoredParts(int(state), self._parts(int(state), part_sizes(known)), known), int(turn), None
         except Damaged as damage:
             return None, 0, damage
 
@@ -115,9 +115,9 @@ class Loader:
                 f"the session belongs to another model (fingerprint {fingerprint}, this one is {self._fingerprint}) "
                 "and its token history is not complete; start that model, or delete the session"
             )
-        if version != LAYOUT_VERSION or layout != layout_text(self._layout):
-            known = version == LAYOUT_VERSION
-            remedy = advice(stored_layout(layout), self._layout) if known else "start the version that stored it"
+        known = version == LAYOUT_VERSION
+        if not known or not has_same_layers(stored_layout(layout), self._layout):
+            remedy = SAME_FORM if known else "start the version that stored it"
             return SessionUnusable(
                 f"the session was stored with the state layout {layout} (version {version}), this server uses "
                 f"{layout_text(self._layout)} (version {LAYOUT_VERSION}) and its token history is not complete; "

@@ -16,6 +16,7 @@ from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, Stor
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import CompletionQueue, Store, session_of
 from state_pool.errors import DatabaseUnreadable, PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.layer_split import cut_anew
 from state_pool.session_file import NotASession, SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
 from state_pool.tuned_state import is_mixture, joint, parted
@@ -146,7 +147,7 @@ class ImportExport:
         if not self._tiers.host_has_room() or (self._store is not None and not self._store.takes_state):
             raise PoolFull("too many states are being moved; try again in a moment")
         try:
-            host = self._tiers.arena.host_state(file.parts) if file.parts else None
+            host = arena.host_state(cut_anew(file.parts, file.layout, arena.layout)) if file.parts else None
         except Noise as error:
             raise NotASession(f"{error}; export the session from where it works") from None
         except ValueError as error:

@@ -16,10 +16,10 @@ import torch
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.model.state_form import HEAD_BYTES, unpack_int8
-from rwkv_batch.runner.layer_split import runs_of
 from rwkv_batch.runner.state_copy import HostTensors
-from state_pool.codec import CHUNKS_PER_STATE, Layout, advice, piece_checksum
+from state_pool.codec import CHUNKS_PER_STATE, piece_checksum
 from state_pool.config import PoolConfig
+from state_pool.layer_split import cut_anew
 from state_pool.session_file import SessionFile, decode
 from test.harness import ask, call, run, started_engine, tiny_model, turn
 from test.state_files import random_state, write_state
@@ -83,34 +83,50 @@ def test_a_session_kept_in_another_form_goes_on_from_its_tokens(model: Path, tmp
             assert len(talk(engine, NAMES[1:2], range(2, 3))[NAMES[1]][0]) > 0
 
 
-def test_a_session_of_another_split_of_layers_tells_what_to_start_with(model: Path, tmp_path: Path) -> None:
-    """Versions deal layers differently: the devices are the same then, and saying so would be no help."""
-    pool, pair = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn"), ("cpu", "cpu")
-    with started_engine(model, pool, devices=pair, layers=(1.0, 2.0)) as engine:
-        said = talk(engine, NAMES[:1], range(2))
-        content = call(engine, "session_export", session_id=NAMES[0])
-    with started_engine(model, pool, devices=pair, layers=(2.0, 1.0)) as engine:
-        end = run(engine, turn(NAMES[0], " go on")).finishes[0]
-        assert end.error is not None and "start with 2 --pp-devices and --pp-layers 1,2, or" in end.error.message
-        with pytest.raises(ServiceError, match=r"start with 2 --pp-devices and --pp-layers 1,2$"):
-            call(engine, "session_import", session_id="other", content=content)
-    with started_engine(model, pool, devices=pair, layers=(1.0, 2.0)) as engine:
-        said |= talk(engine, NAMES[:1], range(2, 3))
-    assert said[NAMES[0]][0]
+SPLITS: dict[str, dict[str, Any]] = {
+    "the other way round": {"devices": ("cpu", "cpu"), "layers": (2.0, 1.0)},
+    "a layer cut in half": {"devices": ("cpu", "cpu"), "layers": (1.5, 1.5)},
+    "a stage a layer": {"devices": ("cpu",) * 3, "layers": (1.0, 1.0, 1.0)},
+    "one device": {"devices": ("cpu",)},
+}
 
 
-@pytest.mark.parametrize("shares", [(8.5, 8.5, 8.0, 7.0), (8.0, 8.0, 8.5, 7.5), (32.0,), (1.0, 1.0)])
-def test_the_layers_of_each_stage_are_told_from_a_layout(shares: tuple[float, ...]) -> None:
-    layout: Layout = {}
-    for i, one in enumerate(runs_of(shares)):
-        count = one.last - one.first
-        layout[f"stage{i}.wkv"] = ("float16", (count - one.cuts.begins_within, 64, 64, 64))
-        layout[f"stage{i}.shift"] = ("float16", (count, 2, 4096))
-    listed = ",".join(f"{share:g}" for share in shares)
-    assert advice(layout, layout) == f"start with {len(shares)} --pp-devices and --pp-layers {listed}"
-    other = {name: ("float32", shape) for name, (_, shape) in layout.items()}
-    odd: Layout = {"stage0.wkv": ("float16", ()), "x": ("float16", (1,))}
-    assert advice(layout, other) == advice(odd, odd) == "start with the same state dtype and devices"
+@pytest.mark.parametrize(("before", "form"), [("a layer cut in half", "int8"), ("the other way round", "fp16")])
+def test_sessions_go_on_over_any_split_of_layers(model: Path, tmp_path: Path, before: str, form: str) -> None:
+    """From a file, a database and objects beside it, no token of which is kept: with their states, to the bit."""
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    aside = {"checkpoint_store": objects.as_uri(), "checkpoint_store_min_mb": 0}
+    pools = [
+        PoolConfig(state_db=str(tmp_path / f"{i}.db"), durability="turn", retain_tokens=0, **more)
+        for i, more in enumerate(({}, aside))
+    ]
+    for pool in pools:
+        with started_engine(model, pool, wkv_state=form, **SPLITS[before]) as engine:
+            talk(engine, NAMES, range(2))
+            content = call(engine, "session_export", session_id=NAMES[0])
+            told = talk(engine, NAMES[:1], range(2, 3))[NAMES[0]]
+    stored = decode(content)
+    for i, after in enumerate(split for split in SPLITS if split != before):
+        with started_engine(model, pools[i % 2], wkv_state=form, **SPLITS[after]) as engine:
+            call(engine, "session_import", session_id=after, content=content)
+            for name in (after, NAMES[i + 1]):
+                file = decode(call(engine, "session_export", session_id=name))
+                assert file.layout == engine.machine.arena.layout != stored.layout
+                if name == after:
+                    assert meaning(file) == meaning(stored)
+            given = turn(after, f" turn 2 of {NAMES[0]}", max_tokens=8, ignore_eos=True, use_prefix_cache=False)
+            assert run(engine, given).texts[0] == told[0]
+            assert len(talk(engine, [NAMES[i + 1]], range(2, 3))[NAMES[i + 1]][0]) > 0
+
+
+def meaning(file: SessionFile) -> list[bytes]:
+    """What counts of a state: not the token shift of a half layer that a stage does not have."""
+    forms = [file.layout[name] for name in ("stage0.wkv", "stage0.shift")]
+    whole = {
+        name: (kind, (3, *shape[1:])) for name, (kind, shape) in zip(("stage0.wkv", "stage0.shift"), forms, strict=True)
+    }
+    return [bytes(part) for part in cut_anew(file.parts, file.layout, whole).values()]
 
 
 def test_a_session_is_carried_away_and_back(model: Path, unparked: dict[str, list[bytes]]) -> None:
