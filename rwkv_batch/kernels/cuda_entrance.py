@@ -1,9 +1,9 @@
 """The entrance of a layer's time mix on a CUDA device: r, k, v and the low ranks of the six mixed inputs.
 
-Up to 256 rows: two launches of our own, the second for the low ranks' exits; of up to 4 decoding rows of small weights
-these are in the launch of the WKV (csrc/wkv_few.cu). More: r, k, v by a product of many rows, the low ranks behind it
-by two launches of our own, or beside it by cuBLAS on streams of their own. Where fp8 is multiplied by fp8, shift_mix
-has made codes of the inputs of r, k, v.
+Up to 256 rows: two launches of our own, the second for the low ranks' exits, or one of halves (cuda_wide_entrance.py);
+of up to 4 decoding rows of small weights the exits are in the launch of the WKV (csrc/wkv_few.cu). More: r, k, v by a
+product of many rows, the low ranks behind it by two launches of our own, or beside it by cuBLAS on streams of their
+own. Where fp8 is multiplied by fp8, shift_mix has made codes of the inputs of r, k, v.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from rwkv_batch.kernels.cuda_wide import (
     launch_wide,
     prepare_wide,
 )
+from rwkv_batch.kernels.cuda_wide_entrance import fits_entrance, launch_entrance
 from rwkv_batch.model.layer import Projections
 
 MAX_FEW_ROWS = 4
@@ -159,11 +160,24 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:
     if _enters_at_once(layer, len(inputs[0])):
         _rkv_in_codes(layer, mixed, rkv, low)
         return low.projections(*rkv.unbind())
+    if _is_one_launch(layer, mixed, low):
+        assert layer.rkv is not None and isinstance(mixed, Tensor), "maps of halves"
+        whole = [(layer.rkv[i], mixed[i], rkv[i], Activation.NONE) for i in range(3)]
+        launch_entrance(whole, _half_maps(low.entrances), _half_maps(low.exits[::-1]))
+        return low.projections(*rkv.unbind())
     _enter(layer, mixed, rkv, low.entrances)
     if layer.rkv is None and len(inputs[0]) <= MAX_FEW_ROWS:
         return low.projections(*rkv.unbind(), pending=True)
     multiply(low.exits)
     return low.projections(*rkv.unbind())
+
+
+def _is_one_launch(layer: CudaLayer, mixed: Tensor | CodedMix, low: LowRanks) -> bool:
+    """Whether r, k, v and the low ranks with their exits, all of halves, are one launch."""
+    if layer.rkv is None or not isinstance(mixed, Tensor):
+        return False
+    weights = ([m.weight for m in maps] for maps in (low.entrances, low.exits))
+    return fits_entrance(mixed.shape[1], layer.rkv.unbind(), *weights)
 
 
 def _project_unmixed(layer: CudaLayer, row: UnmixedRow) -> Projections:

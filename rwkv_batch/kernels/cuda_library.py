@@ -31,6 +31,7 @@ NAMES = (
 )
 HOPPER_NAMES = (
     "wide",
+    "wide_entrance",
     "wide_fp8",
     "wide_parts",
     "wide_codes_fp8",
@@ -130,7 +131,7 @@ class QuantArgs(Structure):
 
 
 class WideMap(Structure):
-    """Mirrors the struct in wide.cu."""
+    """Mirrors the structs in wide.cu and wide_entrance.cu."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "y")],
@@ -143,7 +144,18 @@ class WideArgs(Structure):
 
     _fields_ = [
         ("maps", WideMap * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("count", "rows", "transposed", "to_floats", "tile_rows", "splits")],
+        ("partial", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
+class WideEntranceArgs(Structure):
+    """Mirrors the struct in wide_entrance.cu."""
+
+    _fields_ = [
+        ("maps", WideMap * MAX_WIDE_MAPS),
+        *[(name, c_int) for name in ("count", "whole", "late", "rows", "late_rounds", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]
@@ -230,6 +242,7 @@ SIGNATURES: dict[str, list[type]] = {
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide": [POINTER(WideArgs), c_void_p],
+    "rwkv_wide_entrance": [POINTER(WideEntranceArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],

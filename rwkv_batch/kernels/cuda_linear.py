@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_library import MAX_MAPS, SkinnyArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, has_wide, launch_wide
+from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, WideShape, fits_wide, floats_by_wide, has_wide, launch_wide
 from rwkv_batch.model.linear import Linear
 
 MAX_SKINNY_ROWS = 16
@@ -109,5 +109,8 @@ class CudaLinear(Linear):
             return out
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
             skinny([Map(self.weight, x, out)])
+            return out
+        if floats_by_wide(len(x), WideShape(*self.weight.shape), self.weight.device):
+            launch_wide([(self.weight, x, out, Activation.NONE)], transposed=False)
             return out
         return torch.mm(x, self.weight.T, out_dtype=torch.float32, out=out)

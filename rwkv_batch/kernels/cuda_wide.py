@@ -139,8 +139,17 @@ def plan_wide(
     return Plan(next(size for size in sizes if size >= rows), max(fitting, default=1))
 
 
+def floats_by_wide(rows: int, shape: WideShape, device: torch.device) -> bool:
+    """Whether the kernel gives results in fp32: of one tile of rows, of outputs enough to leave no processor idle."""
+    if rows > MAX_WIDE_ROWS or not has_wide(device) or not fits_wide(shape, transposed=False):
+        return False
+    return shape.n // OUTPUTS >= len(prepare_wide(device).partial)
+
+
 def launch_wide(maps: Sequence[HalfMap], transposed: bool) -> None:
     """Up to 8 maps (weight, x, y, activation) over the same rows; weights [n, k], or [k, n] if transposed.
+
+    y of all is fp16, or of weights [n, k] fp32 where `floats_by_wide` says so.
 
     Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
@@ -149,13 +158,14 @@ def launch_wide(maps: Sequence[HalfMap], transposed: bool) -> None:
     if len(maps) > MAX_MAPS or rows > most:
         raise ValueError(f"a grouped launch takes {MAX_MAPS} maps of {most} rows, not {len(maps)} of {rows}")
     work = prepare_wide(device)
-    args = WideArgs(count=len(maps), rows=rows, transposed=transposed)
+    dtype = maps[0][2].dtype
+    args = WideArgs(count=len(maps), rows=rows, transposed=transposed, to_floats=dtype == torch.float32)
     shapes = []
     for slot, (weight, x, y, activation) in zip(args.maps, maps, strict=False):
         shape = WideShape(*(reversed(weight.shape) if transposed else weight.shape))
         if not fits_wide(shape, transposed) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
             raise ValueError(f"shapes {tuple(weight.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
-        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
+        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y, dtype)
         slot.n, slot.k, slot.activation = shape.n, shape.k, activation
         shapes.append(shape)
     blocks = -(-rows // MAX_WIDE_ROWS)  # of rows

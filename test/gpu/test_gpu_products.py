@@ -12,8 +12,8 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import SPARSE_COLUMNS, SPARSE_SHARE
 from rwkv_batch.kernels.cuda_library import library
-from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, Map, multiply, multiply_transposed, skinny
-from rwkv_batch.kernels.cuda_wide import TILE_ROWS, has_wide, launch_wide
+from rwkv_batch.kernels.cuda_linear import MAX_SKINNY_ROWS, CudaLinear, Map, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda_wide import TILE_ROWS, WideShape, floats_by_wide, has_wide, launch_wide
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -107,6 +107,20 @@ def test_several_tiles_of_rows(rows: int) -> None:
     launch_wide([(w, x, y[:rows], Activation.NONE)], transposed=False)
     assert_near(y[:rows], x.float() @ w.float().T)
     assert torch.isnan(y[rows:]).all()
+
+
+@pytest.mark.parametrize("rows", [17, 64, 80, 97, 240, 256])
+def test_results_in_fp32(rows: int) -> None:
+    """Of outputs enough, the last tile of which is narrower; nothing is rounded to fp16, nothing written behind."""
+    skip_where_missing(rows)
+    outputs = 128 * torch.cuda.get_device_properties(GPU).multi_processor_count + 16
+    assert floats_by_wide(rows, WideShape(outputs, 512), GPU) and not floats_by_wide(rows, WideShape(4096, 512), GPU)
+    x, linear = normal(rows, 512), CudaLinear(weight(outputs, 512) * 1e4)
+    out = torch.full((rows + 4, outputs), torch.nan, device=GPU)
+    linear.to_fp32(x, out[:rows])
+    true = x.double() @ linear.weight.double().T
+    assert (out[:rows] - true).norm() < 1e-5 * true.norm()
+    assert torch.isnan(out[rows:]).all()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

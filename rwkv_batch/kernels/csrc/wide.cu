@@ -4,7 +4,7 @@
 struct WideMap {
     const void* weight;  // [n, k] fp16, or [k, n] if transposed
     const void* x;       // [rows, k] fp16
-    void* y;             // [rows, n] fp16
+    void* y;             // [rows, n] fp16, or fp32
     int n, k;
     int activation;
 };
@@ -14,6 +14,7 @@ struct WideArgs {
     int count;
     int rows;
     int transposed;  // of all maps alike
+    int to_floats;   // y of all maps is fp32: one split, not transposed
     int tile_rows, splits;
     void* partial;   // see WideLaunch
     void* counters;
@@ -35,6 +36,12 @@ RWKV_API int rwkv_wide(const WideArgs* args, void* stream) {
         if (!done || !describe_rows(&p.inputs[i], m.x, HALVES, args->rows, m.k, args->tile_rows)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
+    }
+    if (args->to_floats) {
+        return launch_planned<32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+            const bool known = splits.value == 1 && !args->transposed;
+            return known ? launch_wide<rows.value, 1, WIDE_TO_FLOATS>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
+        });
     }
     return launch_planned<32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         return args->transposed ? launch_wide<rows.value, splits.value, WIDE_TURNED>(p, stream)

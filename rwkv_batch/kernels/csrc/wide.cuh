@@ -35,15 +35,19 @@ constexpr int OUTPUTS = 128;  // of a tile
 constexpr int TILE_BYTES = 128;  // of a tile along k
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
 
-// What W holds: halves as [n, k] or as [k, n], or fp8 codes as [n, k], of which y may be fp32; or the first maps' codes, the
+// What W holds: halves as [n, k], of which y may be fp32, or as [k, n], or fp8 codes as [n, k], likewise; or the first maps' codes, the
 // others' halves [n, k]. With PARTS x is in two parts where W is in codes.
-enum WideKind { WIDE_PLAIN, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED, WIDE_PARTS, WIDE_PARTS_MIXED };
+// WIDE_ENTRANCE: halves, as WIDE_MIXED has codes and halves: the first maps' tiles are whole, of the next ones k is shared, and
+// the last ones, whole, read what those give.
+enum WideKind { WIDE_PLAIN, WIDE_TO_FLOATS, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED, WIDE_PARTS, WIDE_PARTS_MIXED, WIDE_ENTRANCE };
 template <WideKind KIND>
 constexpr bool ALL_CODES = KIND == WIDE_FP8 || KIND == WIDE_FP8_TO_FLOATS || KIND == WIDE_PARTS;
 template <WideKind KIND>
 constexpr bool HAS_PARTS = KIND == WIDE_PARTS || KIND == WIDE_PARTS_MIXED;
 template <WideKind KIND>
-constexpr bool IS_MIXED = KIND == WIDE_MIXED || KIND == WIDE_PARTS_MIXED;
+constexpr bool HAS_CODES = ALL_CODES<KIND> || KIND == WIDE_MIXED || KIND == WIDE_PARTS_MIXED;
+template <WideKind KIND>
+constexpr bool IS_MIXED = KIND == WIDE_MIXED || KIND == WIDE_PARTS_MIXED || KIND == WIDE_ENTRANCE;
 // Few enough registers that blocks of the kernels before and behind come up beside it: their weights are on their way.
 template <int ROWS, WideKind KIND>
 constexpr bool IS_LEAN = HAS_PARTS<KIND> && ROWS <= 64;
@@ -72,18 +76,23 @@ struct WideLaunch {
     int activation[MAX_WIDE_MAPS];
     int first_tile[MAX_WIDE_MAPS + 1];  // of each map
     int count;
-    int coded, early;  // IS_MIXED: maps in codes; those and the maps of halves whose inputs are there before the launch
+    int coded, early;  // IS_MIXED: maps in codes, of halves alone those whose tiles are whole; all whose inputs are there before the launch
+    int late_rounds;  // WIDE_ENTRANCE: late tiles that each block without a whole one has at most
     int rows;
     int row_blocks;   // how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
     float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
     int* counters;    // likewise [tiles][2], zero between launches
 };
 
+// IS_MIXED: tiles whose k is shared, and those whose inputs are results of the launch.
+__host__ __device__ __forceinline__ int wide_shared_tiles(const WideLaunch& p) { return p.first_tile[p.early] - p.first_tile[p.coded]; }
+__host__ __device__ __forceinline__ int wide_late_tiles(const WideLaunch& p) { return p.first_tile[p.count] - p.first_tile[p.early]; }
+
 // Pieces of work of a launch.
 template <WideKind KIND, int SPLITS>
 __host__ __device__ __forceinline__ int wide_works(const WideLaunch& p) {
     const int tiles = p.first_tile[p.count] * p.row_blocks;
-    return IS_MIXED<KIND> ? tiles + (p.first_tile[p.early] - p.first_tile[p.coded]) * (SPLITS - 1) : tiles;
+    return IS_MIXED<KIND> ? tiles + wide_shared_tiles(p) * (SPLITS - 1) : tiles;
 }
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -120,16 +129,16 @@ __device__ __forceinline__ WidePlace wide_place(const WideLaunch& p, int tile) {
     return {map, (tile - p.first_tile[map]) * OUTPUTS};
 }
 
-// The work of a number. Of mixed maps codes come first, each tile whole, then the halves' tiles in SPLITS shares, then those
-// of halves whose inputs are the results of these, whole.
+// The work of a number. Of mixed maps codes come first, or what is whole of halves, then the tiles in SPLITS shares, then those
+// whose inputs are the results of these, whole.
 template <WideKind KIND, int SPLITS>
 __device__ __forceinline__ WideWork wide_work(const WideLaunch& p, int number, int my_split) {
     if constexpr (IS_MIXED<KIND>) {
-        const int coded = p.first_tile[p.coded], early = p.first_tile[p.early], share = number - coded;
-        const int tile = share < 0 ? number : share < (early - coded) * SPLITS ? coded + share / SPLITS : number - (early - coded) * (SPLITS - 1);
+        const int coded = p.first_tile[p.coded], shared_tiles = wide_shared_tiles(p), share = number - coded;
+        const int tile = share < 0 ? number : share < shared_tiles * SPLITS ? coded + share / SPLITS : number - shared_tiles * (SPLITS - 1);
         const WidePlace at = wide_place(p, tile);
-        const bool shared = tile >= coded && tile < early;
-        return {at.map, at.output, 0, shared ? share % SPLITS : 0, tile - coded, tile >= coded, shared, tile >= early};
+        const bool shared = tile >= coded && tile < coded + shared_tiles, half = !HAS_CODES<KIND> || tile >= coded;
+        return {at.map, at.output, 0, shared ? share % SPLITS : 0, tile - coded, half, shared, tile >= p.first_tile[p.early]};
     }
     const WidePlace at = wide_place(p, number / p.row_blocks);
     return {at.map, at.output, number % p.row_blocks, my_split, number, !ALL_CODES<KIND>, true, false};
@@ -239,52 +248,60 @@ __device__ __forceinline__ void add_splits(float (&sums)[ROWS / 2], const WideLa
 }
 
 // Work whose inputs are results of this launch waits until all of them are written. All that make them have a processor
-// each from the start on (the caller sees to it). `counters`: shares that are done, work that has seen it; zero between launches.
+// each from the start on (the caller sees to it). `counters`: shares that are done, blocks that have seen it; zero between launches.
 __device__ __forceinline__ void wait_for_count(const int* at, int wanted) {
     while (*static_cast<const volatile int*>(at) < wanted) {}
 }
+__device__ __forceinline__ int* late_counters(const WideLaunch& p) { return p.counters + 2 * wide_shared_tiles(p); }
+// `waiting`: so many blocks do.
 template <int SPLITS>
-__device__ __forceinline__ int* late_counters(const WideLaunch& p) {
-    return p.counters + 2 * (p.first_tile[p.early] - p.first_tile[p.coded]);
-}
-template <int SPLITS>
-__device__ __forceinline__ void wait_for_early(const WideLaunch& p) {
-    int* const counters = late_counters<SPLITS>(p);
-    const int shares = (p.first_tile[p.early] - p.first_tile[p.coded]) * SPLITS, late = p.first_tile[p.count] - p.first_tile[p.early];
-    wait_for_count(counters, shares);
+__device__ __forceinline__ void wait_for_early(const WideLaunch& p, int waiting) {
+    int* const counters = late_counters(p);
+    wait_for_count(counters, wide_shared_tiles(p) * SPLITS);
     __threadfence();
-    if (atomicAdd(counters + 1, 1) == late - 1) counters[0] = counters[1] = 0;  // the last to see it
+    if (atomicAdd(counters + 1, 1) == waiting - 1) counters[0] = counters[1] = 0;  // the last to see it
     hopper::publish_to_copies();
 }
 // All threads of a share's warpgroups, behind its stores.
-template <int SPLITS>
 __device__ __forceinline__ void tell_early_is_done(const WideLaunch& p) {
     hopper::publish_to_copies();
     __threadfence();
     asm volatile("bar.sync 1, 256;" ::: "memory");
-    if (threadIdx.x == 128) atomicAdd(late_counters<SPLITS>(p), 1);
+    if (threadIdx.x == 128) atomicAdd(late_counters(p), 1);
 }
 
 // Blocks that share a tile's k lie beside each other; of mixed maps, the halves' numbers say which share is whose.
 template <int SPLITS, WideKind KIND>
 constexpr int BLOCK_SPLITS = IS_MIXED<KIND> ? 1 : SPLITS;
 
-// The numbers of a block's works, one after the other; those that are late are dealt from the first block on again.
+// The numbers of a block's works, one after the other. Those that are late are dealt from the first block on again; of an
+// entrance, whose whole tiles take longest, first to the blocks that have none of these, so many to each, then to the others.
 template <WideKind KIND, int SPLITS>
 struct WideTurn {
-    int number, first, step, late, end;
+    int number, step, late, late_number, late_step, end, waiting;
 
     template <typename Block>
     __device__ __forceinline__ WideTurn(const WideLaunch& p, const Block& block)
-        : number(block.first), first(block.first), step(block.blocks), end(wide_works<KIND, SPLITS>(p)) {
-        late = IS_MIXED<KIND> ? end - (p.first_tile[p.count] - p.first_tile[p.early]) : end;
-        if (IS_MIXED<KIND> && number >= late) number += late;
+        : number(block.first), step(block.blocks), end(wide_works<KIND, SPLITS>(p)) {
+        late = late_number = end, late_step = step, waiting = 0;
+        if constexpr (IS_MIXED<KIND>) {
+            const int tiles = wide_late_tiles(p), whole = p.first_tile[p.coded];
+            late = end - tiles, late_number = late + number, waiting = min(tiles, step);
+            if (KIND == WIDE_ENTRANCE && whole < step) {
+                const int free = step - whole, theirs = min(tiles, p.late_rounds * free);
+                const bool is_free = number >= whole;
+                late_number = is_free ? late + number - whole : late + theirs + number, late_step = is_free ? free : whole;
+                if (is_free) end = late + theirs;
+                waiting = min(theirs, free) + min(tiles - theirs, whole);
+            }
+            if (number >= late) number = late_number;
+        }
     }
     __device__ __forceinline__ bool has_work() const { return number < end; }
     __device__ __forceinline__ void advance() {
         const bool was_early = number < late;
-        number += step;
-        if (IS_MIXED<KIND> && was_early && number >= late) number = late + first;
+        number += was_early ? step : late_step;
+        if (IS_MIXED<KIND> && was_early && number >= late) number = late_number;
     }
 };
 
@@ -319,10 +336,11 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     using Tile = WideTile<ROWS>;
     const uint32_t to = block.ring + Tile::WEIGHT_BYTES;
     RingSlot<Tile::STAGES> slot(1);
+    bool has_waited = false;
     wait_for_inputs();
     for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
-        if (IS_MIXED<KIND> && work.late) wait_for_early<SPLITS>(p);
+        if (IS_MIXED<KIND> && work.late && !has_waited) wait_for_early<SPLITS>(p, turn.waiting), has_waited = true;
         const CUtensorMap* map = &p.inputs[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p, work), depth = work.half ? 64 : 128;
         for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
@@ -408,7 +426,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
-                if constexpr (IS_MIXED<KIND>) {
+                if constexpr (HAS_CODES<KIND> && !ALL_CODES<KIND>) {
                     if (work.half) {
                         multiply_tile(weight, input, std::true_type());
                     } else {
@@ -462,7 +480,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                         return;
                     }
                 }
-                if constexpr (KIND == WIDE_FP8_TO_FLOATS) {
+                if constexpr (KIND == WIDE_FP8_TO_FLOATS || KIND == WIDE_TO_FLOATS) {
                     write_floats<CHUNKS>(of_rows, reinterpret_cast<float*>(p.y[work.map]) + first_output, out, lane);
                 } else {
                     write_out<CHUNKS, false>(of_rows, out, mine, lane);
@@ -470,7 +488,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
             };
             if (work.shared) {
                 finish(std::integral_constant<int, SPLITS>());
-                if (IS_MIXED<KIND> && p.early < p.count) tell_early_is_done<SPLITS>(p);
+                if (IS_MIXED<KIND> && p.early < p.count) tell_early_is_done(p);
             } else {
                 finish(std::integral_constant<int, 1>());
             }
@@ -499,7 +517,7 @@ template <int ROWS, int SPLITS, WideKind KIND>
 int launch_wide(const WideLaunch& p, void* stream) {
     static bool raised[MAX_DEVICES] = {};
     const int works = wide_works<KIND, SPLITS>(p);
-    const int at_once = works - (p.first_tile[p.count] - p.first_tile[p.early]);
+    const int at_once = works - wide_late_tiles(p);
     if (IS_MIXED<KIND> && (p.row_blocks > 1 || (SPLITS > 1 && at_once > this_machine().processors))) return static_cast<int>(cudaErrorInvalidValue);
     constexpr int TOGETHER = IS_MIXED<KIND> ? 1 : SPLITS;
     return launch_tiles(wide_kernel<ROWS, SPLITS, KIND>, raised, WideTile<ROWS>::SHARED_BYTES, works, TOGETHER, p, stream);

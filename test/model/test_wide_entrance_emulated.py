@@ -1,0 +1,77 @@
+"""The entrance of a time mix in one launch of Hopper's products, the kernel run thread by thread on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import cuda_check
+from rwkv_batch.kernels import cuda_wide_entrance
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_wide import HalfMap, Workspace
+from rwkv_batch.kernels.cuda_wide_entrance import launch_entrance
+from test.model.emulated.library import call, emulated
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+ROWS = 21
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(tmp_path: object, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """Launches go to the emulation, of one block: it has nobody to wait for."""
+    library: ctypes.CDLL = emulated("wide_entrance", tmp_path_factory.mktemp("emulated"))
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(library, name, *args)
+
+    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    monkeypatch.setattr(cuda_wide_entrance, "hopper_library", Kernels)
+    monkeypatch.setattr(cuda_wide_entrance, "cuda_pointer", lambda tensor: tensor.data_ptr())
+    monkeypatch.setattr(cuda_wide_entrance, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(cuda_wide_entrance, "HALF_SPLITS", 1)
+    library.emulation_set(1, 227 << 10)
+    return work
+
+
+def poisoned(n: int) -> Tensor:
+    return torch.full((ROWS, n), torch.nan, dtype=torch.float16)
+
+
+def weight(n: int, k: int) -> Tensor:
+    return (torch.randn(n, k) / k**0.5).half()
+
+
+def error(y: Tensor, true: Tensor) -> float:
+    return ((y.float() - true).norm() / true.norm()).item()
+
+
+def times(x: Tensor, w: Tensor) -> Tensor:
+    return x.float() @ w.float().T
+
+
+def test_an_entrance(on_cpu: Workspace) -> None:
+    """r, k; two low ranks, and their exits from what those give; dealt to one block."""
+    none = Activation.NONE
+    whole: list[HalfMap] = [(weight(n, 256), torch.randn(ROWS, 256).half(), poisoned(n), none) for n in (272, 128)]
+    shared: list[HalfMap] = [
+        (weight(64, 256), torch.randn(ROWS, 256).half(), poisoned(64), Activation.TANH),
+        (weight(128, 192), torch.randn(ROWS, 192).half(), poisoned(128), none),
+    ]
+    late: list[HalfMap] = [
+        (weight(n, m[2].shape[1]), m[2], poisoned(n), none) for n, m in zip((160, 272), shared, strict=True)
+    ]
+    for _ in range(2):  # counters are as they were
+        for _, _, y, _ in (*whole, *shared, *late):
+            y.fill_(torch.nan)
+        launch_entrance(whole, shared, late)
+        assert not on_cpu.counters.any()
+        for w, x, y, activation in (*whole, *shared, *late):
+            true = times(x, w)
+            assert error(y, true.tanh() if activation is Activation.TANH else true) < 1e-3
