@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from native import build, machine
-from rwkv_batch.kernels import cuda_wide
+from rwkv_batch.kernels import cuda_wide, cuda_wide_entrance
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_wide import (
     DEPTH,
@@ -16,11 +16,13 @@ from rwkv_batch.kernels.cuda_wide import (
     TILE_ROWS,
     Plan,
     WideShape,
+    Workspace,
     fits_wide,
     plan_fp8,
     plan_wide,
     why_no_wide,
 )
+from rwkv_batch.kernels.cuda_wide_entrance import fits_entrance
 
 PROCESSORS = 132
 SHAPES = {
@@ -89,6 +91,27 @@ def test_tiles_of_half_the_rows_exchange_less() -> None:
     assert plan_fp8(320, key, PROCESSORS) == Plan(320, 1)
     assert plan_fp8(640, value, PROCESSORS) == Plan(320, 2)
     assert plan_fp8(320, value, PROCESSORS, may_wait=False) == Plan(320, 1)
+
+
+def test_entrances_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """r, k, v of 4,096 outputs leave 36 of 132 processors, 28 of which the low ranks take; of 2,048 they share k."""
+    work = Workspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
+    monkeypatch.setattr(cuda_wide_entrance, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(cuda_wide_entrance, "has_wide", lambda device: True)
+
+    def fits(rows: int, width: int = 4096, rank: int = 128) -> bool:
+        def weights(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+            return [torch.empty(shape, device="meta") for shape in shapes]
+
+        low = weights(*[(rank, width)] * 3, (512, width))
+        return fits_entrance(rows, weights(*[(width, width)] * 3), low, weights(*[(width, rank)] * 3, (width, 512)))
+
+    assert [rows for rows in (1, 64, 65, 80, 240, 256, 257) if fits(rows)] == [65, 80, 240, 256]
+    assert not fits(80, width=2048) and not fits(80, width=2560)
+    assert not fits(80, rank=512), "64 blocks"
+    assert not fits(80, rank=96)
+    monkeypatch.setattr(cuda_wide_entrance, "shares_processors", lambda: True)
+    assert not fits(80)
 
 
 def test_why_there_are_none() -> None:
