@@ -163,7 +163,7 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | CodedMix) -> Projections:
     if _is_one_launch(layer, mixed, low):
         assert layer.rkv is not None and isinstance(mixed, Tensor), "maps of halves"
         whole = [(layer.rkv[i], mixed[i], rkv[i], Activation.NONE) for i in range(3)]
-        launch_entrance(whole, _half_maps(low.entrances), _half_maps(low.exits[::-1]))
+        launch_entrance(whole, _half_maps(low.entrances), _half_maps(low.exits))
         return low.projections(*rkv.unbind())
     _enter(layer, mixed, rkv, low.entrances)
     if layer.rkv is None and len(inputs[0]) <= MAX_FEW_ROWS:

@@ -155,7 +155,7 @@ class WideEntranceArgs(Structure):
 
     _fields_ = [
         ("maps", WideMap * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "whole", "late", "rows", "late_rounds", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("count", "whole", "late", "rows", "tile_rows", "splits")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]

@@ -25,8 +25,6 @@ from rwkv_batch.kernels.cuda_wide import (
 
 LEAST_ROWS = 65
 """With 1, 8 and 32 rows it took 0.9, 0.9 and 0.3 % longer than two launches (docs/notebook.md)."""
-LATE_ROUNDS = 2
-"""Tiles of the exits that a processor without one of r, k, v takes at most; the others' follow theirs."""
 
 
 def fits_entrance(rows: int, whole: Sequence[Tensor], shared: Sequence[Tensor], late: Sequence[Tensor]) -> bool:
@@ -50,8 +48,7 @@ def fits_entrance(rows: int, whole: Sequence[Tensor], shared: Sequence[Tensor], 
 def launch_entrance(whole: Sequence[HalfMap], shared: Sequence[HalfMap], late: Sequence[HalfMap]) -> None:
     """Maps over the same rows, where `fits_entrance` says so. The late ones' inputs are results of the shared ones.
 
-    The deepest of the late ones come best first. Raises ValueError for more maps or rows than a launch takes, or shapes
-    that do not fit each other.
+    Raises ValueError for more maps or rows than a launch takes, or shapes that do not fit each other.
     """
     maps = [*whole, *shared, *late]
     rows, device = maps[0][1].shape[0], maps[0][1].device
@@ -59,7 +56,7 @@ def launch_entrance(whole: Sequence[HalfMap], shared: Sequence[HalfMap], late: S
         raise ValueError(
             f"a launch takes {MAX_WIDE_MAPS} maps of {MAX_WIDE_ROWS} rows at most, not {len(maps)} of {rows}"
         )
-    args = WideEntranceArgs(count=len(maps), whole=len(whole), late=len(late), rows=rows, late_rounds=LATE_ROUNDS)
+    args = WideEntranceArgs(count=len(maps), whole=len(whole), late=len(late), rows=rows)
     for slot, (weight, x, y, activation) in zip(args.maps, maps, strict=False):
         shape = WideShape(*weight.shape)
         if not fits_wide(shape, transposed=False) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):

@@ -19,10 +19,15 @@ pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUD
 ROWS = 21
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel, for the CPU."""
+    return emulated("wide_entrance", tmp_path_factory.mktemp("emulated"))
+
+
 @pytest.fixture(autouse=True)
-def on_cpu(tmp_path: object, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    """Launches go to the emulation, of one block: it has nobody to wait for."""
-    library: ctypes.CDLL = emulated("wide_entrance", tmp_path_factory.mktemp("emulated"))
+def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """Launches go to the emulation, one block after the other: only earlier ones may be waited for."""
 
     class Kernels:
         """As cuda_library.Kernels."""
@@ -36,7 +41,6 @@ def on_cpu(tmp_path: object, tmp_path_factory: pytest.TempPathFactory, monkeypat
     monkeypatch.setattr(cuda_wide_entrance, "cuda_pointer", lambda tensor: tensor.data_ptr())
     monkeypatch.setattr(cuda_wide_entrance, "prepare_wide", lambda device: work)
     monkeypatch.setattr(cuda_wide_entrance, "HALF_SPLITS", 1)
-    library.emulation_set(1, 227 << 10)
     return work
 
 
@@ -56,8 +60,10 @@ def times(x: Tensor, w: Tensor) -> Tensor:
     return x.float() @ w.float().T
 
 
-def test_an_entrance(on_cpu: Workspace) -> None:
-    """r, k; two low ranks, and their exits from what those give; dealt to one block."""
+@pytest.mark.parametrize("processors", [1, 5])
+def test_an_entrance(processors: int, library: ctypes.CDLL, on_cpu: Workspace) -> None:
+    """r, k; two low ranks, and their exits from what those give: all by one block, or the exits by the fifth."""
+    library.emulation_set(processors, 227 << 10)
     none = Activation.NONE
     whole: list[HalfMap] = [(weight(n, 256), torch.randn(ROWS, 256).half(), poisoned(n), none) for n in (272, 128)]
     shared: list[HalfMap] = [

@@ -77,7 +77,6 @@ struct WideLaunch {
     int first_tile[MAX_WIDE_MAPS + 1];  // of each map
     int count;
     int coded, early;  // IS_MIXED: maps in codes, of halves alone those whose tiles are whole; all whose inputs are there before the launch
-    int late_rounds;  // WIDE_ENTRANCE: late tiles that each block without a whole one has at most
     int rows;
     int row_blocks;   // how many times ROWS it takes to hold the rows; each tile of outputs is made for all of them
     float4* partial;  // where k is split: [tiles][SPLITS][ROWS / 8][256]
@@ -275,7 +274,7 @@ template <int SPLITS, WideKind KIND>
 constexpr int BLOCK_SPLITS = IS_MIXED<KIND> ? 1 : SPLITS;
 
 // The numbers of a block's works, one after the other. Those that are late are dealt from the first block on again; of an
-// entrance, whose whole tiles take longest, first to the blocks that have none of these, so many to each, then to the others.
+// entrance, whose whole tiles take longest, to the blocks that have none of these.
 template <WideKind KIND, int SPLITS>
 struct WideTurn {
     int number, step, late, late_number, late_step, end, waiting;
@@ -288,11 +287,8 @@ struct WideTurn {
             const int tiles = wide_late_tiles(p), whole = p.first_tile[p.coded];
             late = end - tiles, late_number = late + number, waiting = min(tiles, step);
             if (KIND == WIDE_ENTRANCE && whole < step) {
-                const int free = step - whole, theirs = min(tiles, p.late_rounds * free);
-                const bool is_free = number >= whole;
-                late_number = is_free ? late + number - whole : late + theirs + number, late_step = is_free ? free : whole;
-                if (is_free) end = late + theirs;
-                waiting = min(theirs, free) + min(tiles - theirs, whole);
+                late_number = number < whole ? end : late + number - whole;
+                late_step = step - whole, waiting = min(tiles, late_step);
             }
             if (number >= late) number = late_number;
         }

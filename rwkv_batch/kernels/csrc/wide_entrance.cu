@@ -15,7 +15,6 @@ struct WideEntranceArgs {
     int count;
     int whole, late;  // the first maps, of which a tile is a block's; the last ones, whose inputs are results of those between
     int rows;
-    int late_rounds;  // see WideLaunch
     int tile_rows, splits;  // k of a tile that is neither is shared by so many blocks
     void* partial;    // see WideLaunch
     void* counters;
@@ -25,7 +24,7 @@ RWKV_API int rwkv_wide_entrance(const WideEntranceArgs* args, void* stream) {
     if (encode_tiled() == nullptr) return static_cast<int>(cudaErrorNotSupported);
     WideLaunch p;
     describe_maps(p, *args);
-    p.coded = args->whole, p.early = args->count - args->late, p.late_rounds = args->late_rounds;
+    p.coded = args->whole, p.early = args->count - args->late;
     for (int i = 0; i < args->count; ++i) {
         const WideEntranceMap& m = args->maps[i];
         if (!describe_rows(&p.weights[i], m.weight, HALVES, m.n, m.k, OUTPUTS) || !describe_rows(&p.inputs[i], m.x, HALVES, args->rows, m.k, args->tile_rows)) {
