@@ -15,6 +15,7 @@ from rwkv_batch.kernels.cuda_entrance import CudaProjections, project
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import (
     NormMixArgs,
+    RowValueArgs,
     ShiftMixArgs,
     WkvArgs,
     cuda_pointer,
@@ -30,12 +31,16 @@ from rwkv_batch.kernels.cuda_quant import (
     CodeMap,
     CudaQuantLinear,
     CudaQuantValue,
+    LoneRow,
     QuantMap,
     RowCodes,
+    RowSums,
     Shares,
     UnmixedRow,
     add_shares,
+    add_sums,
     added_up,
+    fits_row_value,
     fits_wide_row,
     make_quantised,
     multiply_codes,
@@ -81,6 +86,8 @@ class Workspace:
     """[C / 256] int32, zero between launches"""
     mix_counter: Tensor
     """[1] int32, likewise"""
+    row_sums: Tensor
+    """[8, C / 8] int64: of one row, from a channel mix to what adds it to the residual stream"""
 
 
 class CudaOps:
@@ -127,6 +134,7 @@ class CudaOps:
             torch.empty(-(-ffn // SPARSE_SHARE) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(8, -(-width // 8), dtype=torch.int64, device=device),
         )
         self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
         library()
@@ -134,29 +142,32 @@ class CudaOps:
             prepare_wide(device)
 
     def shift_mix(
-        self, x: Tensor, delta: Tensor | Shares | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow]:
+        self, x: Tensor, delta: Tensor | Shares | RowSums | None, entrance: Entrance, shift: Tensor, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor | CodedMix | UnmixedRow | list[LoneRow]]:
         """As naive, with mix [M, C] fp16 and the mixed inputs of the time mix in the order r, k, v, w, a, g.
 
         Those of maps that multiply fp8 codes are made codes here, unless adapters want them as halves; of one decoding
-        row of small weights they are made in the launch of their maps.
+        row of small weights they are made in the launch of their maps, or are a LoneRow.
         """
         tokens, width = x.shape
         x_out = torch.empty_like(x)
         norm, mix = entrance.norm, entrance.mix
-        shares = delta.shares if isinstance(delta, Shares) else None
-        delta = None if isinstance(delta, Shares) else delta
+        delta, shares = (None, delta.shares) if isinstance(delta, Shares) else (delta, None)
         if tokens == 1 and shares is None and not has_adapters(inputs) and _mixes_in_launch(entrance):
             return x_out, self._unmixed(x, delta, x_out, entrance, shift, inputs)
         coded = None if has_adapters(inputs) else _coded_mix(x, entrance)
         mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
         ragged = inputs.max_seqlen > 1
         rows = len(inputs.read_slots)
+        delta, sums = _in_halves_or_sums(delta)
+        added = self._row_sums(x) if tokens == 1 and not has_adapters(inputs) and self._adds_sums(entrance) else None
         tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
         args = ShiftMixArgs(
             x=cuda_pointer(x),
             delta=cuda_pointer(delta),
             shares=cuda_pointer(shares, torch.float32),
+            sums=cuda_pointer(sums, torch.int64),
+            added=cuda_pointer(added, torch.int64),
             x_out=cuda_pointer(x_out),
             mixed=cuda_pointer(mixed),
             codes=None if coded is None else coded.codes.data_ptr(),
@@ -180,15 +191,25 @@ class CudaOps:
             token_blocks=1 if shares is None or ragged else _token_blocks(width, coded),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
+        if added is not None:
+            return x_out, [LoneRow(mixed[0], added)]
         return x_out, mixed if coded is None else coded
 
     def _unmixed(
-        self, x: Tensor, delta: Tensor | None, x_out: Tensor, entrance: Entrance, shift: Tensor, inputs: StepInputs
+        self,
+        x: Tensor,
+        delta: Tensor | RowSums | None,
+        x_out: Tensor,
+        entrance: Entrance,
+        shift: Tensor,
+        inputs: StepInputs,
     ) -> UnmixedRow:
         norm, mix = entrance.norm, entrance.mix
+        delta, sums = _in_halves_or_sums(delta)
         args = NormMixArgs(
             x=cuda_pointer(x),
             delta=cuda_pointer(delta),
+            sums=cuda_pointer(sums, torch.int64),
             x_out=cuda_pointer(x_out),
             shift=slots_pointer(shift, (torch.float16,)),
             weight=cuda_pointer(norm.weight, torch.float32),
@@ -200,6 +221,18 @@ class CudaOps:
             width=x.shape[1],
         )
         return UnmixedRow(mix.unsqueeze(1), args, (x,) if delta is None else (x, delta))
+
+    def _adds_sums(self, entrance: Entrance) -> bool:
+        """Whether the channel mix behind it adds its one row to sums."""
+        reader = entrance.reader
+        if len(entrance.mix) > 1 or not isinstance(reader, CudaQuantLinear):
+            return False
+        return fits_row_value(reader, self._processors[reader.packed.codes.device])
+
+    def _row_sums(self, x: Tensor) -> Tensor:
+        """[8, C / 8] int64, the same for all layers of a device: each is read before the next is begun."""
+        width = x.shape[1]
+        return self.workspaces[x.device].row_sums.flatten()[:width].view(8, -1)
 
     def project(
         self, layer: Layer, mixed: Tensor | CodedMix | UnmixedRow, adapters: LayerAdapters | None = None
@@ -274,14 +307,16 @@ class CudaOps:
         linear = layer.output
         return multiply_to_shares(linear, y) if isinstance(linear, CudaQuantLinear) and y.dtype == PARTS else linear(y)
 
-    def add(self, x: Tensor, delta: Tensor | Shares) -> Tensor:
+    def add(self, x: Tensor, delta: Tensor | Shares | RowSums) -> Tensor:
         """As naive."""
-        return x + delta if isinstance(delta, Tensor) else add_shares(x, delta)
+        if isinstance(delta, Tensor):
+            return x + delta
+        return add_sums(x, delta) if isinstance(delta, RowSums) else add_shares(x, delta)
 
     def channel_mix(
-        self, layer: Layer, x: Tensor | RowCodes | UnmixedRow, adapters: LayerAdapters | None = None
-    ) -> Tensor | Shares:
-        """As naive, x [T, C] fp16 or codes -> [T, C] fp16 or shares; a small batch reads few rows of ffn.value."""
+        self, layer: Layer, x: Tensor | RowCodes | UnmixedRow | LoneRow, adapters: LayerAdapters | None = None
+    ) -> Tensor | Shares | RowSums:
+        """As naive, x [T, C] fp16 or codes -> [T, C] fp16, shares or sums; few rows read some of ffn.value."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         if isinstance(x, RowCodes):
             assert adapters is None, "what adapters read is not made codes"
@@ -289,6 +324,9 @@ class CudaOps:
         if isinstance(x, UnmixedRow):
             assert adapters is None, "what adapters read is made before"
             return self._channel_mix_of_row(layer, x)
+        if isinstance(x, LoneRow):
+            assert adapters is None, "what adapters read is no LoneRow"
+            return self._channel_mix_to_sums(layer, x)
         if isinstance(layer.ffn_value, CudaQuantValue):
             hidden, is_squared = self._hidden_quantised(layer, layer.ffn_value, x, adapters)
             of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
@@ -311,6 +349,16 @@ class CudaOps:
         hidden = row.mix.new_empty(1, key.packed.rows)
         multiply_few([QuantMap(key, row.mix[0], hidden, Activation.RELU_SQUARED)], norm=row.args)
         return self._value_quantised(value, hidden, is_squared=True)
+
+    def _channel_mix_to_sums(self, layer: CudaLayer, row: LoneRow) -> RowSums:
+        key, value = layer.ffn_key, layer.ffn_value
+        assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
+        packed = value.packed
+        sums = cuda_pointer(row.added, torch.int64)
+        args = RowValueArgs(packed.codes.data_ptr(), packed.scales.data_ptr(), sums, packed.columns)
+        hidden = row.x.new_empty(1, key.packed.rows)
+        multiply_few([QuantMap(key, row.x, hidden, Activation.RELU_SQUARED)], value=args)
+        return RowSums(row.added)
 
     def _channel_mix_of_codes(self, layer: CudaLayer, x: RowCodes) -> Tensor | Shares:
         key, value = layer.ffn_key, layer.ffn_value
@@ -438,21 +486,25 @@ def _token_blocks(width: int, coded: CodedMix | None) -> int:
     return TOKEN_BLOCKS if in_parts and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
 
 
+def _in_halves_or_sums(delta: Tensor | RowSums | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, delta.sums) if isinstance(delta, RowSums) else (delta, None)
+
+
 def _takes_parts(linear: Linear, rows: int) -> bool:
     return isinstance(linear, CudaQuantLinear) and linear.takes_parts(rows)
 
 
 def _mixes_in_launch(entrance: Entrance) -> bool:
-    """Whether the launch that multiplies one row's mixed inputs makes them.
+    """Whether the launch that multiplies one row's mixed inputs makes them: slower with 4 bits.
 
-    Hopper's kernel for one row those of a time mix, and of 4 bits all. The streaming kernel is slower so with 4 bits.
+    Hopper's kernel for one row makes those of a time mix.
     """
     reader = entrance.reader
-    if not isinstance(reader, CudaQuantLinear):
+    if not isinstance(reader, CudaQuantLinear) or reader.format is Format.INT4:
         return False
     if fits_wide_row(reader, [reader.packed.columns]):
-        return len(entrance.mix) > 1 or reader.format is Format.INT4
-    return reader.format is not Format.INT4 and reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
+        return len(entrance.mix) > 1
+    return reader.is_few(1) and reader.packed.columns <= MAX_WIDTH
 
 
 def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:

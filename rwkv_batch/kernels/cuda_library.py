@@ -52,7 +52,8 @@ class ShiftMixArgs(Structure):
     """Mirrors the struct in shift_mix.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "shares", "x_out", "mixed", "codes", "scales", "shift", "tail")],
+        *[(name, c_void_p) for name in ("x", "delta", "shares", "sums", "added", "x_out", "mixed", "codes", "scales")],
+        *[(name, c_void_p) for name in ("shift", "tail")],
         *[(name, c_void_p) for name in ("weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
@@ -113,11 +114,18 @@ class NormMixArgs(Structure):
     """Mirrors the struct in norm_mix.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "x_out", "shift", "weight", "bias", "read_slots", "write_slots")],
+        *[(name, c_void_p) for name in ("x", "delta", "sums", "x_out", "shift")],
+        *[(name, c_void_p) for name in ("weight", "bias", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
         ("counter", c_void_p),
         ("width", c_int),
     ]
+
+
+class RowValueArgs(Structure):
+    """Mirrors struct RowValue in quant_maps.cuh."""
+
+    _fields_ = [*[(name, c_void_p) for name in ("codes", "scales", "sums")], ("width", c_int)]
 
 
 class QuantArgs(Structure):
@@ -127,6 +135,7 @@ class QuantArgs(Structure):
         ("maps", QuantMapArgs * MAX_MAPS),
         *[(name, c_int) for name in ("count", "rows", "format")],
         ("norm", NormMixArgs),
+        ("value", RowValueArgs),
     ]
 
 
@@ -246,6 +255,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
+    "rwkv_add_sums": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_wide_few": [POINTER(QuantArgs), c_void_p],
     **{f"rwkv_wide_codes_{name}": [POINTER(WideCodesArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, NormMixArgs, QuantArgs, cuda_pointer, hopper_library, library
+from rwkv_batch.kernels.cuda_library import (
+    MAX_MAPS,
+    NormMixArgs,
+    QuantArgs,
+    RowValueArgs,
+    cuda_pointer,
+    hopper_library,
+    library,
+)
 from rwkv_batch.kernels.cuda_linear import Map, fits_skinny
 from rwkv_batch.kernels.cuda_wide import (
     PARTS,
@@ -50,6 +58,8 @@ CODES_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
 (docs/notebook.md)."""
 INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
 OUTPUT_STEP = 32
+GROUP_INPUTS = 128
+"""That have a scale in common, of int8 and int4."""
 MAX_MIXED_ROWS = 8
 """Most rows for a launch of the streaming kernel that has maps of halves beside those in codes."""
 MAX_INPUTS = 32768
@@ -146,6 +156,22 @@ class UnmixedRow:
         if i or len(self.mix) > 1:
             raise IndexError(f"mixed input {i} of {len(self.mix)} is made with the others")
         return self
+
+
+class LoneRow(NamedTuple):
+    """The mixed input of a channel mix of one row, whose value's product is in the launch of its key's."""
+
+    x: Tensor
+    """[1, C] fp16"""
+    added: Tensor
+    """[8, C / 8] int64: zeros, to which that launch adds"""
+
+
+class RowSums(NamedTuple):
+    """What a channel mix adds to the residual stream of one row, as blocks have added it up (csrc/row_sums.cuh)."""
+
+    sums: Tensor
+    """[8, C / 8] int64: units of 2^-32, of 8 neighbouring channels each in another line"""
 
 
 @dataclass(slots=True)
@@ -325,6 +351,14 @@ def add_shares(x: Tensor | None, delta: Shares) -> Tensor:
     return out
 
 
+def add_sums(x: Tensor, delta: RowSums) -> Tensor:
+    """x [1, C] fp16 and what is added to it -> [1, C] fp16."""
+    out = torch.empty_like(x)
+    places = cuda_pointer(x), cuda_pointer(delta.sums, torch.int64), cuda_pointer(out)
+    hopper_library().call("rwkv_add_sums", *places, x.shape[1])
+    return out
+
+
 def added_up(delta: Tensor | Shares) -> Tensor:
     """[T, C] fp16."""
     return add_shares(None, delta) if isinstance(delta, Shares) else delta
@@ -375,10 +409,16 @@ def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late
         apply_activation(m.y, m.activation)
 
 
-def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = (), norm: NormMixArgs | None = None) -> None:
+def multiply_few(
+    maps: Sequence[QuantMap],
+    halves: Sequence[Map] = (),
+    norm: NormMixArgs | None = None,
+    value: RowValueArgs | None = None,
+) -> None:
     """Up to 8 maps over the same few rows in one launch: of one format, and up to 8 rows of halves beside them.
 
-    `norm`: of what the launch makes its one row; a map reads its mix for x. Raises ValueError for others.
+    `norm`: of what the launch makes its one row; a map reads its mix for x. `value`: what the only map's one row is
+    multiplied by, where it `fits_row_value`; its y is not written. Raises ValueError for others.
     """
     rows, format_ = maps[0].x.shape[0], maps[0].linear.format
     count, most = len(maps) + len(halves), min(FEW_ROWS[format_], MAX_MIXED_ROWS if halves else FEW_ROWS[format_])
@@ -387,6 +427,8 @@ def multiply_few(maps: Sequence[QuantMap], halves: Sequence[Map] = (), norm: Nor
     args = QuantArgs(count=count, rows=rows, format=NUMBERS[format_])
     if norm is not None:
         args.norm = norm
+    if value is not None:
+        args.value = value
     # Halves first: they are twice the bytes of an output, and would be what a launch waits for at its end.
     for slot, half in zip(args.maps[: len(halves)], halves, strict=True):
         n, k = half.weight.shape
@@ -425,6 +467,16 @@ def fits_wide_few(linear: CudaQuantLinear, inputs: Sequence[int], rows: int) -> 
 def fits_wide_row(linear: CudaQuantLinear, inputs: Sequence[int]) -> bool:
     """Whether Hopper's kernel for one row (csrc/wide_row.cu) takes maps of so many inputs in a launch with `linear`."""
     return has_wide(linear.packed.codes.device) and all(k <= MOST_ROW_INPUTS and k % 64 == 0 for k in inputs)
+
+
+def fits_row_value(key: CudaQuantLinear, processors: int) -> bool:
+    """Whether the launch of one row of `key` (csrc/wide_row.cu) takes ffn.value as well, each block a group at most.
+
+    Not of fp8: that was slower (docs/notebook.md).
+    """
+    packed = key.packed
+    is_known = packed.format is not Format.FP8 and packed.rows % GROUP_INPUTS == 0
+    return is_known and packed.rows <= GROUP_INPUTS * processors and fits_wide_row(key, [packed.columns])
 
 
 def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:

@@ -1,5 +1,5 @@
 """One row of small weights: by Hopper's tensor cores (csrc/wide_row.cu), its norm and mix made inside; by the rows of
-ffn.value whose input is not zero (csrc/sparse_row.cu). Against fp32."""
+ffn.value whose input is not zero (csrc/sparse_row.cu), in the launch of ffn.key as well. Against fp32."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_library import RowValueArgs
 from rwkv_batch.kernels.cuda_linear import Map
 from rwkv_batch.kernels.cuda_quant import (
     CudaQuantLinear,
     CudaQuantValue,
+    LoneRow,
     QuantMap,
+    RowSums,
     UnmixedRow,
     added_up,
     fits_wide_row,
@@ -78,15 +82,28 @@ def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> 
     assert error(ys[5], torch.sigmoid(x[5].float() @ halves[1].float().T)) < 1e-3
 
 
-@pytest.mark.parametrize("has_delta", [True, False])
+def ops_of(width: int) -> CudaOps:
+    ops = CudaOps()
+    zeros = (torch.zeros(1, dtype=torch.int32, device=GPU) for _ in range(3))
+    ops.workspaces[GPU] = Workspace(*zeros, torch.zeros(8, width // 8, dtype=torch.int64, device=GPU))
+    ops._processors[GPU] = torch.cuda.get_device_properties(GPU).multi_processor_count
+    return ops
+
+
+def sums_of(delta: Tensor) -> RowSums:
+    """[1, C] as the launch of a channel mix adds it up."""
+    return RowSums((delta.double() * 2.0**32).round().long().view(-1, 8).T.contiguous())
+
+
+@pytest.mark.parametrize("has_delta", ["halves", "sums", ""])
 @pytest.mark.parametrize("width", [4096, 768])
 @pytest.mark.parametrize("format_", Format)
-def test_the_row_is_mixed_inside(format_: Format, width: int, has_delta: bool) -> None:
+def test_the_row_is_mixed_inside(monkeypatch: pytest.MonkeyPatch, format_: Format, width: int, has_delta: str) -> None:
     """As shift_mix has it, to the bit, in a slot that is read and another that is written."""
+    monkeypatch.setattr(cuda, "_mixes_in_launch", lambda entrance: True)
     reader, meant = linear(format_, 96, width)
-    ops = CudaOps()
-    ops.workspaces[GPU] = work = Workspace(*(torch.zeros(1, dtype=torch.int32, device=GPU) for _ in range(3)))
-    ops._processors[GPU] = 132
+    ops = ops_of(width)
+    work = ops.workspaces[GPU]
     norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
     of = Entrance(norm, torch.rand(6, width, device=GPU).half(), reader)
     x, delta, shift = normal(2, width), normal(2, width) if has_delta else None, normal(4, width)
@@ -100,7 +117,8 @@ def test_the_row_is_mixed_inside(format_: Format, width: int, has_delta: bool) -
     after, alone = shift.clone(), shift.clone()
     out, mixed = ops.shift_mix(x, delta, of, after, step(2))
     one = step(1)  # the launch reads its slots
-    out_alone, row = ops.shift_mix(x[:1], None if delta is None else delta[:1], of, alone, one)
+    alone_delta = None if delta is None else sums_of(delta[:1]) if has_delta == "sums" else delta[:1]
+    out_alone, row = ops.shift_mix(x[:1], alone_delta, of, alone, one)
     assert isinstance(mixed, Tensor)
     assert isinstance(row, UnmixedRow)
     y, z = torch.full((3, 1, 96), torch.nan, device=GPU).half(), torch.full((1, 64), torch.nan, device=GPU).half()
@@ -113,6 +131,51 @@ def test_the_row_is_mixed_inside(format_: Format, width: int, has_delta: bool) -
     for i in range(3):
         assert error(y[i], mixed[i][:1].float() @ meant.T) < 1e-3, i
     assert error(z, torch.tanh(mixed[3][:1].float() @ low.float().T)) < 1e-3
+
+
+@pytest.mark.parametrize("push", [-50.0, -2.3, -1.2, 0.0, 3.0, 50.0])
+@pytest.mark.parametrize(("width", "ffn"), [(4096, 16384), (1024, 4096), (768, 3072), (2560, 10240)])
+@pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
+def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, push: float) -> None:
+    """None to all of its rows active; added to what the sums have been, the same bits again; added to a stream."""
+    weight = torch.randn(ffn, width, device=GPU) / width**0.5
+    weight[:, 0] = 1.0
+    key = CudaQuantLinear(quantise(weight, format_))
+    if not fits_wide_row(key, [width]):
+        pytest.skip("a kernel for sm_90 only")
+    stored = quantise(torch.randn(width, ffn, device=GPU) / ffn**0.5, format_)
+    packed = CudaQuantValue(stored).packed
+    x = normal(1, width)
+    x[0, 0] = push
+    hidden = torch.full((1, ffn), torch.nan, device=GPU).half()
+    multiply_few([QuantMap(key, x, hidden, Activation.RELU_SQUARED)])
+    meant = hidden.double() @ dequantise(stored).double().T
+    sums = [torch.full((8, width // 8), units << 32, device=GPU) for units in (0, 0, -3)]
+    for into in sums:
+        value = RowValueArgs(packed.codes.data_ptr(), packed.scales.data_ptr(), into.data_ptr(), width)
+        multiply_few([QuantMap(key, x, torch.empty_like(hidden), Activation.RELU_SQUARED)], value=value)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[2], sums[0] - (3 << 32))
+    y = (sums[0].T.reshape(1, -1).double() * 2.0**-32).float()
+    assert (y - meant).norm() <= 1e-5 * meant.norm()
+    stream = normal(1, width)
+    assert torch.equal(ops_of(width).add(stream, RowSums(sums[0])), stream + y.half())
+
+
+@pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
+def test_sums_begin_with_zeros(format_: Format) -> None:
+    """What a step that was broken off has left there is not in the next channel mix."""
+    width = 1024
+    reader, _ = linear(format_, 4 * width, width)
+    ops = ops_of(width)
+    ops.workspaces[GPU].row_sums.fill_(-1)
+    norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
+    of = Entrance(norm, torch.rand(1, width, device=GPU).half(), reader)
+    ends, slot = torch.tensor([0, 1], device=GPU), torch.tensor([2], device=GPU)
+    inputs = StepInputs(torch.zeros_like(slot), ends, slot, slot, ends[1:] - 1, 1)
+    _, (row,) = ops.shift_mix(normal(1, width), None, of, normal(3, width), inputs)
+    assert isinstance(row, LoneRow)
+    assert not row.added.any()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.12, 0.5, 1.0])

@@ -17,7 +17,9 @@ from rwkv_batch.kernels.cuda_linear import Map
 from rwkv_batch.kernels.cuda_quant import (
     CodedMix,
     CudaQuantLinear,
+    LoneRow,
     QuantMap,
+    RowSums,
     Shares,
     UnmixedRow,
     multiply_few,
@@ -68,7 +70,9 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     monkeypatch.setattr(cuda_quant, "fits_codes", lambda *args: False)
     found = CudaOps()
     found._processors[CPU] = 4
-    found.workspaces[CPU] = Workspace(torch.empty(0), torch.empty(0), torch.zeros(1, dtype=torch.int32))
+    found.workspaces[CPU] = Workspace(
+        torch.empty(0), torch.empty(0), torch.zeros(1, dtype=torch.int32), torch.zeros(8, WIDTH // 8, dtype=torch.int64)
+    )
     return found
 
 
@@ -191,6 +195,50 @@ def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) ->
     x = torch.randn(5, WIDTH).half()
     _, mixed = ops.shift_mix(x, None, entrance(6), torch.zeros(7, WIDTH).half(), step([1] * 5))
     assert isinstance(mixed, Tensor)
+
+
+def sums_of(delta: Tensor) -> Tensor:
+    """[1, C] as kernels add it up (csrc/row_sums.cuh)."""
+    return (delta.double() * 2.0**32).round().long().view(-1, 8).T.contiguous()
+
+
+@pytest.mark.parametrize("mixes", [6, 1])
+@pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
+def test_sums_of_a_row_are_a_delta(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, format_: Format, mixes: int
+) -> None:
+    """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
+    libraries[0].emulation_set(4, 227 << 10)
+    monkeypatch.setattr(cuda, "fits_row_value", lambda key, processors: True)
+    monkeypatch.setattr(cuda, "_mixes_in_launch", lambda entrance: False)
+    of = entrance(mixes)
+    of = Entrance(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
+    x, shift = torch.randn(1, WIDTH).half(), torch.randn(3, WIDTH).half()
+    delta = torch.randn(1, WIDTH) * torch.tensor([1e-5, 1.0, 1000.0, -8000.0]).repeat(WIDTH // 4)
+    plain, after = shift.clone(), shift.clone()
+    out, mixed = ops.shift_mix(x, delta.half(), of, plain, step([1]))
+    kept = ops.workspaces[CPU].row_sums
+    kept.copy_(sums_of(delta))
+    out_of_sums, mixed_of_sums = ops.shift_mix(x, RowSums(kept), of, after, step([1]))
+    assert torch.equal(out_of_sums, out)
+    assert torch.equal(after, plain)
+    if mixes == 6:
+        assert torch.equal(mixed_of_sums, mixed)
+        assert torch.equal(kept, sums_of(delta)), "read only"
+        return
+    (row,) = mixed_of_sums
+    assert isinstance(row, LoneRow)
+    assert torch.equal(row.x, mixed[0].x)
+    assert row.added.data_ptr() == kept.data_ptr()
+    assert not kept.any()
+
+
+def test_sums_are_of_one_row(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:
+    libraries[0].emulation_set(4, 227 << 10)
+    sums = RowSums(ops.workspaces[CPU].row_sums)
+    x = torch.randn(2, WIDTH).half()
+    with pytest.raises(AssertionError, match="rwkv_shift_mix is refused"):
+        ops.shift_mix(x, sums, entrance(6), torch.zeros(4, WIDTH).half(), step([1, 1]))
 
 
 @pytest.mark.parametrize("width", [2304, 512])

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "row_sums.cuh"
 
 constexpr int MAX_WARPS = 16;  // that share a token, 256 channels each
 
@@ -65,6 +66,7 @@ __device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&c
 struct NormMix {
     const __half* x;
     const __half* delta;  // may be null
+    const unsigned long long* sums;  // what delta is the halves of, or null (row_sums.cuh)
     __half* x_out;
     __half* shift;
     const float* weight;
@@ -120,11 +122,12 @@ struct RowMix {
             if (channel(i) >= a.width) continue;
             packed[i] = load16(a.x + channel(i));
             if (a.delta != nullptr) delta[i] = load16(a.delta + channel(i));
+            if (a.sums != nullptr) delta[i] = halves_of_sums(a.sums, a.width, channel(i));
         }
         asked();
 #pragma unroll
         for (int i = 0; i < TIMES; ++i) {
-            if (a.delta != nullptr) packed[i] = add_packed(packed[i], delta[i]);
+            if (a.delta != nullptr || a.sums != nullptr) packed[i] = add_packed(packed[i], delta[i]);
             const float share = 1.0f / fmaxf(channels_of(warp + THREADS / 32 * i, a.width), 1.0f);
             const float2 part = part_moments(packed[i], channel(i) < a.width, share);
             if (lane == 0) room.parts[warp + THREADS / 32 * i] = part;

@@ -18,10 +18,20 @@ struct QuantMap {
     int first_block, blocks;  // of this map in the grid
 };
 
+// ffn.value transposed, [n, width] in the format of the maps, multiplied by what the only map of a launch of one row makes of n
+// outputs: its rows whose input is not zero are added to `sums`.
+struct RowValue {
+    const uint8_t* codes;  // null: there is none
+    const void* scales;
+    unsigned long long* sums;  // [8][width / 8], see row_sums.cuh
+    int width;
+};
+
 struct QuantArgs {
     QuantMap maps[MAX_MAPS];
     int count;
     int rows;
     int format;
     NormMix norm;  // norm.x is null, or what the one row is made of; a map's x is then its mix [k]
+    RowValue value;
 };

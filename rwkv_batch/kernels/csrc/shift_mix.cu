@@ -8,6 +8,8 @@
 //   x      [T, C]     fp16  read  (and the token before the block's first one)
 //   delta  [T, C]     fp16  read  (may be null)
 //   shares [S, T, C]  fp32  may be null; else delta is their sum over S, added up in order and rounded to fp16
+//   sums   of one row that decodes, what delta is the halves of (row_sums.cuh; may be null)
+//   added  of one row that decodes, sums that become zero when those have been read (may be null)
 //   x_out  [T, C]     fp16  written: x + delta; never x itself, a neighbour still reads it
 //   mixed  [M, T, C]  fp16  written: h + (h of the token before - h) * mix[m], M = 1 or 6
 //   codes  [K, T, C]  e4m3  may be null; else the first K of these (3 of 6, or the one), rounded to fp16 and then to codes
@@ -28,6 +30,8 @@ struct ShiftMixArgs {
     const __half* x;
     const __half* delta;
     const float* shares;
+    const unsigned long long* sums;
+    unsigned long long* added;
     __half* x_out;
     __half* mixed;
     uint2* codes;
@@ -224,6 +228,8 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
             packed = add_packed(packed, add_shares(a.shares, a.num_shares, static_cast<int64_t>(a.tokens) * width, at));
         } else if (a.delta != nullptr) {
             packed = add_packed(packed, load16(a.delta + at));
+        } else if (a.sums != nullptr) {
+            packed = add_packed(packed, halves_of_sums(a.sums, width, channel));
         }
         if (HELD && !MIX_HELD) load_mixes();
     }
@@ -245,6 +251,7 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
     if (!HELD && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
     write_mixed<MIXES, GROUP, FORM>(
         a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_early(p, v); });
+    if (a.added != nullptr && active) clear_sums(a.added, width, channel);
 }
 
 // Decoding, of shares, which are four times as much as all else that a token reads, to parts: its channels are shared by
@@ -422,7 +429,10 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
         if (a.token_blocks == TOKEN_BLOCKS) return launch_clusters(shift_mix_shares_kernel<MIXES>, a, stream);
     }
     const auto launch_rows = [&](auto shares) {
-        if (a.tokens <= this_machine().processors) {
+        if (a.tokens == 1) {
+            // With the split that the products of one row have, so that it comes up beside them.
+            launch_with_split(shift_mix_rows_kernel<MIXES, true, FORM, shares.value>, dim3(1), threads, 0, 100, stream, a);
+        } else if (a.tokens <= this_machine().processors) {
             launch(shift_mix_rows_kernel<MIXES, true, FORM, shares.value>, dim3(a.tokens), threads, stream, a);
         } else {
             launch(shift_mix_rows_kernel<MIXES, false, FORM, shares.value>, dim3(a.tokens), threads, stream, a);
@@ -439,6 +449,7 @@ RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const bool clusters = a->token_blocks == TOKEN_BLOCKS && this_machine().early_launch && a->width % (256 * TOKEN_BLOCKS) == 0;
     if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->codes == nullptr || a->scales != nullptr || a->cu_seqlens != nullptr))
         return static_cast<int>(cudaErrorInvalidValue);
+    if ((a->sums != nullptr || a->added != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
     const auto as_wanted = [&](auto mixes) {
         if (a->codes == nullptr) return launch_shift_mix<mixes.value, As::HALVES>(*a, threads, stream);

@@ -4,32 +4,42 @@
 // The codes are wgmma's first operand, the inputs its second: split into three parts, each of which holds what the ones
 // before have left, so that nothing of an fp16 input is lost but last bits of those that are 4,000 times smaller than the
 // largest of their 128, which have a scale. For fp8 the parts are e4m3 codes, each part's unit a 16th of the one's before, for
-// int8 and int4 the bytes of 24 bits.
+// int8 the bytes of 24 bits.
 // The fp8 units add in some 14 bits: sums leave them after each 128 inputs.
+//
+// Codes of 4 bits become bytes by two masks, 16 times as large, and are multiplied by warps (m16n8k32), their inputs being the
+// two bytes of 16 bits with a scale for 128. A lane's codes are all of one group of inputs, of four side by side, and so are the
+// two of eight columns that are not zero for it: four groups are added up at once and come out in a lane each.
 //
 // A unit of work is 32 outputs; a block's are neighbours. A tile is 32 outputs by four pieces of 128 bytes along k: two
 // pieces side by side are the operand's 64 rows, each multiplied by the columns of its own inputs (0 .. 3 and 4 .. 7).
 // Four warpgroups take turns with a unit's tiles, so that four are worked at; a warp more keeps the ring of tiles filled,
-// from before the launch's inputs are there. Before these have been asked for it asks for EARLY_TILES only: what is asked
-// for later by any block, ffn.value's or the WKV's beside this one too, waits behind that.
+// from before the launch's inputs are there. Before these have been asked for it asks for some tiles only (early_tiles): what is
+// asked for later by any block, ffn.value's or the WKV's beside this one too, waits behind that.
 //
 // A block's units are of one map, so that it makes its row once. Maps get blocks by their bytes.
 //
 // A map: codes [n, k] (n a multiple of 32, k of 128, of 4 bits 256, at most 4,096), or halves (n of 32, k of 64).
-// Bytes: W and its scales once; x, 2k, and where there is one the norm's and a mix's weights, in every block.
+// A value (RowValue): the map is ffn.key, squared, of a multiple of 32 outputs for each block; behind its last unit a block
+// multiplies the rows of ffn.value whose inputs it has made, and are not zero, and adds them to the row's sums (row_sums.cuh).
+// These rows, at most a group, come by bulk copies as soon as a unit is done, as many as there is room for.
+//
+// Bytes: W and its scales once; x, 2k, and where there is one the norm's and a mix's weights, in every block. Of a value its
+// active rows and a group's scales in each block, and 8C of sums.
 #include "quant.cuh"
 #include "quant_maps.cuh"
+#include "row_sums.cuh"
 #include "wide_maps.cuh"
 
 constexpr int UNIT = 32, PIECES = 4, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS;
 constexpr int STAGES = 2 * WARPGROUPS;  // of the ring; a multiple, so that a place always is the same warpgroup's
-constexpr int EARLY_TILES = 4;  // of a block, asked for before its inputs are
 constexpr int TILE_ROOM = UNIT * PIECES * TILE_BYTES, INPUT_ROOM = MOST_HELD * 4 + 256;  // 256: read past, not used
 
 struct RowLaunch {
     CUtensorMap weights[MAX_MAPS], scales[MAX_MAPS];
     QuantArgs args;
     int units[MAX_MAPS];
+    int early;  // tiles of a block, asked for before its inputs are
 };
 
 // A block's units, which are of one map.
@@ -62,6 +72,20 @@ struct RowRoom {
     MixRoom mix;
 };
 
+constexpr int MOST_VALUED = GROUP_INPUTS;  // rows of a value that a block has
+constexpr int VALUE_ROOM = 60 << 10;       // for active ones; what does not fit is read from where it is
+
+struct ActiveRow {
+    float x;
+    int row;
+};
+
+struct alignas(16) ValueRoom {
+    uint64_t full;
+    int count;
+    ActiveRow active[MOST_VALUED];
+};
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int PARTS = 3;           // of an input
 constexpr int PAIR_BYTES = 1024;  // inputs of two groups of 128: [16 inputs][group, part][16]
@@ -85,11 +109,11 @@ __device__ __forceinline__ void multiply_bytes(int (&s)[4], uint64_t a, uint64_t
                  "wgmma.mma_async.sync.aligned.m64n8k32.s32.u8.s8 {%0,%1,%2,%3}, %4, %5, add;\n}"
                  : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3]) : "l"(a), "l"(b), "r"(add));
 }
-__device__ __forceinline__ void multiply_bytes(int (&s)[4], const uint32_t (&a)[4], uint64_t b, int add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k32.s32.u8.s8 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, add;\n}"
+// A warp: s [16 x 8] += a [16 x 32] * b [8 x 32]^T.
+__device__ __forceinline__ void multiply_bytes_of_warp(int (&s)[4], const uint32_t (&a)[4], uint32_t low, uint32_t high) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
 }
 // s [64 x 16] += a [64 x 16] * b [16 x 16]^T of halves.
 __device__ __forceinline__ void multiply_16_halves(float (&s)[8], uint64_t a, uint64_t b, int add) {
@@ -121,6 +145,19 @@ __device__ __forceinline__ int half_warp_sum(int v) {
 }
 __device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Of 4 bits: where the upper parts of 32 inputs are, a quarter of a group; the lower ones' place differs by OTHER_PART.
+constexpr uint32_t OTHER_PART = 128 | 64;
+__device__ __forceinline__ uint32_t place_of_parts(uint32_t x, int group, int quarter) { return x + group * 256 + quarter * 32; }
+
+// Four words, or zeros.
+__device__ __forceinline__ uint4 shared_u128_if(bool wanted, uint32_t at) {
+    uint4 v;
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+                 "@wanted ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "r"(at), "r"(static_cast<uint32_t>(wanted)) : "memory");
+    return v;
 }
 
 // Inputs c .. c + 7 (zeros where `inside` is false) as parts into the operand's place at x. All lanes of a warp.
@@ -156,6 +193,26 @@ __device__ __forceinline__ void store_parts(uint32_t x, RowRoom& room, int c, co
         for (int part = 0; part < PARTS; ++part)
             put_words(to + c % 128 / 16 * 128 + part * 16 + (c & 8), codes[part][0] | codes[part][1] << 16, codes[part][2] | codes[part][3] << 16);
         if ((threadIdx.x & 15) == 0) room.scales[group] = __uint_as_float((exponent - 7u) << 23);
+    } else if constexpr (FORMAT == INT4) {
+        // Two parts, as a lane has the codes of a word: the lower nibbles of its bytes, then the others. Codes are 16 times as large.
+        constexpr float MOST = 127.0f * 256.0f;
+        const float inverse = largest > 0.0f ? MOST / largest : 0.0f;
+        int high[8], low[8], sum = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int v = __float2int_rn(f[j] * inverse);
+            high[j] = (v + 128) >> 8, low[j] = v - (high[j] << 8), sum += v;
+        }
+        sum = half_warp_sum(sum);
+        if (!inside) return;
+        const int word = c % 128 / 8;
+        const uint32_t at = place_of_parts(x, group, word / 4) + word % 4 * 8;
+        put_words(at, pack_bytes(high[0], high[4], high[1], high[5]), pack_bytes(high[2], high[6], high[3], high[7]));
+        put_words(at ^ OTHER_PART, pack_bytes(low[0], low[4], low[1], low[5]), pack_bytes(low[2], low[6], low[3], low[7]));
+        if ((threadIdx.x & 15) == 0) {
+            room.scales[group] = largest / (16.0f * MOST);
+            room.input_sums[group][0] = static_cast<float>(16 * sum);
+        }
     } else {
         constexpr float MOST = 127.0f * 65536.0f;
         const float inverse = largest > 0.0f ? MOST / largest : 0.0f;
@@ -175,15 +232,7 @@ __device__ __forceinline__ void store_parts(uint32_t x, RowRoom& room, int c, co
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             const auto& v = parts[part];
-            if constexpr (FORMAT == INT8) {
-                put_words(to + c % 128 / 16 * 128 + part * 16 + (c & 8), pack_bytes(v[0], v[1], v[2], v[3]), pack_bytes(v[4], v[5], v[6], v[7]));
-            } else {
-                // As a lane has the codes of a word: of lane t's 16 bytes word s in step s, the lower nibbles of its bytes first.
-                const int word = c % 128 / 8, t = word / 4, step = word % 4;
-                const uint32_t at = to + step * 256 + part * 16 + 4 * t;
-                put_word(at, pack_bytes(v[0], v[4], v[1], v[5]));
-                put_word(at + 128, pack_bytes(v[2], v[6], v[3], v[7]));
-            }
+            put_words(to + c % 128 / 16 * 128 + part * 16 + (c & 8), pack_bytes(v[0], v[1], v[2], v[3]), pack_bytes(v[4], v[5], v[6], v[7]));
         }
         if ((threadIdx.x & 15) == 0) {
             room.scales[group] = largest / MOST;
@@ -192,6 +241,55 @@ __device__ __forceinline__ void store_parts(uint32_t x, RowRoom& room, int c, co
         }
     }
 }
+
+// Eight columns of rows of a value times their inputs, in fp32. A code alone is a number that is not normal, so that none is
+// converted: 2^-149 for each unit, times a power of 16 or 256 where it is not lowest.
+template <Format FORMAT>
+struct ValueSums {
+    static_assert(FORMAT != FP8);
+    using Raw = std::conditional_t<FORMAT == INT4, uint32_t, uint2>;  // of a row's eight
+    static constexpr float LIFT = 0x1p100f;  // of inputs: products are normal numbers
+    float sums[8] = {}, inputs = 0.0f;
+
+    __device__ __forceinline__ void add(float x, const Raw& raw) {
+        const float lifted = x * LIFT;
+        inputs += x;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint32_t code;
+            if constexpr (FORMAT == INT4) code = (i < 5 ? raw : raw >> 12) & 0xfu << bits_below(i);
+            else code = (i < 4 ? raw.x : raw.y) >> i % 4 / 2 * 16 & 0xffu << bits_below(i);
+            sums[i] = fmaf(lifted, __uint_as_float(code), sums[i]);
+        }
+    }
+    __device__ static constexpr uint32_t bits_below(int i) { return FORMAT == INT4 ? 4 * (i < 5 ? i : i - 3) : 8 * (i % 2); }
+    __device__ static constexpr int column(int i) { return FORMAT == INT4 ? 2 * (i % 4) + i / 4 : i; }
+
+    // In the order of columns, scaled: of the group of inputs that the rows are of, c the first column.
+    __device__ __forceinline__ void finish(const void* scales, int group, int width, int c, float (&out)[8]) const {
+        const int64_t at = static_cast<int64_t>(group) * width + c;
+        float scale[8], zero[8];
+        if constexpr (FORMAT == INT4) {
+            const auto* const from = reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(scales) + at);
+            const uint4 low = __ldg(from), high = __ldg(from + 1);
+            const uint32_t items[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[i]));
+                scale[i] = item.x, zero[i] = item.y - 1024.0f;
+            }
+        } else {
+            unpack8(__ldg(reinterpret_cast<const uint4*>(static_cast<const __half*>(scales) + at)), scale);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) zero[i] = 128.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float unit = __uint_as_float((127u + 149u - 100u - bits_below(i)) << 23);  // what a code's was, without LIFT
+            out[column(i)] = fmaf(-zero[column(i)], inputs, sums[i] * unit) * scale[column(i)] * code_scale<FORMAT>();
+        }
+    }
+};
 
 // One lane: the tiles of a block's units into the ring.
 template <Format FORMAT>
@@ -211,7 +309,7 @@ __device__ __forceinline__ void fetch_units(const RowLaunch& p, RowRoom& room, u
         for (int step = 0; step * PIECES * TILE_BYTES < row_bytes; ++step) {
             wait_barrier(empty + 8 * stage, parity);
             const uint32_t barrier = full + 8 * stage, to = ring + stage * Tile::BYTES;
-            if (count++ == EARLY_TILES) wait_barrier(asked + 8, 0);
+            if (count++ == p.early) wait_barrier(asked + 8, 0);
             const bool scaled = Tile::grouped && !half;
             expect_bytes(barrier, TILE_ROOM + (scaled ? Tile::GROUPS * UNIT * Tile::SCALE_ITEM : 0));
             copy_box(to, &p.weights[share.map], 0, output, step * PIECES, barrier, EVICT_FIRST);
@@ -222,9 +320,10 @@ __device__ __forceinline__ void fetch_units(const RowLaunch& p, RowRoom& room, u
 }
 #endif
 
-// At most 64 registers a thread of 4 bits, 48 of 8: so many blocks of ffn.value and the WKV stand beside.
-template <Format FORMAT, bool NORMED>
-__global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 1 : 2) wide_row_kernel(const __grid_constant__ RowLaunch p) {
+// At most 64 registers a thread of 4 bits, 48 of 8: so many blocks of ffn.value and the WKV stand beside (with 72 of 4 bits, of
+// which a quarter of a processor has five warps, the WKV's do not). No block does beside one with a value.
+template <Format FORMAT, bool NORMED, bool VALUED>
+__global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 1024 : 640, VALUED || FORMAT == INT4 ? 1 : 2) wide_row_kernel(const __grid_constant__ RowLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     using Tile = RowTile<FORMAT>;
@@ -233,6 +332,11 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
     extern __shared__ unsigned char dynamic[];
     const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u, x = ring + STAGES * Tile::BYTES;
     RowRoom& room = *reinterpret_cast<RowRoom*>(dynamic + (x + INPUT_ROOM - shared_address(dynamic)));
+    ValueRoom& valued = *reinterpret_cast<ValueRoom*>(&room + 1);  // VALUED
+    const unsigned char* const value_rows = reinterpret_cast<const unsigned char*>(&valued + 1);
+    const int value_bytes = FORMAT == INT4 ? p.args.value.width / 2 : p.args.value.width;  // of a row
+    const int value_places = VALUED ? VALUE_ROOM / value_bytes : 0;
+    const RowShare share = share_of(p, blockIdx.x);
     const int warp = __shfl_sync(FULL, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane & 3;
     const uint32_t full = shared_address(room.full), empty = shared_address(room.empty);
     if (threadIdx.x == 0) {
@@ -241,11 +345,11 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
             init_barrier(empty + 8 * i, 4);
         }
         for (int i = 0; i < 2; ++i) init_barrier(shared_address(&room.asked[i]), CONSUMERS / 32);
+        if (VALUED) init_barrier(shared_address(&valued.full), share.last - share.first);
         publish_barriers();
     }
     __syncthreads();
     let_next_start();
-    const RowShare share = share_of(p, blockIdx.x);
     if (warp == CONSUMERS / 32) {
         if (elect_lane()) fetch_units<FORMAT>(p, room, ring, share);
         return;
@@ -299,6 +403,11 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
     const int group = warp / 4, second = warp % 4 / 2;   // the warpgroup; which of two pieces side by side the warp's rows are
     const int output = warp % 2 * 16 + g;                // of the unit, and the one 8 behind
     const bool low_part = t & 1;                         // its column is the third part
+    // Of 4 bits: its output of the unit, and the one 8 behind; of a warp's lines those of two that load together are 4 apart.
+    const int line = warp % 2 * 16 + (g >> 1 | (g & 1) << 2);
+    constexpr bool KEEPS = FORMAT == INT4 && VALUED;  // the parts that its tiles are multiplied by, in registers
+    uint4 parts[KEEPS ? 4 : 1][2];
+    int parts_of = -1;  // the step
     int stage = group, parity = 0;  // of the warpgroup's next tile
     // Its tiles are those whose number leaves it when divided by WARPGROUPS: who waits for a place to be filled again must have
     // seen it filled before, as a parity tells no more than that.
@@ -309,6 +418,7 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
         if (stage >= STAGES) stage -= STAGES, parity ^= 1;
     };
     int before = 0;  // tiles of the units before
+    int listed = 0;  // of the first warp: rows of the value that are active
     for (int unit = share.first; unit < share.last; ++unit) {
         const int out = unit * UNIT + threadIdx.x;  // of a thread of the first warp
         float scale = half ? 1.0f : code_scale<FORMAT>();
@@ -318,7 +428,61 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
         const int turn = (group - before) & (WARPGROUPS - 1);  // its first tile of the unit
         before += steps;
         int step = turn;
-        if (half) {
+        if (FORMAT == INT4 && !half) {
+            const int groups = m.k / GROUP_INPUTS;
+            for (; step < steps; step += WARPGROUPS) {
+                // A lane's codes are of one group, and so are its sums: those of others are multiplied by zeros.
+                const int in_tile = 2 * t + second, of_inputs = step * Tile::GROUPS + in_tile;
+                const bool has_part = g >> 1 == t;
+                const auto load_parts = [&](uint4 (&to)[2], int quarter) {
+                    const uint32_t at = place_of_parts(x, of_inputs, quarter) ^ ((g & 1) * OTHER_PART);
+                    to[0] = shared_u128_if(has_part, at), to[1] = shared_u128_if(has_part, at + 16);
+                };
+                if (KEEPS && parts_of != step) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) load_parts(parts[KEEPS ? r : 0], (r + t) & 3);
+                    parts_of = step;
+                }
+                wait_barrier(full + 8 * stage, parity);
+                const uint32_t tile = ring + stage * Tile::BYTES, codes_at = tile + t * (UNIT * TILE_BYTES) + line * TILE_BYTES;
+                int products[2][4] = {};
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const int quarter = (r + t) & 3;
+                    const uint32_t at = codes_at + (((second * 4 + quarter) ^ (line & 7)) << 4);
+                    const uint4 low = shared_u128(at), high = shared_u128(at + 8 * TILE_BYTES);
+                    if (!KEEPS) load_parts(parts[0], quarter);
+                    const auto& b = parts[KEEPS ? r : 0];
+                    const auto multiply_word = [&](int j, uint32_t of_line, uint32_t of_other, uint32_t b_low, uint32_t b_high) {
+                        const uint32_t a[4] = {of_line << 4 & 0xf0f0f0f0u, of_other << 4 & 0xf0f0f0f0u, of_line & 0xf0f0f0f0u, of_other & 0xf0f0f0f0u};
+                        multiply_bytes_of_warp(products[j], a, b_low, b_high);
+                    };
+                    multiply_word(0, low.x, high.x, b[0].x, b[0].y);
+                    multiply_word(1, low.y, high.y, b[0].z, b[0].w);
+                    multiply_word(0, low.z, high.z, b[1].x, b[1].y);
+                    multiply_word(1, low.w, high.w, b[1].z, b[1].w);
+                }
+                const int known = min(of_inputs, groups - 1);
+                const float unit_of_x = of_inputs < groups ? room.scales[known] : 0.0f, of_parts = room.input_sums[known][0];
+                uint32_t items[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(items[i]) : "r"(tile + TILE_ROOM + (in_tile * UNIT + line + 8 * i) * Tile::SCALE_ITEM) : "memory");
+                }
+                release();
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[i]));
+                    const int whole = (products[0][2 * i] + products[1][2 * i]) * 256 + products[0][2 * i + 1] + products[1][2 * i + 1];
+                    sums[i] = fmaf(fmaf(1024.0f - item.y, of_parts, static_cast<float>(whole)), unit_of_x * item.x, sums[i]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                sums[i] += __shfl_xor_sync(FULL, sums[i], 1);
+                sums[i] += __shfl_xor_sync(FULL, sums[i], 2);
+            }
+        } else if (half) {
             float products[8] = {};
             for (; step < steps; step += WARPGROUPS) {
                 wait_barrier(full + 8 * stage, parity);
@@ -339,7 +503,7 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
             for (int i = 0; i < 8; ++i) asm volatile("" : "+f"(products[i])::"memory");
 #pragma unroll
             for (int i = 0; i < 2; ++i) sums[i] = second ? products[4 + 2 * i] : products[2 * i];  // of lanes with t == 0
-        } else {
+        } else if constexpr (FORMAT != INT4) {
             constexpr int PAIRS = Tile::GROUPS / 2;  // of groups of inputs
             const int groups = m.k / GROUP_INPUTS;
             for (; step < steps; step += WARPGROUPS) {
@@ -347,68 +511,35 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
                 const uint32_t tile = ring + stage * Tile::BYTES;
                 Sum products[PAIRS][4];
                 const int first_pair = step * PAIRS;
-                if constexpr (FORMAT != INT4) {
-                    begin_products();
-#pragma unroll
-                    for (int pair = 0; pair < PAIRS; ++pair) {
-                        const uint64_t a = describe_tile(tile + pair * (TILE_ROOM / PAIRS));
-                        const uint64_t b = describe_rows_of_16(x + (first_pair + pair) * PAIR_BYTES, 128, 128);
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            if constexpr (FORMAT == FP8) multiply_e4m3(products[pair], a + 2 * j, b + 16 * j, j);
-                            else multiply_bytes(products[pair], a + 2 * j, b + 16 * j, j);
-                        }
-                    }
-                    commit_products();
-                } else {
-#pragma unroll
-                    for (int pair = 0; pair < PAIRS; ++pair) {
-                        uint32_t codes[4][4];  // of each step the operand's registers
-#pragma unroll
-                        for (int up = 0; up < 2; ++up) {
-                            const int line = output + 8 * up;
-                            const uint4 v = shared_u128(tile + pair * UNIT * TILE_BYTES + line * TILE_BYTES + (((second * 4 + t) ^ (line & 7)) << 4));
-#pragma unroll
-                            for (int j = 0; j < 4; ++j) {
-                                const uint32_t word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
-                                codes[j][up] = word & 0x0f0f0f0fu, codes[j][2 + up] = word >> 4 & 0x0f0f0f0fu;
-                            }
-                        }
-                        begin_products();
-                        const uint64_t b = describe_rows_of_16(x + (first_pair + pair) * PAIR_BYTES, 128, 128);
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) multiply_bytes(products[pair], codes[j], b + 16 * j, j);
-                        commit_products();
-                        if (pair + 1 < PAIRS) wait_products<0>();
-                    }
-                }
+                                    begin_products();
+                #pragma unroll
+                                    for (int pair = 0; pair < PAIRS; ++pair) {
+                                        const uint64_t a = describe_tile(tile + pair * (TILE_ROOM / PAIRS));
+                                        const uint64_t b = describe_rows_of_16(x + (first_pair + pair) * PAIR_BYTES, 128, 128);
+                #pragma unroll
+                                        for (int j = 0; j < 4; ++j) {
+                                            if constexpr (FORMAT == FP8) multiply_e4m3(products[pair], a + 2 * j, b + 16 * j, j);
+                                            else multiply_bytes(products[pair], a + 2 * j, b + 16 * j, j);
+                                        }
+                                    }
+                                    commit_products();
                 // What the sums are multiplied by, and what their codes' zeros come to.
                 float unit_of_x[PAIRS], of_parts[PAIRS];
-                uint32_t items[PAIRS][2];
-                const auto load_scales = [&] {
+                uint16_t items[PAIRS][2];
 #pragma unroll
-                    for (int pair = 0; pair < PAIRS; ++pair) {
-                        const int of_inputs = min(2 * (first_pair + pair) + second, groups - 1);
-                        unit_of_x[pair] = room.scales[of_inputs];
-                        if constexpr (Tile::grouped) {
-                            of_parts[pair] = room.input_sums[of_inputs][low_part];
+                for (int pair = 0; pair < PAIRS; ++pair) {
+                    const int of_inputs = min(2 * (first_pair + pair) + second, groups - 1);
+                    unit_of_x[pair] = room.scales[of_inputs];
+                    if constexpr (Tile::grouped) {
+                        of_parts[pair] = room.input_sums[of_inputs][low_part];
 #pragma unroll
-                            for (int i = 0; i < 2; ++i) {
-                                const uint32_t at = tile + TILE_ROOM + ((of_inputs - step * Tile::GROUPS) * UNIT + output + 8 * i) * Tile::SCALE_ITEM;
-                                if constexpr (FORMAT == INT4) {
-                                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(items[pair][i]) : "r"(at) : "memory");
-                                } else {
-                                    uint16_t item;
-                                    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(item) : "r"(at) : "memory");
-                                    items[pair][i] = item;
-                                }
-                            }
+                        for (int i = 0; i < 2; ++i) {
+                            const uint32_t at = tile + TILE_ROOM + ((of_inputs - step * Tile::GROUPS) * UNIT + output + 8 * i) * Tile::SCALE_ITEM;
+                            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(items[pair][i]) : "r"(at) : "memory");
                         }
                     }
-                };
-                if constexpr (FORMAT != INT4) load_scales();
+                }
                 wait_products<0>();
-                if constexpr (FORMAT == INT4) load_scales();  // their registers held codes until then
                 release();
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
@@ -424,10 +555,8 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
                         if constexpr (FORMAT == FP8) {
                             sums[i] = fmaf(low_part ? one * 0x1p-8f : fmaf(other, 0x1p-4f, one), unit_of_x[pair], sums[i]);
                         } else {
-                            const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[pair][i]));
-                            const float zero = FORMAT == INT4 ? 1024.0f - item.y : -128.0f;
                             const float whole = low_part ? static_cast<float>(one) : fmaf(static_cast<float>(one), 65536.0f, static_cast<float>(other) * 256.0f);
-                            sums[i] = fmaf(fmaf(zero, of_parts[pair], whole), unit_of_x[pair] * item.x, sums[i]);
+                            sums[i] = fmaf(fmaf(-128.0f, of_parts[pair], whole), unit_of_x[pair] * __half2float(__ushort_as_half(items[pair][i])), sums[i]);
                         }
                     }
                 }
@@ -436,7 +565,8 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
             for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(FULL, sums[i], 1);
         }
         auto& of_unit = room.sums[unit & 1];
-        if (t == (half ? 0 : 2 * second)) of_unit[2 * turn + second][output] = sums[0], of_unit[2 * turn + second][output + 8] = sums[1];
+        const int of_lane = FORMAT == INT4 && !half ? line : output;
+        if (t == (half || FORMAT == INT4 ? 0 : 2 * second)) of_unit[2 * turn + second][of_lane] = sums[0], of_unit[2 * turn + second][of_lane + 8] = sums[1];
         sync_consumers();
         if (warp == 0 && out < m.n) {
             float y[1] = {};
@@ -444,23 +574,61 @@ __global__ void __launch_bounds__(FORMAT == INT4 ? 1024 : 640, FORMAT == INT4 ? 
             for (int i = 0; i < 2 * WARPGROUPS; ++i) y[0] += of_unit[i][lane];
             y[0] *= scale;
             activate_sums<1>(y, m.activation);
-            if (m.float_out) {
+            if constexpr (VALUED) {
+                const __half input = __float2half_rn(y[0]);
+                const bool active = (__half_as_ushort(input) & 0x7fffu) != 0;
+                const unsigned all = __ballot_sync(FULL, active);
+                const int at = listed + __popc(all & ((1u << lane) - 1u)), end = listed + __popc(all);
+                const uint32_t barrier = shared_address(&valued.full);
+                if (lane == 0) expect_bytes(barrier, max(0, min(end, value_places) - listed) * value_bytes);
+                __syncwarp();
+                if (active) {
+                    valued.active[at] = ActiveRow{__half2float(input), out};
+                    if (at < value_places) {
+                        copy_line(shared_address(value_rows) + at * value_bytes, p.args.value.codes + static_cast<int64_t>(out) * value_bytes, value_bytes, barrier);
+                    }
+                }
+                listed = end;
+                if (lane == 0) valued.count = listed;
+            } else if (m.float_out) {
                 static_cast<float*>(m.y)[out] = y[0];
             } else {
                 static_cast<__half*>(m.y)[out] = __float2half_rn(y[0]);
             }
         }
     }
+    if constexpr (VALUED) {
+        sync_consumers();
+        using Value = ValueSums<FORMAT>;
+        using Raw = typename Value::Raw;
+        const RowValue& of = p.args.value;
+        const int c = 8 * threadIdx.x, count = valued.count, held = min(count, value_places);
+        if (c < of.width) {
+            Value value;
+            wait_barrier(shared_address(&valued.full), 0);
+            const auto* const mine = reinterpret_cast<const Raw*>(value_rows) + threadIdx.x;
+            const auto* const all = reinterpret_cast<const Raw*>(of.codes) + threadIdx.x;
+            const int pitch = value_bytes / sizeof(Raw);
+#pragma unroll 4
+            for (int i = 0; i < held; ++i) value.add(valued.active[i].x, mine[i * pitch]);
+#pragma unroll 4
+            for (int i = held; i < count; ++i) value.add(valued.active[i].x, __ldg(all + static_cast<int64_t>(valued.active[i].row) * pitch));
+            float sums[8];
+            value.finish(of.scales, share.first * UNIT / GROUP_INPUTS, of.width, c, sums);
+            if (count != 0) add_to_sums(of.sums, of.width, c, sums);
+        }
+    }
     if constexpr (NORMED) keep_token<CONSUMERS>(p.args.norm, room.mix, arrived, gridDim.x, sync_consumers);
 #endif
 }
 
-template <Format FORMAT, bool NORMED>
+template <Format FORMAT, bool NORMED, bool VALUED>
 static int launch_row(const RowLaunch& p, void* stream) {
     static bool raised[MAX_DEVICES] = {};
-    const auto kernel = wide_row_kernel<FORMAT, NORMED>;
+    const auto kernel = wide_row_kernel<FORMAT, NORMED, VALUED>;
     const QuantMap& last = p.args.maps[p.args.count - 1];
-    const int bytes = 1024 + STAGES * RowTile<FORMAT>::BYTES + INPUT_ROOM + static_cast<int>(sizeof(RowRoom));
+    const int bytes = 1024 + STAGES * RowTile<FORMAT>::BYTES + INPUT_ROOM + static_cast<int>(sizeof(RowRoom)) +
+                      (VALUED ? static_cast<int>(sizeof(ValueRoom)) + VALUE_ROOM : 0);
     if (!raised[this_device()]) {
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, this_machine().shared_bytes);
         if (error != cudaSuccess) return static_cast<int>(error);
@@ -488,6 +656,17 @@ static void deal_blocks(RowLaunch& p, int blocks, const BytesOf& bytes_of) {
     }
 }
 
+// Deals the units of a map with a value to blocks that all run at once, each with the rows of a group of the value's inputs, or of
+// a half or a quarter of one. Whether that can be.
+static bool deal_value(RowLaunch& p) {
+    QuantMap& m = p.args.maps[0];
+    int share = UNIT;
+    while (share < MOST_VALUED && m.n > share * this_machine().processors) share *= 2;
+    m.first_block = 0, m.blocks = m.n / share;
+    const bool is_alone = p.args.count == 1 && p.args.norm.x == nullptr && m.scales != nullptr;
+    return is_alone && m.n % share == 0 && m.blocks <= this_machine().processors && p.args.value.width % 8 == 0 && p.args.value.width <= 8 * CONSUMERS;
+}
+
 // Scales [k / 128][n] in boxes of a tile's.
 template <Format FORMAT>
 static bool describe_scales(CUtensorMap* map, const QuantMap& m) {
@@ -500,11 +679,14 @@ static bool describe_scales(CUtensorMap* map, const QuantMap& m) {
                           CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// As measured (docs/notebook.md). Of 4 bits no ffn.value stands beside r, k, v, which may have more.
+static int early_tiles(Format format, int maps) { return format != INT4 ? 4 : maps > 1 ? 6 : 3; }
+
 template <Format FORMAT>
 static int launch_format(const QuantArgs& args, void* stream) {
     if (encode_tiled() == nullptr) return static_cast<int>(cudaErrorNotSupported);
     RowLaunch p = {};
-    p.args = args;
+    p.args = args, p.early = early_tiles(FORMAT, args.count);
     const auto row_bytes = [&](int i) {
         const QuantMap& m = args.maps[i];
         return m.scales == nullptr ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k;
@@ -519,8 +701,12 @@ static int launch_format(const QuantArgs& args, void* stream) {
         }
         if (RowTile<FORMAT>::grouped && m.scales != nullptr && !describe_scales<FORMAT>(&p.scales[i], m)) return static_cast<int>(cudaErrorInvalidValue);
     }
+    if constexpr (FORMAT != FP8) {
+        if (args.value.codes != nullptr) return deal_value(p) ? launch_row<FORMAT, false, true>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
+    }
+    if (args.value.codes != nullptr) return static_cast<int>(cudaErrorInvalidValue);
     deal_blocks(p, this_machine().processors, [&](int i) { return static_cast<int64_t>(row_bytes(i)) * p.units[i]; });
-    return args.norm.x != nullptr ? launch_row<FORMAT, true>(p, stream) : launch_row<FORMAT, false>(p, stream);
+    return args.norm.x != nullptr ? launch_row<FORMAT, true, false>(p, stream) : launch_row<FORMAT, false, false>(p, stream);
 }
 
 // One row of maps of up to 4,096 inputs each.
@@ -532,4 +718,18 @@ RWKV_API int rwkv_wide_row(const QuantArgs* args, void* stream) {
         case INT4: return launch_format<INT4>(*args, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);
+}
+
+// x + sums -> x_out, in halves.
+__global__ void add_sums_kernel(const __half* x, const unsigned long long* sums, __half* x_out, int width) {
+    let_next_start();
+    wait_for_inputs();
+    const int c = 8 * threadIdx.x;
+    if (c >= width) return;
+    store16(x_out + c, add_packed(load16(x + c), halves_of_sums(sums, width, c)));
+}
+
+RWKV_API int rwkv_add_sums(const void* x, const void* sums, void* x_out, int width, void* stream) {
+    launch(add_sums_kernel, dim3(1), (width / 8 + 31) / 32 * 32, stream, static_cast<const __half*>(x), static_cast<const unsigned long long*>(sums), static_cast<__half*>(x_out), width);
+    return launch_result();
 }

@@ -325,6 +325,8 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint64_t>(x) * y >> 32; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long by) { return std::exchange(*at, *at + by); }
+inline long long __float2ll_rn(float x) { return std::llrint(x); }
 using std::max;
 using std::min;
 
