@@ -25,7 +25,8 @@ constexpr int TIMES = MOST_SHARE / LISTED, MOST_GROUPS = MOST_SHARE / GROUP_INPU
 struct Fp8Row {
     using Raw = uint32_t;
     using Item = uint32_t;  // none
-    static constexpr bool HAS_NAN = true, GROUPED = false;  // NaN: of bits that are no code of this matrix
+    static constexpr uint32_t NOTHING = 0;  // codes of zero
+    static constexpr bool GROUPED = false;
     static constexpr int ROW_BYTES = 32, SLOTS = 112;
     const uint8_t* weight;
     const void* scales;
@@ -44,7 +45,8 @@ struct Fp8Row {
 struct Int8Row {
     using Raw = uint32_t;
     using Item = uint16_t;
-    static constexpr bool HAS_NAN = false, GROUPED = true;
+    static constexpr uint32_t NOTHING = 0x80808080u;
+    static constexpr bool GROUPED = true;
     static constexpr int ROW_BYTES = 32, SLOTS = 80;
     const uint8_t* weight;
     const void* scales;
@@ -62,7 +64,8 @@ struct Int8Row {
 struct Int4Row {
     using Raw = uint16_t;
     using Item = uint32_t;
-    static constexpr bool HAS_NAN = false, GROUPED = true;
+    static constexpr uint32_t NOTHING = 0;  // the lowest
+    static constexpr bool GROUPED = true;
     static constexpr int ROW_BYTES = 16, SLOTS = 128;
     const uint8_t* weight;
     const void* scales;
@@ -218,15 +221,15 @@ sparse_row_kernel(const __half* h, const Rows weight, __half* y, int width, int 
                 sh.x[warp][slot] = __ushort_as_half(static_cast<unsigned short>(j & 1 ? word >> 16 : word & 0xffffu));
                 active &= active - 1, ++at;
             }
-            // Places without a row: nothing times nothing.
+            // Places without a row: nothing times nothing. Their codes count: sums are rounded by the largest exponent of their
+            // factors, also of one that is multiplied by zero, and what lies there from before may be NaN.
             const auto clear = [&](int position) {
                 if (position < queue.used || position >= limit) return;
                 const int slot = position % SLOTS;
                 sh.x[warp][slot] = __ushort_as_half(0);
-                if (Rows::HAS_NAN) {
+                constexpr uint32_t NOTHING = Rows::NOTHING;
 #pragma unroll
-                    for (int piece = 0; piece < ROW_BYTES; piece += 16) *reinterpret_cast<uint4*>(&sh.codes[warp][slot][piece]) = make_uint4(0, 0, 0, 0);
-                }
+                for (int piece = 0; piece < ROW_BYTES; piece += 16) *reinterpret_cast<uint4*>(&sh.codes[warp][slot][piece]) = make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
             };
             if (lane < pads) clear(pad_from + lane);
             if (Rows::GROUPED) {
