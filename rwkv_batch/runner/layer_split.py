@@ -13,12 +13,11 @@ from rwkv_batch.model.rwkv7 import WHOLE, Cuts
 from rwkv_batch.model.shape import X070
 from rwkv_batch.model.weights import Weights
 
-HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.73, 0.6
+HEAD_FACTOR, HEAD_FACTOR_OF_TWO = 0.88, 0.6
 """What a weight of the head costs beside one of a layer, drawing included: of several stages, and of two. A layer has
-states to read and write too, the more the larger a group of rows is: by traces of four stages the head of 7.2B is 1.2
-layers for groups of 80 rows, 1.0 for 240 and 0.9 for 960, by one of two stages 0.7 for 480, which tokens/s do not show
-(docs/notebook.md). 0.73 is 0.9 layers of it: groups of few rows are held up by their way through all stages, whichever
-of them is the slowest."""
+states to read and write too, the more the larger a group of rows is: by the times of four stages the head of 7.2B is
+1.14 layers for groups of 80 rows and 1.09 for 240 (`h200-7.2b-stage-times-entrance.json`); by traces 0.9 for 960, and
+by one of two stages 0.7 for 480, which tokens/s do not show (docs/notebook.md). 0.88 is 1.1 layers of it."""
 CUT_GAIN = 0.04
 """How much less the slowest stage must have to do for a layer to be cut: two halves take a little longer than a whole
 one, and a stage more keeps its weights."""
