@@ -362,7 +362,7 @@ class StatePool:
             self._turns.begin_saves()
             waiting = [s for s in [*self._index.l1, *self._index.l2] if s.dirty and not s.reloadable]
             for session in waiting:
-                self._tiers.checkpoints.begin(session)
+                self._tiers.checkpoints.begin(session, at_once=True)
             outstanding = waiting or store.pending or self._tiers.busy or self._turns.unsaved
             if not outstanding or store.failure is not None:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,6 +12,10 @@ from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
 from state_pool.disk.store import Store
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.sessions import LINEAR, Fence, Session
+
+RETRY_S = 1.0
+"""After a state that the disk did not take: what is written of it before it fails may be the last of the disk, which
+turns want."""
 
 
 class Save(Protocol):
@@ -34,6 +39,8 @@ class Checkpoints:
         self._save = save
         self._saving = 0
         """Copies that will be handed to the writer."""
+        self._next = 0.0
+        """When the next state may be tried, by the monotonic clock."""
 
     @property
     def busy(self) -> bool:
@@ -55,9 +62,14 @@ class Checkpoints:
         has_log = self._store is not None and self._config.durability != "turn"
         return has_log and session.unlogged == 0 and not self.is_due(session)
 
-    def begin(self, session: Session) -> bool:
-        """Begin to store a session's state as it is now; False when there is no need, or no room for it yet."""
+    def begin(self, session: Session, *, at_once: bool = False) -> bool:
+        """Begin to store a session's state as it is now; False when there is no need, or no room for it yet.
+
+        `at_once`: also where the disk has just failed: there is no later.
+        """
         if session.moving or session.reloadable or not self._has_room:
+            return False
+        if not at_once and time.monotonic() < self._next:
             return False
         if session.host is not None:
             self._store_state(session, self._checkpoint(session, session.host))
@@ -114,6 +126,8 @@ class Checkpoints:
                 mark_stored(session, job.session)
             elif isinstance(error, StaleEpoch | SessionNotFound) and not session.deleted:
                 self._on_stale(session)
+            elif self._store is not None and self._store.degraded is not None:
+                self._next = time.monotonic() + RETRY_S
 
         self._store.submit_state(job, stored)
 

@@ -8,16 +8,18 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from state_pool.arena import Noise
+from state_pool.cache import checkpoints
 from state_pool.disk.database import ProcessLock
 from state_pool.disk.migrations import SCHEMA_VERSION
-from state_pool.disk.operations import Append, SessionRow
+from state_pool.disk.operations import Append, Checkpoint, SessionRow
 from state_pool.disk.recover import salvage
 from state_pool.disk.statements import append_turn
 from state_pool.disk.store import Store
@@ -336,6 +338,51 @@ def test_full_tiers_over_a_full_disk_go_on_serving(tmp_path: Path, durability: s
     for name in names * 2:
         assert np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS))
     mend_disk(driver)
+    driver.pool.close()
+
+
+def test_states_that_a_full_disk_does_not_take_are_tried_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each writes before it fails would take the room from turns. At the end nothing is put off."""
+    driver = reopen(tmp_path, checkpoint_tokens=2, transfer_states=1)
+    store, now, tried = store_of(driver), [100.0], list[float]()
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def full(job: Checkpoint, done: Callable[[Exception | None], None]) -> None:
+        tried.append(now[0])
+        store.writer.stats.degraded = "no space is left"
+        done(TurnNotStored("no space is left"))
+        store.writer.stats.degraded = None  # a turn still fits
+
+    submit = store.submit_state
+    monkeypatch.setattr(store, "submit_state", full)
+    for name in "abc":
+        driver.turn(name, [1, 2, 3])
+    for _ in range(3):
+        for _ in range(50):
+            driver.pool._checkpoint_some()
+            driver.pool.poll()
+        now[0] += checkpoints.RETRY_S
+    assert tried == [100.0, 101.0, 102.0]
+    now[0] -= checkpoints.RETRY_S  # within the pause
+    written: list[float] = []
+
+    def ticks() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    def submitted(job: Checkpoint, done: Callable[[Exception | None], None]) -> None:
+        written.append(now[0])
+        submit(job, done)
+
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=ticks))
+    monkeypatch.setattr(store, "submit_state", submitted)
+    driver.pool.close()
+    assert len(written) == 3
+    assert written[-1] < 102.5
+    driver = reopen(tmp_path)
+    assert all(np.array_equal(driver.state(name), state_of([1, 2, 3], WORDS)) for name in "abc")
     driver.pool.close()
 
 
