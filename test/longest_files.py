@@ -53,7 +53,12 @@ LONGEST = (
     "library/test_pipeline.py",
     "cluster/test_resumed_rows.py",
     "engine/test_giving_way.py",
+    "model/test_wide_fp8_emulated.py",
+    "model/test_sparse_emulated.py",
+    "model/test_shift_mix_emulated.py",
     "model/test_skinny_emulated.py",
+    "model/test_wkv_emulated.py",
+    "routes/test_openai_routes.py",
 )
 """In this order, beneath `test/`, so that none is left at the end; all others come after. Times: `pytest
 --durations=400`, summed by file."""

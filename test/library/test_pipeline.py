@@ -42,7 +42,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the package says itself."""
     path = write_ascii_model(tmp_path_factory.mktemp("package") / "ascii.pth")
     command = [sys.executable, "-m", "test.library.pipelines", str(path.with_suffix(""))]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert ran.returncode == 0, ran.stderr
     answers: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return answers

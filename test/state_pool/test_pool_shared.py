@@ -404,7 +404,7 @@ def test_alone_again_it_has_everything(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys
+import os, sys
 from pathlib import Path
 from test.pool_fakes import Driver, FakeArena, config_in
 folder, address, durability, name = sys.argv[1:]
@@ -414,12 +414,15 @@ turn = 0
 while True:
     turn += 1
     driver.turn(f"{name}.{turn % 5}", [turn])
-    print(f"{name}.{turn % 5}", turn, flush=True)
+    os.write(1, f"{name}.{turn % 5} {turn}\\n".encode())
 """
 
 
 class Child:
-    """An engine in a process of its own, which tells each turn that it acknowledges."""
+    """An engine in a process of its own, which tells each turn that it acknowledges.
+
+    In one write: printed with PYTHONUNBUFFERED=1 a line has four, and a process that is stopped between them half.
+    """
 
     def __init__(self, name: str, folder: Path, address: str = "", durability: str = "log", crash_at: str = "") -> None:
         command = [sys.executable, "-c", CHILD, str(folder), address, durability, name]
