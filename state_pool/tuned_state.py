@@ -10,9 +10,9 @@ from typing import NamedTuple
 from state_pool.arena import HostState
 
 NO_BASE = 0
+"""Number of the zero state among the states that rows begin from."""
 _MIXTURE = "mixture-"
 """What the digest of a mixture begins with: no file's does, these are hexadecimal."""
-"""Number of the zero state among the states that rows begin from."""
 
 
 class Origin(NamedTuple):
