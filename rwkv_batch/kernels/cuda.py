@@ -152,12 +152,14 @@ class CudaOps:
         tokens, width = x.shape
         x_out = torch.empty_like(x)
         norm, mix = entrance.norm, entrance.mix
+        ragged = inputs.max_seqlen > 1
+        if ragged and isinstance(delta, Shares):  # the kernel of prompts has no registers for them
+            delta = added_up(delta)
         delta, shares = (None, delta.shares) if isinstance(delta, Shares) else (delta, None)
         if tokens == 1 and shares is None and not has_adapters(inputs) and _mixes_in_launch(entrance):
             return x_out, self._unmixed(x, delta, x_out, entrance, shift, inputs)
         coded = None if has_adapters(inputs) else _coded_mix(x, entrance)
         mixed = x.new_empty(len(mix), tokens, width) if coded is None else coded.halves
-        ragged = inputs.max_seqlen > 1
         rows = len(inputs.read_slots)
         delta, sums = _in_halves_or_sums(delta)
         added = self._row_sums(x) if tokens == 1 and not has_adapters(inputs) and self._adds_sums(entrance) else None
@@ -188,7 +190,7 @@ class CudaOps:
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
             scale_pitch=0 if coded is None or coded.scales is None else coded.scales.stride(0),
             num_shares=0 if shares is None else len(shares),
-            token_blocks=1 if shares is None or ragged else _token_blocks(width, coded),
+            token_blocks=1 if shares is None else _token_blocks(width, coded),
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         if added is not None:

@@ -7,7 +7,7 @@
 //
 //   x      [T, C]     fp16  read  (and the token before the block's first one)
 //   delta  [T, C]     fp16  read  (may be null)
-//   shares [S, T, C]  fp32  may be null; else delta is their sum over S, added up in order and rounded to fp16
+//   shares [S, T, C]  fp32  may be null; else, decoding, delta is their sum over S, added up in order and rounded to fp16
 //   sums   of one row that decodes, what delta is the halves of (row_sums.cuh; may be null)
 //   added  of one row that decodes, sums that become zero when those have been read (may be null)
 //   x_out  [T, C]     fp16  written: x + delta; never x itself, a neighbour still reads it
@@ -308,7 +308,6 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
         const int64_t at = static_cast<int64_t>(token) * width + channel;
         x_next = load16(a.x + at);
         if (a.delta != nullptr) delta_next = load16(a.delta + at);
-        if (a.shares != nullptr) delta_next = add_shares(a.shares, a.num_shares, static_cast<int64_t>(a.tokens) * width, at);
     };
     const auto normalised = [&](const uint4& packed, const Moments& of, float (&h)[8]) {
         float weight[8], bias[8];
@@ -447,7 +446,8 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const bool clusters = a->token_blocks == TOKEN_BLOCKS && this_machine().early_launch && a->width % (256 * TOKEN_BLOCKS) == 0;
-    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->codes == nullptr || a->scales != nullptr || a->cu_seqlens != nullptr))
+    if (a->shares != nullptr && a->cu_seqlens != nullptr) return static_cast<int>(cudaErrorInvalidValue);
+    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->codes == nullptr || a->scales != nullptr))
         return static_cast<int>(cudaErrorInvalidValue);
     if ((a->sums != nullptr || a->added != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
