@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cuda_quant import RowCodes
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.adapter_table import LayerAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.ops import Mixed
 from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_form import StateForm
@@ -70,8 +70,8 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
     plain = stage.ops.channel_mix
     counts: list[float] = []
 
-    def counting(layer: Layer, x: Tensor | RowCodes, adapters: LayerAdapters | None = None) -> Tensor:
-        hidden = layer.ffn_key(x.codes if isinstance(x, RowCodes) else x)  # codes: in two parts
+    def counting(layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Tensor:
+        hidden = layer.ffn_key(x)
         counts.append((hidden > 0).any(0).float().mean().item())
         return plain(layer, x, adapters)
 

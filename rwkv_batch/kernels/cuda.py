@@ -12,6 +12,7 @@ from native import machine
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
 from rwkv_batch.kernels.cuda_entrance import CudaProjections, project
+from rwkv_batch.kernels.cuda_int8 import pitch_of
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import (
     NormMixArgs,
@@ -49,10 +50,9 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_to_shares,
     quantise_rows,
 )
-from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, PARTS, has_wide, prepare_wide, why_no_wide
+from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
 from rwkv_batch.model.layer import HEAD_SIZE, MIX_ORDER, Entrance, Layer, Norm, Projections
-from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.step_inputs import StepInputs
@@ -188,9 +188,10 @@ class CudaOps:
             width=width,
             mixes=len(mix),
             tokens_per_block=-(-tokens // (SHIFT_BLOCKS * self._processors[x.device])),
-            scale_pitch=0 if coded is None or coded.scales is None else coded.scales.stride(0),
+            scale_pitch=0 if coded is None else coded.scale_pitch,
             num_shares=0 if shares is None else len(shares),
             token_blocks=1 if shares is None else _token_blocks(width, coded),
+            in_bytes=coded is not None and coded.in_bytes,
         )
         library().call("rwkv_shift_mix", ctypes.byref(args), rows)
         if added is not None:
@@ -256,18 +257,20 @@ class CudaOps:
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | RowCodes, Tensor]:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32 or [.., H, 4224].
 
-        One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both. y is
-        [T, 2, C] e5m2 where all rows are a token and the output map `takes_parts`.
+        One kernel for rows of a token, one for longer rows; a step of both that tells them apart runs both. y is in
+        two parts where all rows are a token and the output map `takes_parts`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
         rows = len(inputs.read_slots)
         single = inputs.single_rows if inputs.max_seqlen > 1 else rows
-        in_parts = single == len(p.r) and not has_adapters(inputs) and _takes_parts(layer.output, single)
-        y = torch.empty(single, 2, width, dtype=PARTS, device=p.r.device) if in_parts else torch.empty_like(p.r)
+        parts = None
+        if single == len(p.r) and not has_adapters(inputs) and isinstance(layer.output, CudaQuantLinear):
+            parts = layer.output.empty_parts(single, width) if layer.output.takes_parts(single) else None
+        y: Tensor | RowCodes = torch.empty_like(p.r) if parts is None else parts
         f32 = torch.float32
         args = WkvArgs(
             **{name: cuda_pointer(getattr(p, name)) for name in ("r", "w", "k", "v", "a", "g")},
@@ -277,21 +280,24 @@ class CudaOps:
             v0=cuda_pointer(residual.v0, f32) if residual else None,
             ln_weight=cuda_pointer(layer.ln_x.weight, f32),
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
-            y=None if in_parts else cuda_pointer(y),
-            parts=cuda_pointer(y, PARTS) if in_parts else None,
+            y=cuda_pointer(y) if isinstance(y, Tensor) else None,
+            parts=None if parts is None else cuda_pointer(parts.codes, parts.codes.dtype),
+            scales=None if parts is None else cuda_pointer(parts.scales, f32),
             state=slots_pointer(wkv, (torch.float16, f32, torch.uint8)),
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),
             heads=width // HEAD_SIZE,
+            scale_pitch=pitch_of(single),
         )
+        made = y, p.v if v_first is None else v_first
         if isinstance(p, CudaProjections) and p.low is not None:
             assert isinstance(layer, CudaLayer), "prepare_layer comes first"
             exits = p.low.exits_in_wkv(layer) if single == len(p.r) else None
             if exits is not None:
                 args.rows = rows
                 library().call("rwkv_wkv_few", ctypes.byref(args), ctypes.byref(exits), wkv.element_size())
-                return y, p.v if v_first is None else v_first
+                return made
             p.finish()
         if single:
             args.rows = single
@@ -302,12 +308,14 @@ class CudaOps:
             args.read_slots = cuda_pointer(inputs.read_slots[single:], torch.int64)
             args.write_slots = cuda_pointer(inputs.write_slots[single:], torch.int64)
             library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - single)
-        return y, p.v if v_first is None else v_first
+        return made
 
-    def output(self, layer: Layer, y: Tensor) -> Tensor | Shares:
+    def output(self, layer: Layer, y: Tensor | RowCodes) -> Tensor | Shares:
         """As naive, y as `time_mix` left it."""
-        linear = layer.output
-        return multiply_to_shares(linear, y) if isinstance(linear, CudaQuantLinear) and y.dtype == PARTS else linear(y)
+        if not isinstance(y, RowCodes):
+            return layer.output(y)
+        assert isinstance(layer.output, CudaQuantLinear), "parts are for weights in codes"
+        return multiply_to_shares(layer.output, y)
 
     def add(self, x: Tensor, delta: Tensor | Shares | RowSums) -> Tensor:
         """As naive."""
@@ -366,10 +374,10 @@ class CudaOps:
         key, value = layer.ffn_key, layer.ffn_value
         assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
         rows = len(x.codes)
-        if x.scales is None and rows > SPARSE_ROWS_BESIDE_DENSE:
-            assert value.dense is not None, "fp8 has it in both orders"
-            parts = torch.empty(rows, 2, key.packed.rows, dtype=PARTS, device=x.codes.device)
-            multiply_codes([CodeMap(key, *x, parts, Activation.RELU_SQUARED)])
+        if x.in_parts and rows > SPARSE_ROWS_BESIDE_DENSE:
+            assert value.dense is not None, "what takes parts has it in both orders"
+            parts = value.dense.empty_parts(rows, key.packed.rows)
+            multiply_codes([CodeMap(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
             return multiply_to_shares(value.dense, parts)
         is_squared = value.dense is None or rows <= MAX_WIDE_ROWS
         activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
@@ -404,7 +412,7 @@ class CudaOps:
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        many = value.dense is not None and rows > MAX_WIDE_ROWS
+        many = rows > MAX_WIDE_ROWS and value.dense is not None and value.dense.takes_codes(rows)
         multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else _activation(adapters))])
         if not many:
             _finish(adapters, x, hidden)
@@ -416,7 +424,7 @@ class CudaOps:
         rows = len(hidden)
         if rows <= (MAX_SPARSE_ROWS if value.dense is None else SPARSE_ROWS_BESIDE_DENSE):
             return self.sparse_value_quantised(value, hidden)
-        if value.dense is None or value.dense.takes_halves(rows):
+        if value.dense is None or not value.dense.takes_codes(rows):
             return value(hidden)
         y = torch.empty(rows, value.dense.packed.rows, dtype=hidden.dtype, device=hidden.device)
         multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=not is_squared), y)])
@@ -484,16 +492,12 @@ def has_adapters(inputs: StepInputs) -> bool:
 
 def _token_blocks(width: int, coded: CodedMix | None) -> int:
     """Blocks of shift_mix that share a token where it adds up shares; inputs in parts are Hopper's."""
-    in_parts = coded is not None and coded.scales is None
+    in_parts = coded is not None and coded.in_parts
     return TOKEN_BLOCKS if in_parts and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0 else 1
 
 
 def _in_halves_or_sums(delta: Tensor | RowSums | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, delta.sums) if isinstance(delta, RowSums) else (delta, None)
-
-
-def _takes_parts(linear: Linear, rows: int) -> bool:
-    return isinstance(linear, CudaQuantLinear) and linear.takes_parts(rows)
 
 
 def _mixes_in_launch(entrance: Entrance) -> bool:
@@ -516,8 +520,7 @@ def _coded_mix(x: Tensor, entrance: Entrance) -> CodedMix | None:
         return None
     count, halves = (3, 4) if len(entrance.mix) == len(MIX_ORDER) else (1, 0)
     if entrance.reader.takes_parts(tokens):
-        parts = torch.empty(count, tokens, 2, width, dtype=PARTS, device=x.device)
-        return CodedMix(parts, None, x.new_empty(halves, tokens, width))
+        return CodedMix(*entrance.reader.empty_parts(tokens, width, count), x.new_empty(halves, tokens, width))
     if not entrance.reader.takes_codes(tokens):
         return None
     pitch = -(-tokens // SCALE_STEP) * SCALE_STEP

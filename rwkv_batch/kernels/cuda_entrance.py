@@ -32,7 +32,6 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_few,
     multiply_into,
     quantise_rows,
-    row_parts,
 )
 from rwkv_batch.kernels.cuda_wide import (
     MAX_TALL_ROWS,
@@ -134,7 +133,8 @@ def _rkv_in_codes(layer: CudaLayer, mixed: Tensor | CodedMix, rkv: Tensor, low: 
     if isinstance(mixed, CodedMix):
         rows = [mixed[i] for i in range(3)]
     else:
-        rows = [row_parts(mixed[i]) for i in range(3)] if linears[0].takes_parts(tokens) else _row_codes(mixed)
+        in_parts = linears[0].takes_parts(tokens)
+        rows = [linears[0].row_parts(mixed[i]) for i in range(3)] if in_parts else _row_codes(mixed)
     maps = [CodeMap(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
     if low is None:
         multiply_codes(maps)

@@ -34,6 +34,7 @@ HOPPER_NAMES = (
     "wide_entrance",
     "wide_fp8",
     "wide_parts",
+    "wide_int8",
     "wide_codes_fp8",
     "wide_codes_int8",
     "wide_codes_int4",
@@ -57,10 +58,8 @@ class ShiftMixArgs(Structure):
         *[(name, c_void_p) for name in ("weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[
-            (name, c_int)
-            for name in ("tokens", "width", "mixes", "tokens_per_block", "scale_pitch", "num_shares", "token_blocks")
-        ],
+        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_block")],
+        *[(name, c_int) for name in ("scale_pitch", "num_shares", "token_blocks", "in_bytes")],
     ]
 
 
@@ -70,10 +69,9 @@ class WkvArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("r", "w", "k", "v", "a", "g", "v_gate", "v_first")],
         *[(name, c_void_p) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")],
-        *[(name, c_void_p) for name in ("y", "parts", "state", "cu_seqlens", "read_slots", "write_slots")],
+        *[(name, c_void_p) for name in ("y", "parts", "scales", "state", "cu_seqlens", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        ("rows", c_int),
-        ("heads", c_int),
+        *[(name, c_int) for name in ("rows", "heads", "scale_pitch")],
     ]
 
 
@@ -190,6 +188,26 @@ class WideFp8Args(Structure):
     ]
 
 
+class WideInt8Map(Structure):
+    """Mirrors the struct in wide_int8.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y", "y_scales")],
+        *[(name, c_int) for name in ("n", "k", "activation", "unused")],
+    ]
+
+
+class WideInt8Args(Structure):
+    """Mirrors the struct in wide_int8.cu."""
+
+    _fields_ = [
+        ("maps", WideInt8Map * MAX_WIDE_MAPS),
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "pitch", "groups", "to_shares")],
+        ("partial", c_void_p),
+        ("counters", c_void_p),
+    ]
+
+
 class WideCodesMap(Structure):
     """Mirrors the struct in wide_codes.cuh."""
 
@@ -246,6 +264,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_sparse_row_quant": [*[c_void_p] * 4, *[c_int] * 3, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_row_parts": [c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "rwkv_row_bytes": [c_void_p] * 3 + [c_int, c_int, c_int, c_int, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
@@ -254,6 +273,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide_entrance": [POINTER(WideEntranceArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
+    "rwkv_wide_int8": [POINTER(WideInt8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
     "rwkv_add_sums": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_wide_few": [POINTER(QuantArgs), c_void_p],

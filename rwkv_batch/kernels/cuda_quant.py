@@ -2,9 +2,9 @@
 
 Few rows: kernels that stream the codes and make halves of them in registers (csrc/skinny_quant.cu, sparse_value.cu);
 one row on Hopper, of fp8 up to 4: the codes multiplied as they are by the parts of its inputs (csrc/wide_row.cu,
-wide_few.cu). More, on Hopper: fp8 codes as they are by rows in two parts (csrc/wide_parts.cu), or codes made halves on
-its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a scale per row) on the GPU's fp8
-units, or the codes made halves for cuBLAS.
+wide_few.cu). More, on Hopper: codes as they are by rows in two parts (of fp8 csrc/wide_parts.cu, of int8 wide_int8.cu),
+or codes made halves on its tensor cores (csrc/wide_codes.cuh). More still: fp8 weights times fp8 activations (a scale
+per row) on the GPU's fp8 units, or the codes made halves for cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import CodesMap, fits_codes, launch_codes
+from rwkv_batch.kernels.cuda_int8 import BYTES, BYTES_GROUP, Int8Map, launch_wide_int8, pitch_of
 from rwkv_batch.kernels.cuda_library import (
     MAX_MAPS,
     NormMixArgs,
@@ -43,6 +44,7 @@ from rwkv_batch.kernels.cuda_wide import (
     num_shares,
     prepare_wide,
 )
+from rwkv_batch.model.layer import HEAD_SIZE
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
@@ -52,7 +54,7 @@ NUMBERS = {Format.FP8: 0, Format.INT8: 1, Format.INT4: 2}
 FEW_ROWS = {Format.FP8: 15, Format.INT8: 16, Format.INT4: 8}
 """Most rows that the streaming kernel takes, and for fp8 is asked for."""
 FEW_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT8: 8, Format.INT4: 8}
-"""The same beside Hopper's kernel of halves times codes."""
+"""The same beside Hopper's kernels of more rows."""
 CODES_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
 """Most rows for that kernel, or of fp8 in two parts; from there on, codes of fp8 times codes are faster
 (docs/notebook.md)."""
@@ -110,12 +112,20 @@ class Packed:
 
 
 class RowCodes(NamedTuple):
-    """Rows as fp8 codes: x = codes * scale; or in two parts: x = codes[:, 0] + codes[:, 1] / 8."""
+    """Rows as fp8 codes: x = codes * scale; or in two parts: x = codes[:, 0] + codes[:, 1] / 8.
+
+    For weights of int8 these are bytes: x = (256 * codes[:, 0] + codes[:, 1]) * scale (csrc/row_bytes.cuh).
+    """
 
     codes: Tensor
-    """[T, K] e4m3; or [T, 2, K] e5m2"""
+    """[T, K] e4m3; or [T, 2, K] e5m2 or int8"""
     scales: Tensor | None
-    """[T] fp32: a row's largest becomes 448; None: parts"""
+    """[T] fp32: a row's largest becomes 448; None: parts of e5m2; of bytes as `Int8Map.x_scales`"""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether these are two parts, or bytes."""
+        return self.codes.dim() == 3
 
 
 @dataclass(slots=True)
@@ -123,11 +133,28 @@ class CodedMix:
     """Mixed inputs of a half layer, the first of which are there as codes."""
 
     codes: Tensor
-    """[3 or 1, T, C] e4m3; or parts [3 or 1, T, 2, C] e5m2"""
+    """[3 or 1, T, C] e4m3; or parts [3 or 1, T, 2, C] e5m2 or int8"""
     scales: Tensor | None
-    """[3 or 1, T] fp32; None: parts"""
+    """[3 or 1, T] fp32; None: parts of e5m2; of bytes [3 or 1, C / 128, pitch, 2] fp32"""
     halves: Tensor
     """[4 or 0, T, C] fp16: v, w, a, g"""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether these are two parts, or bytes."""
+        return self.codes.dim() == 4
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether codes are those of int8 weights' rows (RowCodes)."""
+        return self.codes.dtype == BYTES
+
+    @property
+    def scale_pitch(self) -> int:
+        """How far apart the scales of two mixes lie, or in bytes of two groups; 0: there are none."""
+        if self.scales is None:
+            return 0
+        return self.scales.shape[2] if self.in_bytes else self.scales.stride(0)
 
     def __getitem__(self, i: int) -> RowCodes:
         """Of those in codes."""
@@ -193,15 +220,20 @@ class CodeMap:
     scales: Tensor | None
     y: Tensor
     activation: Activation = Activation.NONE
+    y_scales: Tensor | None = None
+    """of results in bytes"""
 
 
 class CudaQuantLinear(Linear):
     """Codes [out, in] on a GPU, fp32 sums."""
 
-    def __init__(self, stored: Quantised) -> None:
-        """Raises ValueError for sizes that the kernels do not take."""
+    def __init__(self, stored: Quantised, group: int = BYTES_GROUP) -> None:
+        """group: inputs that share a scale where they are bytes.
+
+        Raises ValueError for sizes that the kernels do not take.
+        """
         check_shape(stored)
-        self.packed = pack(stored)
+        self.packed, self.group = pack(stored), group
         self.weight = self.packed.codes
         self.in_features = stored.in_features
 
@@ -232,18 +264,39 @@ class CudaQuantLinear(Linear):
         """Whether so many rows are multiplied in two parts, unless results are fp32."""
         p = self.packed
         return (
-            self.format is Format.FP8
+            self.format is not Format.INT4
             and not self.is_few(rows)
             and fits_wide_parts(rows, p.rows, p.columns, p.codes.device)
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] fp16, or in two parts [T, 2, in] e5m2, -> [T, out] fp16."""
-        y = torch.empty(x.shape[0], self.packed.rows, dtype=torch.float16, device=x.device)
-        if x.dtype == PARTS:
-            multiply_codes([CodeMap(self, x, None, y)])
-            return y
-        multiply_into([QuantMap(self, x, y)])
+    def empty_parts(self, rows: int, width: int, *count: int) -> RowCodes:
+        """Room for rows [width] in two parts as its format has them; `count` times, with that many before its sizes."""
+        device = self.weight.device
+        if self.format is Format.FP8:
+            return RowCodes(torch.empty(*count, rows, 2, width, dtype=PARTS, device=device), None)
+        groups = *count, width // self.group, pitch_of(rows), 2
+        scales = torch.empty(groups, dtype=torch.float32, device=device)
+        return RowCodes(torch.empty(*count, rows, 2, width, dtype=BYTES, device=device), scales)
+
+    def row_parts(self, x: Tensor) -> RowCodes:
+        """x [T, K] fp16 in two parts as its format has them."""
+        rows, k = x.shape
+        parts = self.empty_parts(rows, k)
+        if parts.scales is None:
+            library().call("rwkv_row_parts", cuda_pointer(x), cuda_pointer(parts.codes, PARTS), rows, k)
+        else:
+            places = cuda_pointer(parts.codes, BYTES), cuda_pointer(parts.scales, torch.float32)
+            library().call("rwkv_row_bytes", cuda_pointer(x), *places, rows, k, pitch_of(rows), self.group)
+        return parts
+
+    def __call__(self, x: Tensor | RowCodes) -> Tensor:
+        """[T, in] fp16, or in two parts, -> [T, out] fp16."""
+        rows = x.codes if isinstance(x, RowCodes) else x
+        y = torch.empty(len(rows), self.packed.rows, dtype=torch.float16, device=rows.device)
+        if isinstance(x, RowCodes):
+            multiply_codes([CodeMap(self, *x, y)])
+        else:
+            multiply_into([QuantMap(self, x, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -259,14 +312,19 @@ class CudaQuantLinear(Linear):
 
 
 class CudaQuantValue(Linear):
-    """ffn.value: transposed, so that rows whose input is zero need not be read; fp8 has it as stored as well."""
+    """ffn.value: transposed, so that rows whose input is zero need not be read.
+
+    As stored as well, `dense`, where many rows are multiplied by codes as they are: of fp8, and of int8 on Hopper.
+    """
 
     def __init__(self, stored: Quantised) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
         check_shape(stored)
-        self.dense = (
-            CudaQuantLinear(stored) if stored.format is Format.FP8 and scaled_types(stored.codes.device) else None
+        device = stored.codes.device
+        both = (
+            scaled_types(device) if stored.format is Format.FP8 else stored.format is Format.INT8 and has_wide(device)
         )
+        self.dense = CudaQuantLinear(stored) if both else None
         self.packed = pack(stored, transposed=True)
         self.weight = self.packed.codes
 
@@ -277,7 +335,7 @@ class CudaQuantValue(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
-        if self.dense is not None:
+        if self.dense is not None and (self.dense.format is Format.FP8 or self.dense.takes_parts(len(x))):
             return self.dense(x)
         if self.packed.fits_codes(len(x)):
             y = x.new_empty(len(x), self.packed.columns)
@@ -288,7 +346,9 @@ class CudaQuantValue(Linear):
 
 def make_quantised(name: str, stored: Quantised) -> Linear:
     """The map of the weight file's tensor of that name."""
-    return CudaQuantValue(stored) if name.endswith("ffn.value.weight") else CudaQuantLinear(stored)
+    if name.endswith("ffn.value.weight"):
+        return CudaQuantValue(stored)
+    return CudaQuantLinear(stored, HEAD_SIZE if name.endswith("att.output.weight") else BYTES_GROUP)
 
 
 def check_shape(stored: Quantised) -> None:
@@ -331,7 +391,7 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
     if first.is_few(rows):
         multiply_few(maps)
     elif first.takes_parts(rows) and maps[0].y.dtype == torch.float16:
-        multiply_codes([CodeMap(m.linear, *row_parts(m.x), m.y, m.activation) for m in maps])
+        multiply_codes([CodeMap(m.linear, *m.linear.row_parts(m.x), m.y, m.activation) for m in maps])
     elif first.packed.fits_codes(rows):
         launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
     elif first.takes_codes(rows):
@@ -364,15 +424,15 @@ def added_up(delta: Tensor | Shares) -> Tensor:
     return add_shares(None, delta) if isinstance(delta, Shares) else delta
 
 
-def multiply_to_shares(linear: CudaQuantLinear, parts: Tensor) -> Tensor | Shares:
-    """[T, 2, in] e5m2, rows in two parts -> [T, out], as shares where blocks share a product's k."""
-    rows, packed = len(parts), linear.packed
-    device = parts.device
+def multiply_to_shares(linear: CudaQuantLinear, x: RowCodes) -> Tensor | Shares:
+    """Rows [T, 2, in] in two parts -> [T, out] fp16, as shares where blocks share a product's k."""
+    rows, packed = len(x.codes), linear.packed
+    device = x.codes.device
     count = num_shares(rows, packed.rows, packed.columns, len(prepare_wide(device).partial))
     if count == 1:
-        return linear(parts)
+        return linear(x)
     shares = torch.empty(count, rows, packed.rows, dtype=torch.float32, device=device)
-    multiply_codes([CodeMap(linear, parts, None, shares)])
+    multiply_codes([CodeMap(linear, *x, shares)])
     return Shares(shares)
 
 
@@ -389,11 +449,14 @@ def apply_activation(y: Tensor, activation: Activation) -> None:
 def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
     """Up to 8 maps of fp8 weights over rows of fp8 codes: our own kernel where `fits_wide_fp8` says so, else cuBLAS.
 
-    Rows in parts are our own kernel's, and so are results in parts.
+    Rows in parts are our own kernels', of fp8 or of int8, and so are results in parts.
 
     `halves`, `late`: maps of halves for our own kernel, see `launch_wide_fp8`.
     """
     first = maps[0]
+    if first.codes.dtype == BYTES:
+        launch_wide_int8([_int8_map(m) for m in maps], halves, late)
+        return
     rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
     fits = fits_wide_fp8 if first.y.dtype == torch.float16 else floats_by_wide_fp8
     if first.scales is None or fits(rows, n, k, first.y.device):
@@ -407,6 +470,12 @@ def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late
         assert m.scales is not None, "parts are multiplied above"
         scaled_product(m.linear, m.codes, m.scales, m.y)
         apply_activation(m.y, m.activation)
+
+
+def _int8_map(m: CodeMap) -> Int8Map:
+    assert m.scales is not None, "bytes have scales"
+    packed = m.linear.packed
+    return Int8Map(packed.codes, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation)
 
 
 def multiply_few(
@@ -494,14 +563,6 @@ def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:
         relu_square,
     )
     return RowCodes(codes, scales)
-
-
-def row_parts(x: Tensor) -> RowCodes:
-    """x [T, K] fp16 in two parts."""
-    rows, k = x.shape
-    parts = torch.empty(rows, 2, k, dtype=PARTS, device=x.device)
-    library().call("rwkv_row_parts", cuda_pointer(x), cuda_pointer(parts, PARTS), rows, k)
-    return RowCodes(parts, None)
 
 
 def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from native import build, machine
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda_library import MAX_MAPS, MAX_WIDE_MAPS, WideArgs, WideFp8Args, cuda_pointer, hopper_library
+from rwkv_batch.kernels.cuda_library import (
+    MAX_MAPS,
+    MAX_WIDE_MAPS,
+    WideArgs,
+    WideFp8Args,
+    WideFp8Map,
+    WideInt8Map,
+    cuda_pointer,
+    hopper_library,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +251,16 @@ def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait
     return plan
 
 
+def place_halves(slots: Sequence[WideFp8Map] | Sequence[WideInt8Map], halves: Sequence[HalfMap], rows: int) -> None:
+    """Maps of halves into their places beside codes. Raises ValueError for shapes that do not fit each other."""
+    for slot, (weight, x, y, activation) in zip(slots, halves, strict=True):
+        shape = WideShape(*weight.shape)
+        if not fits_wide(shape, False) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
+            raise ValueError(f"shapes {shape}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
+        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
+        slot.n, slot.k, slot.activation = shape.n, shape.k, activation
+
+
 def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late: Sequence[HalfMap] = ()) -> None:
     """Up to 12 maps over the same number of rows of fp8 codes, where `fits_wide_fp8` says that it can be done.
 
@@ -278,12 +297,7 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     beside = [WideShape(*weight.shape) for weight, _, _, _ in halves]
     if beside and not fits_halves_beside(rows, shapes, beside, len(work.partial)):
         raise ValueError(f"halves {beside} do not fit beside codes {shapes} of {rows} rows")
-    for slot, (weight, x, y, activation) in zip(args.maps[len(maps) : count], (*halves, *late), strict=True):
-        shape = WideShape(*weight.shape)
-        if not fits_wide(shape, False) or x.shape != (rows, shape.k) or y.shape != (rows, shape.n):
-            raise ValueError(f"shapes {shape}, {tuple(x.shape)}, {tuple(y.shape)} do not fit each other")
-        slot.weight, slot.x, slot.y = cuda_pointer(weight), cuda_pointer(x), cuda_pointer(y)
-        slot.n, slot.k, slot.activation = shape.n, shape.k, activation
+    place_halves(args.maps[len(maps) : count], (*halves, *late), rows)
     processors, may_wait = len(work.partial), not shares_processors()
     if parts:
         plan = plan_wide(rows, tuple(shapes), processors, may_wait, FP8_DEPTH, PARTS_TILE_ROWS)

@@ -32,7 +32,7 @@ from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 Mixed = Any
-"""Mixed inputs of a half layer: [M, T, C], or a backend's own form of them, which only its own maps read."""
+"""Inputs of maps: [M, T, C] or [T, C], or a backend's own form of them, which only its own maps read."""
 Delta = Any
 """What a half layer adds to the residual stream: [T, C], or a backend's own form of it, which only its own `shift_mix`
 and `add` read."""
@@ -76,20 +76,20 @@ class Ops(Protocol):
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Mixed, Tensor]:
         """The WKV recurrence with all that is done to its inputs and its outputs.
 
         p: [T, C] each. v_first [T, C]: the values of layer 0, None in layer 0 itself. wkv [N, H, 64 (value), 64 (key)]
         fp32 or fp16, or [N, H, 4224] uint8, which is int8 (state_form.py), strided over slots; updated; the arithmetic
-        is fp32 in each. Returns y [T, C] in the type of p, to
-        which the output map is still to be applied, and v_first [T, C].
+        is fp32 in each. Returns y [T, C] in the type of p, or as the
+        output map takes it, which is still to be applied, and v_first [T, C].
 
         S <- S diag(decay) + (S (-kk)) (kk * a)^T + v k^T and y = S r for each token, with the decays, kk, k, v, the
         group norm (eps 64e-5), the bonus and the gate as `naive.NaiveOps.time_mix` has them.
         """
         ...
 
-    def output(self, layer: Layer, y: Tensor) -> Delta:
+    def output(self, layer: Layer, y: Mixed) -> Delta:
         """The output map of `time_mix`'s y -> [T, C], or another form if no row of the step has an adapter."""
         ...
 

@@ -161,10 +161,10 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
     x = normal(rows, WIDTH)
     parts = parts_of(x)
     others = torch.where(kept[:, None, None], parts.view(torch.uint8), 0x31).view(torch.float8_e5m2)
-    y, z = layer.output(parts), layer.output(x).float()
+    y, z = layer.output(RowCodes(parts, None)), layer.output(x).float()
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
-    assert torch.equal(layer.output(others)[kept], y[kept])
-    shares = stage.ops.output(layer, parts)
+    assert torch.equal(layer.output(RowCodes(others, None))[kept], y[kept])
+    shares = stage.ops.output(layer, RowCodes(parts, None))
     assert isinstance(shares, Shares)
     assert torch.equal(added_up(shares), y), "what blocks add up themselves"
     y, z = (
@@ -187,4 +187,5 @@ def test_wkv_gives_its_output_in_parts(stage: Stage, rows: int, form: StateForm)
         inputs.adapters = torch.zeros(rows, dtype=torch.int64) if has_adapters else None
         state = StateArena(rows + 2, 1, stage.shape, GPU, form, torch.float16).layer_wkv(0)
         outputs.append(stage.ops.time_mix(layer, parts, first, state, inputs)[0])
-    assert torch.equal(outputs[1].view(torch.uint8), parts_of(outputs[0]).view(torch.uint8))
+    assert isinstance(outputs[1], RowCodes)
+    assert torch.equal(outputs[1].codes.view(torch.uint8), parts_of(outputs[0]).view(torch.uint8))

@@ -238,16 +238,19 @@ class Launcher:
             yield from self.call("rwkv_skinny_quant", byref(args))
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
-        for mixes, (codes, scales) in product((1, 6), ((None, None), (SOMEWHERE, SOMEWHERE), (SOMEWHERE, None))):
-            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes, scales=scales, token_blocks=1)
+        halves, parts, codes = (None, None), (SOMEWHERE, None), (SOMEWHERE, SOMEWHERE)
+        forms = ((halves, False), (parts, False), (codes, False), (codes, True))
+        for mixes, ((codes_at, scales), in_bytes) in product((1, 6), forms):
+            args = ShiftMixArgs(tokens=tokens, width=width, mixes=mixes, codes=codes_at, scales=scales, token_blocks=1)
+            args.in_bytes = in_bytes
             args.tokens_per_block = -(-tokens // (SHIFT_BLOCKS * self._card.processors))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
-            if ragged or scales is not None or rows > MAX_PARTS_ROWS:
+            if ragged or (scales is not None and not in_bytes) or rows > MAX_PARTS_ROWS:
                 continue
             args.shares, args.num_shares = SOMEWHERE, 4
             yield from self.call("rwkv_shift_mix", byref(args), rows)
-            if codes is not None and self._card.major >= 9 and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0:
+            if codes_at is not None and self._card.major >= 9 and width % (TOKEN_BLOCKS * TOKEN_CHANNELS) == 0:
                 args.token_blocks = TOKEN_BLOCKS
                 yield from self.call("rwkv_shift_mix", byref(args), rows)
 

@@ -24,19 +24,19 @@ from rwkv_batch.kernels.cuda_quant import (
     UnmixedRow,
     multiply_few,
     quantise_rows,
-    row_parts,
 )
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
+from test.model.row_bytes import assert_stands_for
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
 
 CPU = torch.device("cpu")
 SOURCES = ("shift_mix", "quantise", "skinny_quant")
-WIDTH = 320
+WIDTH = 384
 """Less than whole warps of threads have."""
 
 
@@ -55,9 +55,8 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            source = {"rwkv_row_parts": "quantise", "rwkv_add_shares": "shift_mix"}.get(name) or name.removeprefix(
-                "rwkv_"
-            ).removesuffix("_rows")
+            known = {"rwkv_row_parts": "quantise", "rwkv_row_bytes": "quantise", "rwkv_add_shares": "shift_mix"}
+            source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
     for module in (cuda, cuda_quant):
@@ -76,9 +75,9 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     return found
 
 
-def entrance(mixes: int) -> Entrance:
+def entrance(mixes: int, format_: Format = Format.FP8) -> Entrance:
     norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
-    reader = CudaQuantLinear(quantise(torch.randn(32, 128), Format.FP8))
+    reader = CudaQuantLinear(quantise(torch.randn(32, 128), format_))
     return Entrance(norm, torch.rand(mixes, WIDTH).half(), reader)
 
 
@@ -105,12 +104,20 @@ class Made(NamedTuple):
     mixed: CodedMix
     halves: Tensor
 
+    @property
+    def reader(self) -> CudaQuantLinear:
+        """The map that reads them."""
+        assert isinstance(self.of.reader, CudaQuantLinear)
+        return self.of.reader
 
-def beside_halves(ops: CudaOps, libraries: list[ctypes.CDLL], lengths: list[int], mixes: int) -> Made:
+
+def beside_halves(
+    ops: CudaOps, libraries: list[ctypes.CDLL], lengths: list[int], mixes: int, format_: Format = Format.FP8
+) -> Made:
     """Of random rows, one large and one zero; what else the kernel writes is the same both ways."""
     for library in libraries:
         library.emulation_set(4, 227 << 10)
-    inputs, of = step(lengths), entrance(mixes)
+    inputs, of = step(lengths), entrance(mixes, format_)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     x[0], x[tokens // 2] = 1000 * x[0], 0.0
@@ -187,7 +194,26 @@ def test_parts_add_up_to_the_halves(
         second = ((halves[i] - first.half()) * 8).to(torch.float8_e5m2)
         assert scales is None
         assert torch.equal(parts.view(torch.uint8), torch.stack([first, second], dim=1).view(torch.uint8))
-        assert torch.equal(row_parts(halves[i]).codes.view(torch.uint8), parts.view(torch.uint8)), "as adapters' rows"
+        alone = made.reader.row_parts(halves[i])
+        assert torch.equal(alone.codes.view(torch.uint8), parts.view(torch.uint8)), "as adapters' rows"
+
+
+@pytest.mark.parametrize("lengths", [[1] * 21, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_bytes_stand_for_the_halves(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    monkeypatch.setattr(CudaQuantLinear, "takes_parts", lambda linear, rows: True)
+    made = beside_halves(ops, libraries, lengths, mixes, Format.INT8)
+    tokens = sum(lengths)
+    for i in range(3 if mixes == 6 else 1):
+        codes, scales = made.mixed[i]
+        assert scales is not None
+        assert_stands_for(codes, scales, made.halves[i])
+        alone = made.reader.row_parts(made.halves[i])
+        assert alone.scales is not None
+        assert torch.equal(alone.codes, codes), "as adapters' rows"
+        assert torch.equal(alone.scales[:, :tokens], scales[:, :tokens])
 
 
 def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:

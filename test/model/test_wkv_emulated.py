@@ -21,6 +21,7 @@ from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state_form import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
+from test.model.row_bytes import assert_stands_for
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
 HEADS, RANK, GATE_RANK = 2, 128, 192
@@ -106,6 +107,19 @@ def run_decode_in_parts(
     args.y, args.parts = None, y.data_ptr()
     call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
     return y
+
+
+def run_decode_in_bytes(
+    library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """As run_decode, y in two bytes [rows, 2, WIDTH] and what stands beside their groups."""
+    rows = len(given["r"])
+    y, scales = torch.full((rows, 2, WIDTH), 77, dtype=torch.int8), torch.full((WIDTH // 64, 16, 2), torch.nan)
+    given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
+    args = make_args(layer, given, wkv, slots, y)
+    args.y, args.parts, args.scales, args.scale_pitch = None, y.data_ptr(), scales.data_ptr(), 16
+    call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
+    return y, scales
 
 
 def exits_of(layer: Any, given: dict[str, Tensor]) -> list[Tensor]:
@@ -256,4 +270,17 @@ def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
     first = halves.to(torch.float8_e5m2)
     assert torch.equal(y[:, 0].view(torch.uint8), first.view(torch.uint8))
     assert torch.equal(y[:, 1].view(torch.uint8), ((halves - first.half()) * 8).to(torch.float8_e5m2).view(torch.uint8))
+    assert torch.equal(again, stored)
+
+
+def test_a_step_in_bytes(decode: ctypes.CDLL) -> None:
+    """y as it is otherwise, in two bytes: of several rows, and with states of 8 bits."""
+    layer, given = make_layer(), make_inputs(9, False)
+    stored, _ = coded_slots(9)
+    slots = torch.arange(9), torch.arange(9) + 10
+    again = stored.clone()
+    halves = run_decode(decode, layer, given, stored, slots)
+    y, scales = run_decode_in_bytes(decode, layer, given, again, slots)
+    assert_stands_for(y, scales, halves)
+    assert scales[:, 9:].isnan().all()
     assert torch.equal(again, stored)

@@ -3,11 +3,14 @@
 //   quantise_rows  x [rows, k] fp16 -> codes [rows, k] e4m3, scales [rows] fp32: x = codes * scale, the largest of a row
 //                  becomes 448; optionally of max(x, 0)^2. A block owns a row. Bytes 3k per row.
 //   row_parts      x [rows, k] fp16 -> two e5m2 parts [rows, 2, k] (row_parts.cuh). Bytes 4k per row.
+//   row_bytes      likewise -> two bytes [rows, 2, k] with [k / group, pitch] pairs of fp32 (row_bytes.cuh), k a multiple of the
+//                  group, which is 64 or 128.
 //   dequantise     codes [n, k] (quant.cuh; the 4-bit ones' nibbles run along k, or along n if transposed) -> [n, k] fp16,
 //                  for products by cuBLAS. Bytes 3nk (2.5nk).
 //
 // Scales of int8 and int4 lie [k / 128][n], of fp8 [n]. Transposed: codes [k, n] -> [k, n] fp16.
 #include "quant.cuh"
+#include "row_bytes.cuh"
 #include "row_codes.cuh"
 #include "row_parts.cuh"
 
@@ -58,6 +61,20 @@ __global__ void __launch_bounds__(256) row_parts_kernel(const __half* x, uint8_t
     if (i >= eighths) return;
     const int64_t row = i / (k / 8);
     store_parts(parts + 8 * i + row * k, k, load16(x + 8 * i));
+}
+
+// x, 8 halves a thread, as [rows, 2, k] and [k / GROUP, pitch].
+template <int GROUP>
+__global__ void __launch_bounds__(256) row_bytes_kernel(const __half* x, uint8_t* bytes, float2* scales, int64_t eighths, int k, int pitch) {
+    let_next_start();
+    wait_for_inputs();
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const bool active = i < eighths;
+    const int64_t row = i / (k / 8), group = i % (k / 8) * 8 / GROUP;
+    const uint4 halves = active ? load16(x + 8 * i) : make_uint4(0, 0, 0, 0);
+    uint8_t* const at[1] = {bytes + 8 * i + row * k};
+    float2* const items[1] = {scales + group * pitch + row};
+    store_bytes<GROUP, 1>(at, k, items, &halves, active);
 }
 
 __device__ __forceinline__ float half_at(const void* p, int64_t i) { return __half2float(__ldg(static_cast<const __half*>(p) + i)); }
@@ -127,6 +144,14 @@ RWKV_API int rwkv_row_parts(const void* x, void* parts, int rows, int k, void* s
     const int64_t eighths = static_cast<int64_t>(rows) * (k / 8);
     launch(row_parts_kernel, dim3(static_cast<unsigned>((eighths + 255) / 256)), 256, stream, static_cast<const __half*>(x),
            static_cast<uint8_t*>(parts), eighths, k);
+    return launch_result();
+}
+
+RWKV_API int rwkv_row_bytes(const void* x, void* bytes, void* scales, int rows, int k, int pitch, int group, void* stream) {
+    if (k % group != 0 || pitch < rows || (group != HEAD && group != BYTES_GROUP)) return static_cast<int>(cudaErrorInvalidValue);
+    const int64_t eighths = static_cast<int64_t>(rows) * (k / 8);
+    launch(group == HEAD ? row_bytes_kernel<HEAD> : row_bytes_kernel<BYTES_GROUP>, dim3(static_cast<unsigned>((eighths + 255) / 256)), 256, stream, static_cast<const __half*>(x),
+           static_cast<uint8_t*>(bytes), static_cast<float2*>(scales), eighths, k, pitch);
     return launch_result();
 }
 

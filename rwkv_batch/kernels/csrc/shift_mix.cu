@@ -14,7 +14,8 @@
 //   mixed  [M, T, C]  fp16  written: h + (h of the token before - h) * mix[m], M = 1 or 6
 //   codes  [K, T, C]  e4m3  may be null; else the first K of these (3 of 6, or the one), rounded to fp16 and then to codes
 //                           with scales [K, pitch] fp32 (row_codes.cuh), and mixed has only the others and v: [4 or 0, T, C]
-//                           Without scales, [K, T, 2, C] e5m2: to two parts (row_parts.cuh)
+//                           Without scales, [K, T, 2, C] e5m2: to two parts (row_parts.cuh); in_bytes, [K, T, 2, C] s8 with
+//                           [K, C / 128, pitch] pairs of fp32: to whole numbers of two bytes (row_bytes.cuh; C a multiple of 128)
 //   shift  [slots, C] fp16  strided; the first token of a row reads read_slots[row], its last token's h goes to
 //                           write_slots[row] when rows are single tokens, else to tail[row] (another block
 //                           may still have to read that slot), from where store_rows takes it
@@ -23,6 +24,7 @@
 #include <type_traits>
 
 #include "norm_mix.cuh"
+#include "row_bytes.cuh"
 #include "row_codes.cuh"
 #include "row_parts.cuh"
 
@@ -50,15 +52,19 @@ struct ShiftMixArgs {
     int width;
     int mixes;
     int tokens_per_block;  // of prompts
-    int scale_pitch;       // scales of one mix
+    int scale_pitch;       // scales of one mix, or in bytes of one group
     int num_shares;
     int token_blocks;  // that share a token as a cluster: 1 or TOKEN_BLOCKS
+    int in_bytes;
 };
 
 // How the first mixed inputs are wanted.
-enum class As { HALVES, CODES, PARTS };
+enum class As { HALVES, CODES, PARTS, BYTES };
+// A thread without channels of its own takes part in what others' are made.
+template <As FORM>
+constexpr bool NEEDS_ALL = FORM == As::CODES || FORM == As::BYTES;
 
-// Of codes and parts: how many, and the first that is wanted as halves beside them: v's low rank reads these.
+// Of codes, parts and bytes: how many, and the first that is wanted as halves beside them: v's low rank reads these.
 template <int MIXES>
 constexpr int CODED_MIXES = MIXES == 6 ? 3 : 1;
 template <int MIXES, As FORM>
@@ -178,6 +184,18 @@ __device__ __forceinline__ void write_mixed(
         if constexpr (FORM == As::CODES) {
             if (first == 0) write_codes<CODED_MIXES<MIXES>>(a, mix, token, channel, active, scratch);
         }
+        if constexpr (FORM == As::BYTES) {
+            constexpr int COUNT = CODED_MIXES<MIXES>;
+            uint8_t* bytes[COUNT];
+            float2* items[COUNT];
+#pragma unroll
+            for (int m = 0; m < COUNT; ++m) {
+                const int64_t group = static_cast<int64_t>(m) * (a.width / BYTES_GROUP) + channel / BYTES_GROUP;
+                bytes[m] = reinterpret_cast<uint8_t*>(a.codes) + (static_cast<int64_t>(m) * a.tokens + token) * 2 * a.width + channel;
+                items[m] = reinterpret_cast<float2*>(a.scales) + group * a.scale_pitch + token;
+            }
+            if (first == 0) store_bytes<BYTES_GROUP, COUNT>(bytes, a.width, items, mix, active);
+        }
         if constexpr (FORM == As::PARTS) {
 #pragma unroll
             for (int m = 0; m < CODED_MIXES<MIXES>; ++m) {
@@ -188,10 +206,10 @@ __device__ __forceinline__ void write_mixed(
     }
 }
 
-// Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for, of parts in so few that
-// such a block comes up beside one of products; the mixes' only where delta is no shares, of which as much comes at once.
+// Decoding: a block per token. HELD: all weights are in registers before the inputs are waited for, of parts and bytes in so few
+// that such a block comes up beside one of products; the mixes' only where delta is no shares, of which as much comes at once.
 template <int MIXES, bool HELD, As FORM, bool SHARES>
-__global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
+__global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS || FORM == As::BYTES ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
     __shared__ float largest[CODED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = HELD || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
@@ -234,7 +252,7 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
         if (HELD && !MIX_HELD) load_mixes();
     }
     const Moments of = moments(packed, active, width, share_of_warp(width), scratch);
-    if (FORM != As::CODES && !active) return;
+    if (!NEEDS_ALL<FORM> && !active) return;
     if (!HELD && active) {
         load_floats8(a.weight + channel, weight);
         load_floats8(a.bias + channel, bias);
@@ -254,9 +272,9 @@ __global__ void __launch_bounds__(512, !HELD ? 3 : FORM == As::PARTS ? 2 : 1) sh
     if (a.added != nullptr && active) clear_sums(a.added, width, channel);
 }
 
-// Decoding, of shares, which are four times as much as all else that a token reads, to parts: its channels are shared by
+// Decoding, of shares, which are four times as much as all else that a token reads, to parts or bytes: its channels are shared by
 // TOKEN_BLOCKS blocks, each of whole warps, so small that they come up beside one of products with all weights held.
-template <int MIXES>
+template <int MIXES, As FORM>
 __global__ void __launch_bounds__(512 / TOKEN_BLOCKS, 4) shift_mix_shares_kernel(const ShiftMixArgs a) {
     __shared__ float2 parts[MAX_WARPS];  // of the token's warps, those of all blocks
     const int width = a.width, token = blockIdx.x / TOKEN_BLOCKS, block = blockIdx.x % TOKEN_BLOCKS;
@@ -287,7 +305,7 @@ __global__ void __launch_bounds__(512 / TOKEN_BLOCKS, 4) shift_mix_shares_kernel
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
     store_early(a.x_out + at, packed);
     store_early(a.shift + write_at, pack8(h));
-    write_mixed<MIXES, MIXES, As::PARTS>(
+    write_mixed<MIXES, MIXES, FORM>(
         a, h, change, mix, token, channel, true, nullptr, [](__half* p, const uint4& v) { store_early(p, v); });
 }
 
@@ -352,7 +370,7 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
             row = a.token_rows[token + 1];
             end = static_cast<int>(a.cu_seqlens[row + 1]);
         }
-        if (FORM != As::CODES && !active) continue;
+        if (!NEEDS_ALL<FORM> && !active) continue;
         float h[8] = {}, change[8] = {};
         uint4 mix[GROUP] = {};
         if (active) {
@@ -424,8 +442,8 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
         launch(shift_mix_kernel<MIXES, FORM>, blocks, threads, stream, a);
         return;
     }
-    if constexpr (FORM == As::PARTS) {
-        if (a.token_blocks == TOKEN_BLOCKS) return launch_clusters(shift_mix_shares_kernel<MIXES>, a, stream);
+    if constexpr (FORM == As::PARTS || FORM == As::BYTES) {
+        if (a.token_blocks == TOKEN_BLOCKS) return launch_clusters(shift_mix_shares_kernel<MIXES, FORM>, a, stream);
     }
     const auto launch_rows = [&](auto shares) {
         if (a.tokens == 1) {
@@ -447,13 +465,14 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const bool clusters = a->token_blocks == TOKEN_BLOCKS && this_machine().early_launch && a->width % (256 * TOKEN_BLOCKS) == 0;
     if (a->shares != nullptr && a->cu_seqlens != nullptr) return static_cast<int>(cudaErrorInvalidValue);
-    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->codes == nullptr || a->scales != nullptr))
+    if (a->token_blocks != 1 && (!clusters || a->shares == nullptr || a->codes == nullptr || (a->scales != nullptr && !a->in_bytes)))
         return static_cast<int>(cudaErrorInvalidValue);
     if ((a->sums != nullptr || a->added != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
     const auto as_wanted = [&](auto mixes) {
         if (a->codes == nullptr) return launch_shift_mix<mixes.value, As::HALVES>(*a, threads, stream);
         if (a->scales == nullptr) return launch_shift_mix<mixes.value, As::PARTS>(*a, threads, stream);
+        if (a->in_bytes) return launch_shift_mix<mixes.value, As::BYTES>(*a, threads, stream);
         launch_shift_mix<mixes.value, As::CODES>(*a, threads, stream);
     };
     if (a->mixes == 6) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "row_bytes.cuh"
 #include "row_parts.cuh"
 
 struct WkvArgs {
@@ -33,6 +34,7 @@ struct WkvArgs {
     const float* ln_bias;
     __half* y;    // [T, C] fp16
     uint8_t* parts;  // [T, 2, C] e5m2: where y goes in two parts instead (of rows of one token); or null
+    float2* scales;  // [C / 64, scale_pitch]: parts are two bytes, which have such (row_bytes.cuh); or null
     void* state;  // [slots, H, 64, 64] fp32 or fp16, strided over slots
     const int64_t* cu_seqlens;  // [B+1], null: every row is one token
     const int64_t* read_slots;
@@ -40,6 +42,7 @@ struct WkvArgs {
     int64_t slot_stride;  // elements between slots
     int rows;
     int heads;
+    int scale_pitch;
 };
 
 // Two neighbouring channels of the per-channel constants: what one lane of a warp over a head needs.
@@ -205,7 +208,7 @@ __device__ __forceinline__ float2 wkv_epilogue(float2 y, float bonus, float2 v, 
                        (dy * scale * weight.y + bias.y + bonus * v.y) * g.y);
 }
 
-// y of a token's two channels.
+// y of a token's two channels; the whole warp, which has a head.
 __device__ __forceinline__ void put_y(const WkvArgs& p, int row, int channel, float2 y) {
     const int64_t width = static_cast<int64_t>(p.heads) * HEAD, at = row * width + channel;
     const __half2 halves = __floats2half2_rn(y.x, y.y);
@@ -213,7 +216,17 @@ __device__ __forceinline__ void put_y(const WkvArgs& p, int row, int channel, fl
         *reinterpret_cast<__half2*>(p.y + at) = halves;
         return;
     }
-    const uint32_t parts = parts_of_two(halves);
+    uint32_t parts;
+    if (p.scales != nullptr) {
+        const NumberScale of(__reduce_max_sync(FULL, largest_bits(*reinterpret_cast<const uint32_t*>(&halves))));
+        const float2 rounded = __half22float2(halves);
+        const uint32_t pair = __byte_perm(number_bits(rounded.x, of.inverse), number_bits(rounded.y, of.inverse), 0x5410);
+        parts = __byte_perm(pair, 0, 0x2031) ^ 0x80800000u;
+        const int sum = __reduce_add_sync(FULL, 256 * sum_of_bytes(parts & 0xffffu, 0) + sum_of_bytes(parts >> 16, 0));
+        if (channel % HEAD == 0) p.scales[static_cast<int64_t>(channel / HEAD) * p.scale_pitch + row] = group_item(of.scale, sum);
+    } else {
+        parts = parts_of_two(halves);
+    }
     uint8_t* const first = p.parts + at + row * width;
     *reinterpret_cast<uint16_t*>(first) = static_cast<uint16_t>(parts);
     *reinterpret_cast<uint16_t*>(first + width) = static_cast<uint16_t>(parts >> 16);

@@ -28,7 +28,7 @@ struct Thread {
   ucontext_t context;
   std::vector<char> stack;
   bool done = false;
-  int waits_for_block = 0, waits_for_warp = 0;  // barriers arrived at so far
+  int waits_for_block = 0, waits_for_warpgroups = 0, waits_for_warp = 0;  // barriers arrived at so far
   uint32_t operands[8];
 };
 
@@ -71,6 +71,7 @@ inline void meet(int Thread::* count, int first, int last) {
   while (!all()) yield();
 }
 inline void meet_block() { meet(&Thread::waits_for_block, 0, static_cast<int>(threads.size())); }
+inline void meet_warpgroups() { meet(&Thread::waits_for_warpgroups, 128, 384); }  // those that multiply
 inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, running / 32 * 32 + 32); }
 
 inline std::function<void()> body;
@@ -262,6 +263,19 @@ void multiply_shared(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   }
   meet_warp();
 }
+// The same of whole numbers, u8 times s8.
+template <int N>
+void multiply_bytes(int (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  const int row = running / 32 % 4 * 16 + running % 32 / 4, t = running % 4;
+  const auto at = [](uint64_t tile, int line, int k) { return swizzled(static_cast<uint32_t>(tile) + line * 128 + k, false); };
+  for (int i = 0; i < N / 2; ++i) {
+    const int n = i / 4 * 8 + 2 * t + i % 2, m = row + i % 4 / 2 * 8;
+    int sum = add ? sums[i] : 0;
+    for (int k = 0; k < 32; ++k) sum += shared<uint8_t>(at(a, m, k)) * shared<int8_t>(at(b, n, k));
+    sums[i] = sum;
+  }
+  meet_warp();
+}
 // stmatrix.x2.trans: two 8x8 matrices of halves, lane i giving the address of a row of matrix i / 8.
 inline void store_turned(uint32_t to, uint32_t low, uint32_t high) {
   const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
@@ -292,6 +306,18 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline uint32_t reduce_max(uint32_t value) {
   for (int offset = 16; offset > 0; offset /= 2) value = std::max(value, __shfl_xor_sync(0, value, offset));
   return value;
+}
+inline int reduce_add(int value) {
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0, value, offset);
+  return value;
+}
+#define __reduce_add_sync(mask, value) reduce_add(value)
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 32; i += 8) sum += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
+  return sum;
+}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
+  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
 }
 inline bool any_of_warp(bool value) { return reduce_max(value) != 0; }
 #define __any_sync(mask, value) any_of_warp(value)

@@ -21,6 +21,7 @@ BODIES = {
     "publish_barriers": "",
     "wait_for_count": "while (*at < wanted) emulation::yield();",
     "publish_to_copies": "",
+    "meet_warpgroups": "emulation::meet_warpgroups();",
     "expect_bytes": "emulation::arrive(barrier, bytes);",
     "arrive": "emulation::arrive(barrier);",
     "wait_barrier": "emulation::wait_barrier(barrier, parity);",
@@ -95,6 +96,12 @@ void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
 """
     """
 template <int N>
+void multiply_bytes(int (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+  emulation::multiply_bytes<N>(sums, a << 4, b << 4, add);
+}
+"""
+    """
+template <int N>
 void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
   emulation::multiply_rows<N>(sums, a, b << 4, add);
 }
@@ -151,7 +158,7 @@ def _without_ptx(text: str) -> str:
     text = re.sub(r"#define HOPPER_REGISTER_PRODUCT\(.*?\n\n", REGISTER_PRODUCT, text, flags=re.DOTALL)
     text = re.sub(r"^HOPPER_\w*PRODUCT\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
-    text = text.replace('asm volatile("" : "+f"(sums[i])::"memory");', ";")
+    text = re.sub(r'asm volatile\("" : "\+[fr]"\(\w+\[\w\]\)::"memory"\);', ";", text)
     text = text.replace("#include <cuda_pipeline.h>", "")
     text = re.sub(r"extern __shared__ [^;]*\bdynamic\[\];", "auto* dynamic = emulation::dynamic_shared.data();", text)
     return re.sub(r"cudaFuncSetAttribute\([^;]*\);", "cudaSuccess;", text)

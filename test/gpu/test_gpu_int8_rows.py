@@ -1,0 +1,219 @@
+"""5 to 64 rows of int8 weights are multiplied in two bytes, which the kernels before make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.kernels import cuda, cuda_entrance
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_layer import CudaLayer
+from rwkv_batch.kernels.cuda_quant import (
+    CodedMix,
+    CudaQuantLinear,
+    CudaQuantValue,
+    RowCodes,
+    added_up,
+    make_quantised,
+)
+from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.model.layer import Entrance, Projections
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_arena import StateArena
+from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.stage import Stage
+from test.model.row_bytes import assert_items_fit, assert_stands_for, meaning
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+WIDTH, VOCAB = 4096, 256
+RANKS = (128, 128, 96, 480)
+ROWS = (9, 16, 31, 32, 33, 64)
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    """Two layers of 7.2B's shape in int8."""
+    if not has_wide(GPU):
+        pytest.skip("rows in bytes are Hopper's")
+    tensors = random_weights(2, WIDTH, VOCAB, ranks=RANKS, first_v=False, dtype=torch.float16, device=GPU)
+    weights = Weights(Path("random"), tensors, ModelShape(2, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
+    return Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateForm.FP16, Format.INT8), CudaOps())
+
+
+def step(lengths: list[int], halves: bool = False) -> StepInputs:
+    """`halves`: rows may have adapters."""
+    ends = torch.tensor([0, *lengths], device=GPU).cumsum(0)
+    slots = torch.arange(2, 2 + len(lengths), device=GPU)
+    inputs = StepInputs(torch.zeros(sum(lengths), dtype=torch.int64, device=GPU), ends, slots, slots, ends[1:] - 1, 1)
+    inputs.max_seqlen = max(lengths)
+    inputs.adapters = torch.zeros(sum(lengths), dtype=torch.int64) if halves else None
+    return inputs
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(*size, device=GPU).half()
+
+
+def poison_memory() -> None:
+    """What comes out of it holds NaN."""
+    held = torch.full((1 << 28,), torch.nan, device=GPU, dtype=torch.float16)
+    del held
+
+
+def error(y: Tensor, true: Tensor) -> float:
+    return float((y.float() - true).norm() / true.norm())
+
+
+def mix(stage: Stage, entrance: Entrance, lengths: list[int], halves: bool) -> tuple[Tensor | CodedMix, Tensor]:
+    """Mixed inputs of random rows, the same ones each time, and the shifts behind them."""
+    generator = torch.Generator(GPU).manual_seed(sum(lengths))
+    sizes = (sum(lengths), WIDTH), (len(lengths) + 2, WIDTH)
+    x, shift = (torch.randn(*size, device=GPU, generator=generator).half() for size in sizes)
+    _, mixed = stage.ops.shift_mix(x, x.flip(0), entrance, shift, step(lengths, halves))
+    return mixed, shift
+
+
+def same(a: RowCodes, b: RowCodes, kept: Tensor | slice = slice(None)) -> bool:
+    assert a.scales is not None and b.scales is not None
+    rows = len(a.codes)
+    scales = [m[:, :rows][:, kept].view(torch.int32) for m in (a.scales, b.scales)]
+    return torch.equal(a.codes[kept], b.codes[kept]) and torch.equal(*scales)
+
+
+def spoilt(x: RowCodes, kept: Tensor) -> RowCodes:
+    """The same but for rows that are not kept."""
+    assert x.scales is not None
+    codes, scales = x.codes.clone(), x.scales.clone()
+    codes[~kept] = 0x31
+    scales[:, : len(kept)][:, ~kept] = 1e30
+    return RowCodes(codes, scales)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 9, [1] * 21, [1] * 64, [40], [3, 1, 30]], ids=str)
+def test_bytes_stand_for_the_halves(stage: Stage, lengths: list[int]) -> None:
+    """Those that a pass makes of the halves that adapters read, to the bit."""
+    layer = stage.layers[1]
+    assert isinstance(layer, CudaLayer)
+    for entrance, count in ((layer.time_entrance, 3), (layer.channel_entrance, 1)):
+        plain, shift = mix(stage, entrance, lengths, halves=True)
+        mixed, shift_too = mix(stage, entrance, lengths, halves=False)
+        assert (
+            isinstance(plain, Tensor) and isinstance(mixed, CodedMix) and isinstance(entrance.reader, CudaQuantLinear)
+        )
+        assert torch.equal(shift, shift_too)
+        assert count == 1 or torch.equal(mixed.halves, plain[2:])
+        for i in range(count):
+            assert same(mixed[i], entrance.reader.row_parts(plain[i]))
+            codes, scales = mixed[i]
+            assert scales is not None
+            assert_stands_for(codes, scales, plain[i])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_entrances(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the low ranks in the launch as without, each time the same, whatever the other rows hold."""
+    layer = stage.layers[index]
+    assert isinstance(layer, CudaLayer)
+    kept = torch.arange(rows, device=GPU) % 3 == 0
+    poison_memory()
+    plain, _ = mix(stage, layer.time_entrance, [1] * rows, halves=True)
+    mixed, _ = mix(stage, layer.time_entrance, [1] * rows, halves=False)
+    assert isinstance(plain, Tensor) and isinstance(mixed, CodedMix)
+    names = list("rkvwag") + ["v_gate"] * (index > 0)
+    got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
+    assert all(torch.equal(getattr(got, name), getattr(wanted, name)) for name in names)
+    with monkeypatch.context() as context:
+        context.setattr(cuda_entrance, "_enters_at_once", lambda layer, tokens: False)
+        apart = stage.ops.project(layer, mixed)
+    for name in names:
+        assert error(getattr(got, name), getattr(apart, name).float()) < 1e-3, name
+    for _ in range(20):
+        again = stage.ops.project(layer, mixed)
+        assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
+    mixed.halves[:, ~kept] = normal(*mixed.halves[:, ~kept].shape)
+    assert mixed.scales is not None
+    mixed.codes[:, ~kept] = 0x31
+    mixed.scales[:, :, :rows][:, :, ~kept] = 1e30
+    beside = stage.ops.project(layer, mixed)
+    assert all(torch.equal(getattr(beside, name)[kept], getattr(got, name)[kept]) for name in names)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_output_and_channel_mix(stage: Stage, rows: int) -> None:
+    """As those of halves, of which a pass makes bytes; each row's whatever the others hold."""
+    layer = stage.layers[1]
+    assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_key, CudaQuantLinear)
+    assert isinstance(layer.output, CudaQuantLinear)
+    kept = torch.arange(rows, device=GPU) % 3 == 0
+    x = normal(rows, WIDTH)
+    given = layer.output.row_parts(x)
+    others = spoilt(given, kept)
+    poison_memory()
+    y = layer.output(given)
+    assert torch.equal(layer.output(x), y)
+    assert torch.equal(layer.output(others)[kept], y[kept])
+    assert torch.equal(added_up(stage.ops.output(layer, given)), y)
+    poison_memory()
+    given = layer.ffn_key.row_parts(x)
+    y, z = added_up(stage.ops.channel_mix(layer, given)), added_up(stage.ops.channel_mix(layer, x))
+    assert torch.equal(y, z)
+    assert torch.equal(added_up(stage.ops.channel_mix(layer, spoilt(given, kept)))[kept], y[kept])
+
+
+@pytest.mark.parametrize("n, k", [(4096, 4096), (16384, 4096), (4096, 16384), (768, 768), (3072, 768), (2560, 2560)])
+@pytest.mark.parametrize("rows", [1, 9, 32, 64])
+@pytest.mark.parametrize("name", ["att.output", "ffn.key"])
+def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
+    """Against fp32, of inputs as the bytes mean them."""
+    stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.INT8)
+    linear = make_quantised(f"blocks.0.{name}.weight", stored)
+    assert isinstance(linear, CudaQuantLinear)
+    assert linear.group == (64 if name == "att.output" else 128)
+    x = normal(rows, k) * 10.0 ** torch.randint(-1, 2, (rows, k), device=GPU).half()
+    given = linear.row_parts(x)
+    assert given.scales is not None
+    assert error(meaning(*given), x.float()) < 3e-4
+    poison_memory()
+    assert error(linear(given), meaning(*given) @ dequantise(stored).T) < 3e-4
+
+
+@pytest.mark.parametrize("rows", [9, 32, 64])
+def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
+    """What ffn.key's launch writes stands for the halves that it writes otherwise."""
+    layer = stage.layers[1]
+    assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_value, CudaQuantValue)
+    dense = layer.ffn_value.dense
+    assert dense is not None and isinstance(layer.ffn_key, CudaQuantLinear)
+    x = normal(rows, WIDTH)
+    hidden, _ = stage.ops._hidden_quantised(layer, layer.ffn_value, x, None)
+    with mock.patch.object(cuda, "multiply_to_shares", wraps=cuda.multiply_to_shares) as multiply:
+        stage.ops.channel_mix(layer, layer.ffn_key.row_parts(x))
+    given = multiply.call_args.args[1]
+    assert_items_fit(given.codes, given.scales)
+    assert same(given, dense.row_parts(hidden))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("form", [StateForm.INT8, StateForm.FP16, StateForm.FP32])
+def test_wkv_gives_its_output_in_bytes(stage: Stage, rows: int, form: StateForm) -> None:
+    """Those of the halves that it gives to adapters."""
+    layer = stage.layers[1]
+    assert isinstance(layer.output, CudaQuantLinear)
+    parts = Projections(*normal(7, rows, WIDTH).unbind())
+    first, outputs = normal(rows, WIDTH), []
+    for halves in (True, False):
+        state = StateArena(rows + 2, 1, stage.shape, GPU, form, torch.float16).layer_wkv(0)
+        outputs.append(stage.ops.time_mix(layer, parts, first, state, step([1] * rows, halves))[0])
+    assert isinstance(outputs[1], RowCodes)
+    assert same(outputs[1], layer.output.row_parts(outputs[0]))

@@ -1,0 +1,53 @@
+"""Rows in two bytes (csrc/row_bytes.cuh) in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST = 32639
+
+
+def bytes_of(halves: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
+    """Halves [rows, k] as bytes [rows, 2, k] int8 and what stands beside their groups [k / group, pitch, 2] fp32."""
+    rows = len(halves)
+    grouped = halves.float().unflatten(1, (-1, group))
+    largest = grouped.abs().amax(2, keepdim=True)
+    inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
+    numbers = torch.nan_to_num(grouped * inverse).round().long()
+    first = (numbers + 128) >> 8
+    found = torch.stack([first, numbers - 256 * first], dim=1).flatten(2).to(torch.int8)
+    scales = torch.full((halves.shape[1] // group, rows + rows % 2, 2), torch.nan, device=halves.device)
+    scale = (largest / LARGEST).squeeze(2)
+    scales[:, :rows, 0] = scale.T
+    scales[:, :rows, 1] = (-128.0 * scale * numbers.sum(2)).T
+    return found, scales
+
+
+def numbers_of(found: Tensor, scales: Tensor) -> Tensor:
+    """The whole numbers of bytes [rows, 2, k], by the groups that `scales` are of: [rows, k / group, group] int64."""
+    return (256 * found[:, 0].long() + found[:, 1].long()).unflatten(1, (len(scales), -1))
+
+
+def meaning(found: Tensor, scales: Tensor) -> Tensor:
+    """What they stand for: [rows, k] fp32."""
+    meant: Tensor = numbers_of(found, scales).float() * scales[:, : len(found), 0].T.unsqueeze(2)
+    return meant.flatten(1)
+
+
+def assert_stands_for(found: Tensor, scales: Tensor, halves: Tensor) -> None:
+    """Of a kernel, whose reciprocals are a few bits off: numbers at most one off, what stands beside them theirs."""
+    rows, numbers = len(found), numbers_of(found, scales)
+    wanted, items = bytes_of(halves, halves.shape[1] // len(scales))
+    assert ((numbers - numbers_of(wanted, items)).abs() <= 1).all()
+    torch.testing.assert_close(scales[:, :rows, 0], items[:, :rows, 0], rtol=1e-6, atol=0)
+    assert_items_fit(found, scales)
+
+
+def assert_items_fit(found: Tensor, scales: Tensor) -> None:
+    """Beside each scale stands what 128 added to every code adds to a sum; a group's largest number is 32639."""
+    rows, numbers = len(found), numbers_of(found, scales)
+    added = -128 * scales[:, :rows, 0].double() * numbers.sum(2).T
+    torch.testing.assert_close(scales[:, :rows, 1].double(), added, rtol=1e-6, atol=0)
+    largest = numbers.abs().amax(2)
+    assert ((largest == LARGEST) | (largest == 0)).all()

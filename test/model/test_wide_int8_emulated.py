@@ -1,0 +1,146 @@
+"""Hopper's products of rows in two bytes with int8 weights, and of halves beside them, thread by thread on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from native import cuda_check
+from rwkv_batch.kernels import cuda_int8, cuda_wide
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_int8 import Int8Map, launch_wide_int8, pitch_of
+from rwkv_batch.kernels.cuda_quant import pack
+from rwkv_batch.kernels.cuda_wide import Workspace
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from test.model.emulated.library import call, emulated
+from test.model.row_bytes import assert_items_fit, bytes_of, meaning
+
+pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels, for the CPU."""
+    return emulated("wide_int8", tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches go to the emulation, which runs one block at a time: none may wait for another."""
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(library, name, *args)
+
+    work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    for module in (cuda_int8, cuda_wide):
+        monkeypatch.setattr(
+            module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
+        )
+    monkeypatch.setattr(cuda_int8, "hopper_library", Kernels)
+    monkeypatch.setattr(cuda_int8, "shares_processors", lambda: True)
+    monkeypatch.setattr(cuda_int8, "prepare_wide", lambda device: work)
+    monkeypatch.setattr(cuda_int8, "HALF_SPLITS", 1)
+    monkeypatch.setattr(cuda_int8, "fits_halves_beside", lambda *args: True)
+    library.emulation_set(1, 227 << 10)
+
+
+def error(y: Tensor, true: Tensor) -> float:
+    return float((y.float() - true).norm() / true.norm())
+
+
+def int8_map(
+    x: tuple[Tensor, Tensor], n: int, in_bytes: bool, activation: Activation = Activation.NONE
+) -> tuple[Int8Map, Tensor]:
+    """A random map over rows in bytes, and what it stands for, [n, k]; its results are poisoned."""
+    rows, _, k = x[0].shape
+    stored = quantise(torch.randn(n, k) * 10.0 ** torch.randint(-1, 1, (n, 1)) / k**0.5, Format.INT8)
+    packed = pack(stored)
+    y: Tensor = torch.full((rows, n), torch.nan, dtype=torch.float16)
+    scales = None
+    if in_bytes:
+        y, scales = torch.full((rows, 2, n), 77, dtype=torch.int8), torch.full((n // 128, pitch_of(rows), 2), torch.nan)
+    return Int8Map(packed.codes, packed.scales, *x, y, scales, activation), dequantise(stored)
+
+
+@pytest.mark.parametrize(("rows", "group"), [(5, 64), (32, 128), (41, 64)])
+def test_rows_in_bytes(rows: int, group: int) -> None:
+    """Beside halves, and maps of halves that read their results; results as halves and in bytes."""
+    maps, wanted = [], []
+    for n, k, activation in ((272, 256, Activation.NONE), (256, 128, Activation.RELU_SQUARED)):
+        given = bytes_of(torch.randn(rows, k).half() * 10.0 ** torch.randint(-2, 2, (rows, k)).half(), group)
+        made, w = int8_map(given, n, activation is Activation.RELU_SQUARED, activation)
+        maps.append(made)
+        true = meaning(*given) @ w.T
+        wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
+    launch_wide_int8(maps)
+    alone = [m.y.clone() for m in maps]
+    weight, x = torch.randn(64, 192).half() / 8, torch.randn(rows, 192).half()
+    y, weight_late = torch.full((rows, 64), torch.nan, dtype=torch.float16), torch.randn(160, 64).half() / 8
+    y_late = torch.full((rows, 160), torch.nan, dtype=torch.float16)
+    launch_wide_int8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
+    assert all(torch.equal(m.y, one) for m, one in zip(maps, alone, strict=True) if m.y_scales is None)
+    assert error(maps[0].y, wanted[0]) < 3e-4
+    assert maps[1].y_scales is not None
+    assert error(meaning(maps[1].y, maps[1].y_scales), wanted[1].half().float()) < 3e-4
+    assert_items_fit(maps[1].y, maps[1].y_scales)
+    assert error(y, (x.float() @ weight.float().T).tanh()) < 1e-3
+    assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
+
+
+def test_a_row_is_the_same_whatever_the_others_hold() -> None:
+    rows = 9
+    halves = torch.randn(rows, 256).half()
+    made, _ = int8_map(bytes_of(halves), 128, True)
+    launch_wide_int8([made])
+    halves[1:] = 60000
+    x = bytes_of(halves)
+    x[1][:, 4:] = torch.nan
+    assert made.y_scales is not None
+    y, scales = torch.empty_like(made.y), torch.empty_like(made.y_scales)
+    launch_wide_int8([made._replace(x=x[0], x_scales=x[1], y=y, y_scales=scales)])
+    assert torch.equal(y[0], made.y[0])
+    assert torch.equal(scales[:, 0], made.y_scales[:, 0])
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    halves = torch.randn(6, 128).half()
+    halves[2, 5], halves[4, 70] = torch.inf, torch.nan
+    made, _ = int8_map(bytes_of(halves), 64, False)
+    launch_wide_int8([made])
+    assert made.y.isfinite().all(1).tolist() == [True, True, False, True, False, True]
+    assert not made.y[[2, 4]].isfinite().any()
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    made, _ = int8_map(bytes_of(torch.randn(9, 128).half()), 96, False)
+    other, _ = int8_map(bytes_of(torch.randn(9, 128).half(), 64), 96, False)
+    with pytest.raises(ValueError, match="do not fit"):
+        launch_wide_int8([made, other])
+    with pytest.raises(ValueError, match="do not fit"):
+        launch_wide_int8([made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))])
+    with pytest.raises(ValueError, match="do not fit"):
+        launch_wide_int8([made._replace(x_scales=made.x_scales[:, :9])])
+    with pytest.raises(ValueError, match="64 rows, not 1 of 65"):
+        launch_wide_int8([int8_map(bytes_of(torch.randn(65, 128).half()), 32, False)[0]])
+
+
+@pytest.mark.parametrize("rows", [7, 40])
+def test_shares(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """What blocks that share k come to; none waits for another. The map's last tile is narrower."""
+    library.emulation_set(8, 227 << 10)
+    for module in (cuda_int8, cuda_wide):
+        monkeypatch.setattr(module, "shares_processors", lambda: False)
+    made, w = int8_map(bytes_of(torch.randn(rows, 1024).half(), 64), 144, False)
+    shares = torch.full((4, rows, 144), torch.nan)
+    launch_wide_int8([made._replace(y=shares)])
+    assert error(shares.sum(0), meaning(made.x, made.x_scales) @ w.T) < 1e-5
+    k = 256 * torch.arange(5)
+    first = meaning(made.x, made.x_scales)[:, k[1] : k[2]] @ w[:, k[1] : k[2]].T
+    assert error(shares[1], first) < 1e-5
