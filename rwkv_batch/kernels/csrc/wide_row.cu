@@ -63,7 +63,7 @@ struct RowTile {
     // Scales come by a bulk copy beside the codes, those of int8 by ordinary loads: with copies of them one launch in some ten
     // thousand gave 16 outputs of a warp wrong sums, for a reason that is not known (docs/notebook.md).
     static constexpr bool copies_scales = FORMAT == INT4;
-    static constexpr int BYTES = TILE_ROOM + (grouped ? 1024 : 0);  // of int8 as it was when that was found
+    static constexpr int BYTES = TILE_ROOM + (grouped ? 1024 : 0);  // of int8 with the room of copied scales, as it was run
 };
 
 struct RowRoom {
