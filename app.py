@@ -95,10 +95,16 @@ def run() -> NoReturn:
     sys.exit(main(sys.argv[1:]))
 
 
+def measuring_programs(folder: Path) -> list[str]:
+    """Names of the programs in a folder, as `python -m bench.NAME` takes them: a room's own is called as the room."""
+    files = [file for file in folder.rglob("*.py") if 'if __name__ == "__main__"' in file.read_text("utf-8")]
+    paths = [file.relative_to(folder).with_suffix("").parts for file in files]
+    return sorted(".".join(path[:-1] if path[-1] == "__main__" else path) for path in paths)
+
+
 def bench(arguments: list[str]) -> int:
     """Run a program of bench/ by its name, as `python -m bench.NAME` does; returns the exit code."""
-    folder = Path(__file__).parent / "bench"
-    names = sorted(file.stem for file in folder.glob("*.py") if 'if __name__ == "__main__"' in file.read_text("utf-8"))
+    names = measuring_programs(Path(__file__).parent / "bench")
     if not arguments or arguments[0] not in names:
         sys.stderr.write(f"error: bench wants the name of a measuring program: {', '.join(names)}\n")
         return 2

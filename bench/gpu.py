@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from bench.gpu_check import kernel_errors, limit_of, model_errors
-from bench.gpu_model import SIZES, VOCAB, active_share, random_stage
-from bench.origin import commit
+from bench.engine.gpu_check import kernel_errors, limit_of, model_errors
+from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
+from bench.tools.origin import commit
 from rwkv_batch.model.quant.formats import Format, format_of
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import GPU, prefill_inputs
-from bench.gpu_model import SIZES, VOCAB
+from bench.tools.gpu_model import SIZES, VOCAB
 from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation

@@ -11,8 +11,8 @@ both have the same streams. `ok`: 1.9 at least by HTTP, with each number of stre
 
 `tokens_per_s` is all tokens by all seconds; `steady`, by HTTP, the sum over the streams of tokens after the first delta
 by the time from the first delta to the last: what start and end of a run do not dilute. `engines`: of each engine most
-rows at once, a step's time with all of them and seconds busy (bench.step_watch). A step is as long as the graph for its
-rows, so an engine with more than its half may have longer ones throughout: `shares` are the tokens of each.
+rows at once, a step's time with all of them and seconds busy (bench.tools.step_watch). A step is as long as the graph
+for its rows, so an engine with more than its half may have longer ones throughout: `shares` are the tokens of each.
 What binds is told by `cores`: of each process the cores that it used in the way's last run, and its busiest thread,
 where 1.0 is a thread that never waited (client processes: the busiest alone). On a CPU both services' engines share the
 cores, and the ratio says nothing.
@@ -38,12 +38,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.acceptance.engines import Engines
-from bench.cpu_time import Used, cores, used
-from bench.engine_load import Streams, run_streams
-from bench.http_load import Load, fetch, over_http
-from bench.origin import origin
 from bench.serve import percentile, service
-from bench.step_watch import StepWatch
+from bench.tools.cpu_time import Used, cores, used
+from bench.tools.engine_load import Streams, run_streams
+from bench.tools.http_load import Load, fetch, over_http
+from bench.tools.origin import origin
+from bench.tools.step_watch import StepWatch
 from cluster.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.client import EngineClient, at_socket
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel

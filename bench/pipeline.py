@@ -6,7 +6,7 @@ The same random model and the same load (bench/traffic.py) on the first 1, 2, 4 
 tokens/s, time to first token, the busy share of each GPU (of nvidia-smi's samples, which count any kernel as busy),
 `step_ms` and of it `host_ms`, in which the engine's thread did not wait for a GPU, and each figure against that of one
 GPU with as many clients. `--trace` adds what each stage and the host did in half a second of each case
-(bench/pipeline_trace.py). What bounds it: the slowest stage (layers are dealt whole, and the head counts), the
+(bench/stages/pipeline_trace.py). What bounds it: the slowest stage (layers are dealt whole, and the head counts), the
 hand-over between devices, and the host, which schedules and reads every row's every token.
 
 `--stages 0,1,0,1` names a GPU for each stage, and a GPU may have several: as many graphs, links and groups as on four,
@@ -32,8 +32,8 @@ from unittest import mock
 import torch
 
 from bench.gpu import commit
-from bench.gpu_model import SIZES, write_random_file
-from bench.pipeline_trace import Trace, summary
+from bench.stages.pipeline_trace import Trace, summary
+from bench.tools.gpu_model import SIZES, write_random_file
 from bench.traffic import measure, numbers
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import settle_garbage_collector

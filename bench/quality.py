@@ -243,7 +243,7 @@ def main() -> None:
 
 def compare_states(weights: Weights, args: argparse.Namespace) -> None:
     """Forms of the state instead of dtypes of the weights."""
-    from bench.quality_states import by_state_form, long_texts  # which needs what this file has
+    from bench.accuracy.quality_states import by_state_form, long_texts  # which needs what this file has
 
     count, length = args.texts, args.max_tokens
     if args.text_file is None:

@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from bench.http_load import Load, fetch, over_http
+from bench.tools.http_load import Load, fetch, over_http
 from settings import parse_settings
 
 ROOT = Path(__file__).resolve().parent.parent

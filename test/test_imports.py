@@ -195,6 +195,13 @@ def test_what_a_place_does_not_know(place: str) -> None:
             assert not tops & UNKNOWN[place], f"{name} imports {tops & UNKNOWN[place]}"
 
 
+def test_what_measuring_programs_share_knows_none_of_them() -> None:
+    for name, file in modules("bench"):
+        if name.startswith("bench.tools."):
+            known = {target for target in imported(file) if target.startswith("bench.")}
+            assert all(target.startswith("bench.tools") for target in known), f"{name} imports {known}"
+
+
 def test_sqlite_is_known_in_few_places() -> None:
     places = {"state_pool.disk", "bulk.sidecar", "batch_store"}
     for package in FLOORS:

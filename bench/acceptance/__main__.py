@@ -45,7 +45,7 @@ from bench.acceptance.load import hot_tenant, overload, rolling, slow_engine
 from bench.acceptance.moves import moved
 from bench.acceptance.sessions import database_down, deleted, partition, same_session
 from bench.acceptance.streams import kills
-from bench.origin import origin
+from bench.tools.origin import origin
 
 Mode = Callable[[argparse.Namespace, list[str]], Awaitable[dict[str, Any]]]
 MODES: dict[str, Mode] = {

@@ -19,7 +19,7 @@ from typing import Any
 from bench.acceptance.clients import Answer, Clients, ms, part
 from bench.acceptance.engines import Engines, running
 from bench.acceptance.streams import PAUSE_S, all_streams
-from bench.cpu_time import cpu_s
+from bench.tools.cpu_time import cpu_s
 from demo.ray_nodes import RayNodes, descendants, free_port
 
 NOTICED_S = 4.0

@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.mutants.mutant import Mutant
 from bench.mutants.runner import MUTANTS, Limits, Outcome, Trees, Unchanged, try_mutant
-from bench.origin import origin
+from bench.tools.origin import origin
 
 ENOUGH = 0.9
 Result = dict[str, Any]

@@ -1,11 +1,11 @@
-"""What `bench.batch_ttft` says of slow requests, of what the service's log tells."""
+"""What `bench.batch.ttft` says of slow requests, of what the service's log tells."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from bench.batch_ttft import Asked, explained
+from bench.batch.ttft import Asked, explained
 
 
 def line(process: str, what: str, **fields: object) -> str:

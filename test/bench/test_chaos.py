@@ -9,7 +9,7 @@ import pytest
 
 from bench.chaos.disturbances import Disturbances
 from bench.chaos.traffic import Client, Findings
-from bench.crash import Conversation, Turn, ask
+from bench.faults.crash import Conversation, Turn, ask
 
 
 def answered(status: int, body: object) -> httpx.Client:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.engine_load import Streams, run_streams
+from bench.tools.engine_load import Streams, run_streams
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents
 

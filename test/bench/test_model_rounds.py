@@ -1,11 +1,11 @@
-"""What `bench.model_rounds` makes of gaps, of memory and of what was noted beside them."""
+"""What `bench.service.model_rounds` makes of gaps, of memory and of what was noted beside them."""
 
 from __future__ import annotations
 
-from bench.core_watch import Sample, around
-from bench.gaps import Gap, figures, longest
-from bench.model_rounds import Look, collections, kept_kb
-from bench.scheduler_events import Window, within, work_of
+from bench.service.core_watch import Sample, around
+from bench.service.gaps import Gap, figures, longest
+from bench.service.model_rounds import Look, collections, kept_kb
+from bench.service.scheduler_events import Window, within, work_of
 
 ALONE, ROUNDS = ((0.0, 10.0), (33.0, 43.0)), ((10.0, 30.0),)
 

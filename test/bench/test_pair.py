@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench import pair
-from bench.step_watch import Look, summary
+from bench.tools.step_watch import Look, summary
 
 
 def test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.pipeline_trace import HostSpan, StageSpan, summary
+from bench.stages.pipeline_trace import HostSpan, StageSpan, summary
 
 
 def test_work_waiting_and_the_host_are_told_apart() -> None:

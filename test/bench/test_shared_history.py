@@ -1,4 +1,4 @@
-"""The short form of `bench.shared_history`: engines over one database, killed and stopped."""
+"""The short form of `bench.faults.shared_history`: engines over one database, killed and stopped."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`bench.state_store` in its shortest form."""
+"""`bench.state_pool.store` in its shortest form."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bench.state_store import options, states_in, turns_of
+from bench.state_pool.store import options, states_in, turns_of
 
 
 def test_it_measures_turns_and_states_wherever_they_are_kept(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from subprocess import PIPE
 import httpx
 import pytest
 
-from bench.cpu_time import cpu_s
+from bench.tools.cpu_time import cpu_s
 from demo.ray_nodes import RayNodes, descendants
 from test.cluster.test_replicas import CHAT, Meanwhile, all_ready, body, engines, pid_of, texts
 from test.serving import ROOT, Service, wait_for

@@ -133,9 +133,9 @@ def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) 
 
 def test_programs_that_measure_are_run_by_name(installed: Installed) -> None:
     told = installed.run(installed.command, "bench")
-    assert told.returncode == 2 and " batch," in told.stderr and "http_load" not in told.stderr
+    assert told.returncode == 2 and " batch, batch.kills," in told.stderr and "http_load" not in told.stderr
     assert "lines/s" in installed.run(installed.command, "bench", "batch", "--help").stdout
-    without = installed.run(installed.command, "bench", "batch_kills", "--lines", "1")
+    without = installed.run(installed.command, "bench", "batch.kills", "--lines", "1")
     assert without.returncode == 1 and "clone of the repository" in without.stderr
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.random_schemas import random_schema
+from bench.grammar.random_schemas import random_schema
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import GenerateRequest, TokenLogprob

@@ -1,10 +1,10 @@
-"""Random schemas: every text that a grammar lets finish is valid. `python -m bench.grammar_schemas` asks for more."""
+"""Random schemas: every text that a grammar lets finish is valid. `python -m bench.grammar.schemas` asks for more."""
 
 from __future__ import annotations
 
 from itertools import islice
 
-from bench.grammar_schemas import answer, numbered, walk
+from bench.grammar.schemas import answer, numbered, walk
 
 
 def test_texts_that_masks_allow_are_valid() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu_model import VOCAB, random_stage
+from bench.tools.gpu_model import VOCAB, random_stage
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.layer_stream import StreamedLayers

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu_model import random_stage
+from bench.tools.gpu_model import random_stage
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.state_pool_listing import growth, measure
+from bench.state_pool.listing import growth, measure
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool import session_file, session_listing
 from state_pool.config import PoolConfig

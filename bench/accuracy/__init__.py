@@ -1,0 +1,1 @@
+"""How far results are from exact ones: parts of `bench.quality`."""

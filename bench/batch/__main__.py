@@ -1,0 +1,242 @@
+"""`app.py batch` against the engine alone, against the `rwkv` package in a loop, and its memory over a long file.
+
+    python -m bench.batch [--model-path FILE] [--lines 512] [--rows 64] [--memory-lines 1000000] [--rounds 3]
+
+`taskset -c 0,1` in front gives it two cores.
+
+Measures, in rounds, each in a process of its own, lines of 8 to 100 words that are continued greedily by 32 tokens:
+- cli: lines/s of the command with its own engine and `--rows` places, from the first question to the last line synced;
+- engine: the same rows in one job of an engine with as many places, from submission to the last event;
+- peer: the `rwkv` package on the same file, one line after the other, which is all that it can.
+Ratios are of the same round, the figure is their median; which of cli and engine goes first changes from round to
+round. What bounds cli over engine: on a CPU the command's event loop takes time from the cores that compute; the end of
+the file, when fewer rows run than there are places, is in both.
+- memory: the largest resident size of a process that runs the command's loop over `--memory-lines` lines with a backend
+  that answers at once, less that over 1000 lines: readers, window, writer, sidecar, without a model.
+
+Without --model-path the demo model. The peer reads .pth files alone. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.tools.origin import origin
+
+MAX_TOKENS = 32
+PEER_LINES = 4
+WORDS = "time people water house light river stone morning winter garden letter answer music window story".split()
+TARGETS = {"cli_over_engine": 0.97, "cli_over_peer": 10.0, "memory_mb": 500.0}
+
+
+def write_lines(path: Path, count: int) -> None:
+    """So many lines of different lengths."""
+    dice = random.Random(5)
+    with path.open("w", encoding="utf-8") as file:
+        for i in range(count):
+            text = " ".join(dice.choices(WORDS, k=dice.randint(8, 100)))
+            file.write(json.dumps({"id": i, "text": text}) + "\n")
+
+
+def demo_as_pth(path: Path) -> None:
+    """The demo model in the form that the peer reads."""
+    import torch
+    from safetensors.torch import load_file
+
+    from demo.files import ensure_model
+
+    torch.save(load_file(ensure_model()), path)
+
+
+def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The command, as its user runs it."""
+    target = folder / "out.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "app",
+        "batch",
+        str(options.input),
+        "-o",
+        str(target),
+        "--fresh",
+        "--task",
+        "complete",
+    ]
+    command += ["--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--max-running", str(options.rows)]
+    command += ["--progress", "json", *(["--model-path", options.model_path] if options.model_path else [])]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads([line for line in ran.stderr.splitlines() if line.startswith("{")][-1])
+    return {"lines_per_s": told["lines_per_s"], "tokens_per_s": told["tokens_per_s"]}
+
+
+def measure_engine(options: argparse.Namespace) -> dict[str, float]:
+    """The same rows, handed to an engine at once."""
+    from app import with_model
+    from routes.config import HttpConfig
+    from routes.request.bodies import DEFAULT_STOPS, PromptBody
+    from routes.request.generate_requests import build_rows
+    from rwkv_batch.engine import Engine
+    from rwkv_batch.request import Job, JobEvents, Priority
+    from rwkv_batch.tokenizer import Tokenizer
+    from settings import parse_settings
+
+    flags = ["--max-running", str(options.rows), "--state-db", ""]
+    flags += ["--model-path", options.model_path] if options.model_path else []
+    texts = [json.loads(line)["text"] for line in Path(options.input).read_text().splitlines()]
+    body = PromptBody(contents=texts, max_tokens=MAX_TOKENS, temperature=0.0)
+    engine = Engine(with_model(parse_settings(flags, {})).engine)
+    engine.start()
+    done = threading.Event()
+    tokens = 0
+
+    def sink(events: JobEvents) -> None:
+        nonlocal tokens
+        ends = [delta.finish for delta in events.deltas if delta.finish is not None]
+        tokens += sum(end.prompt_tokens + end.completion_tokens for end in ends)
+        if events.done:
+            done.set()
+
+    config = HttpConfig(max_contents=len(texts))
+    started = time.perf_counter()
+    rows = build_rows(Tokenizer(), config, body, texts, DEFAULT_STOPS, "contents")
+    engine.submit(Job(job_id="bench", rows=rows, priority=Priority.INTERACTIVE), sink, lambda refusal: None)
+    done.wait()
+    seconds = time.perf_counter() - started
+    engine.stop()
+    return {"lines_per_s": round(len(texts) / seconds, 2), "tokens_per_s": round(tokens / seconds, 1)}
+
+
+def measure_peer(options: argparse.Namespace) -> dict[str, float]:
+    """The rwkv package, a line after the other, greedily."""
+    os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
+    from rwkv.model import RWKV
+
+    from rwkv_batch.tokenizer import Tokenizer
+
+    model = RWKV(model=str(Path(options.model_path).with_suffix("")), strategy="cpu fp32")
+    texts = [json.loads(line)["text"] for line in Path(options.input).read_text().splitlines()[: PEER_LINES + 1]]
+    tokenizer, seconds = Tokenizer(), []
+    for text in texts:
+        started = time.perf_counter()
+        logits, state = model.forward(tokenizer.encode(text), None)
+        for _ in range(MAX_TOKENS - 1):
+            logits, state = model.forward([int(logits.argmax())], state)
+        seconds.append(time.perf_counter() - started)
+    return {"lines_per_s": round(1 / statistics.mean(seconds[1:]), 3)}
+
+
+def measure_memory(lines: int, folder: Path) -> float:
+    """Largest resident size in MB of the command's loop over so many lines, without a model."""
+    import bulk.command
+    from bulk.backends.backend import Reply
+
+    class Instant:
+        """Answers at once."""
+
+        async def model(self) -> str:
+            return "none"
+
+        async def open(self) -> int:
+            return 512
+
+        async def ask(self, path: str, body: dict[str, Any]) -> Reply:
+            await asyncio.sleep(0)
+            choice = {"finish_reason": "stop", "message": {"content": body["contents"][0]}}
+            return Reply(200, {"choices": [choice]})
+
+        async def close(self) -> None: ...
+
+    bulk.command.Service = lambda url, password: Instant()  # type: ignore[assignment,misc]
+    source = folder / "long.jsonl"
+    write_lines(source, lines)
+    command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]
+    assert bulk.command.main([*command, "--progress", "plain"], lambda settings: settings) == 0
+    # Not getrusage: what its parent had is in the largest size of a process that was forked and became another program.
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) / 1024
+
+
+def apart(options: argparse.Namespace, what: str, *more: str) -> Any:
+    """One measurement in a process of its own."""
+    command = [sys.executable, "-m", "bench.batch", "--only", what, "--input", str(options.input), *more]
+    command += ["--rows", str(options.rows), *(["--model-path", options.model_path] if options.model_path else [])]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All of it."""
+    rounds = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options.input = folder / "in.jsonl"
+        write_lines(options.input, options.lines)
+        if not options.model_path:
+            options.model_path = str(folder / "demo.pth")
+            demo_as_pth(Path(options.model_path))
+        peers = ["peer"] if options.model_path.endswith(".pth") else []
+        for number in range(options.rounds):
+            ours = ["engine", "cli"] if number % 2 else ["cli", "engine"]
+            one = {what: apart(options, what) for what in (*ours, *peers)}
+            print(json.dumps(one), flush=True)
+            rounds.append(one)
+        memory = apart(options, "memory", "--lines", str(options.memory_lines)) - apart(
+            options, "memory", "--lines", "1000"
+        )
+    ratios = {
+        f"cli_over_{peer}": round(
+            statistics.median(one["cli"]["lines_per_s"] / one[peer]["lines_per_s"] for one in rounds), 3
+        )
+        for peer in ("engine", "peer")
+        if peer in rounds[0]
+    }
+    figures = {**ratios, "memory_mb": round(memory, 1), "memory_lines": options.memory_lines}
+    about = {"model": Path(options.model_path).name, "load": round(os.getloadavg()[0], 2), **origin(options.commit)}
+    setting = {"rows": options.rows, "lines": options.lines, "rounds": rounds}
+    return {"bench": "batch", **about, **setting, **figures, "targets": TARGETS}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="")
+    parser.add_argument("--lines", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--memory-lines", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commit", default="", help="of the code, where git does not tell it")
+    parser.add_argument("--only", choices=("cli", "engine", "peer", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--input", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        match options.only:
+            case "cli":
+                found: Any = measure_cli(options, Path(folder))
+            case "engine":
+                found = measure_engine(options)
+            case "peer":
+                found = measure_peer(options)
+            case "memory":
+                found = measure_memory(options.lines, Path(folder))
+            case _:
+                found = run(options)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Whether small weights compute what they stand for, before anything is timed: kernels and a whole model against fp32.
+
+Every kernel gets fresh random inputs and poisoned outputs. Errors are ||y - true|| / ||true||.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bench.tools.gpu_model import random_file, random_stage
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import CudaOps
+from rwkv_batch.kernels.cuda_entrance import finished
+from rwkv_batch.kernels.cuda_layer import GROUPED_ORDER
+from rwkv_batch.kernels.cuda_quant import (
+    CODES_ROWS,
+    FEW_ROWS,
+    FEW_ROWS_ON_HOPPER,
+    CudaQuantLinear,
+    CudaQuantValue,
+    QuantMap,
+    added_up,
+    multiply_few,
+)
+from rwkv_batch.kernels.cuda_wide import has_wide
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.quant.formats import Format, dequantise, format_for, quantise
+from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.stage import Stage
+
+GPU = torch.device("cuda", 0)
+ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 17, 40, 130, 300, 320, 600)
+SHAPES = ((4096, 4096), (16384, 4096), (768, 3072), (2560, 2560), (96, 768))
+PIECE_ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 130, 257, 320, 600, 1000)
+EXACT = 2e-3
+"""fp16 inputs and outputs, fp32 sums."""
+IN_PARTS = 8e-3
+"""The same with inputs in two parts of 3 bits each, also twice after each other."""
+ROUNDED = 5e-2
+"""The same with inputs of 8 bits, also twice after each other."""
+
+
+def kernel_errors(format_: Format) -> dict[str, float]:
+    """Name of a case -> relative error against the codes' meaning in fp32; NaN where an output was not written."""
+    return dict(_linear_errors(format_)) | dict(_value_errors(format_))
+
+
+def limit_of(name: str) -> float:
+    """The largest error that a case may have: exact as long as inputs are multiplied as they are."""
+    rows = int(name.rsplit(maxsplit=1)[-1].removeprefix("B"))
+    if not name.startswith("fp8"):
+        return EXACT
+    if not has_wide(GPU):
+        return ROUNDED if rows > FEW_ROWS[Format.FP8] else EXACT
+    return ROUNDED if rows > CODES_ROWS[Format.FP8] else IN_PARTS if rows > FEW_ROWS_ON_HOPPER[Format.FP8] else EXACT
+
+
+@torch.inference_mode()
+def layer_errors(format_: Format, size: str) -> dict[str, float]:
+    """Name of a piece of the first two layers, or of the head, and rows -> its error against fp32, the codes as meant.
+
+    The same inputs for both, so that what one piece errs is not what the next is held against.
+    """
+    weights = random_file(size, GPU)
+    stage = random_stage(size, GPU, StateForm.FP32, dtype=format_)
+    meant = {name: _meaning(name, tensor, format_) for name, tensor in weights.tensors.items()}
+    whole = dataclasses.replace(weights, tensors=meant)
+    loader = LayerLoader(whole, Precision(GPU, torch.float32, torch.float32, StateForm.FP32))
+    head, errors = loader.head().linear, {}
+    assert stage.head is not None
+    for rows in PIECE_ROWS:
+        mixed = torch.randn(6, rows, stage.width, device=GPU).half()
+        given = [mixed[GROUPED_ORDER.index(name)].float() for name in "rwkvag"]
+        for i in range(2):
+            mine, true = stage.layers[i], loader.layer(i)
+            got, wanted = finished(stage.ops.project(mine, mixed)), NaiveOps().project(true, torch.stack(given))
+            for name in ("r", "w", "k", "v", "a", "g", "v_gate"):
+                y, z = getattr(got, name), getattr(wanted, name)
+                if y is not None:
+                    errors[f"layer {i} {name} B{rows}"] = _error(y.float(), z)
+            x = mixed[0]
+            errors[f"layer {i} output B{rows}"] = _error(mine.output(x).float(), true.output(x.float()))
+            y = added_up(stage.ops.channel_mix(mine, x))
+            errors[f"layer {i} ffn B{rows}"] = _error(y.float(), NaiveOps().channel_mix(true, x.float()))
+        errors[f"head B{rows}"] = _error(stage.head.linear.to_fp32(x), head(x.float()))
+    return errors
+
+
+def _meaning(name: str, tensor: Tensor, storage: Format) -> Tensor:
+    format_ = format_for(name, storage)
+    return tensor if format_ is None else dequantise(quantise(tensor, format_))
+
+
+def model_errors(small: Stage, whole: Stage, rows: int, vocab: int) -> dict[str, float]:
+    """One decode step of two stages of one model from equal random states: relative error and KL of the logits."""
+    logits = [_step(stage, rows, vocab) for stage in (small, whole)]
+    log_p, log_q = (torch.log_softmax(values, -1) for values in reversed(logits))
+    return {
+        "rows": rows,
+        "relative_error": _error(logits[0], logits[1]),
+        "kl": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
+        "same_token": (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean().item(),
+    }
+
+
+def _linear_errors(format_: Format) -> Iterator[tuple[str, float]]:
+    for n, k in SHAPES:
+        stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
+        linear, meaning = CudaQuantLinear(stored), dequantise(stored)
+        yield f"{format_} dequantise {n}x{k} B1", _error(linear.packed.dequantised().float(), meaning)
+        for rows in ROWS:
+            x = torch.randn(rows, k, device=GPU, dtype=torch.float16)
+            true = x.float() @ meaning.T
+            yield f"{format_} {n}x{k} B{rows}", _error(linear(x).float(), true)
+            out = torch.full_like(true, torch.nan)
+            yield f"{format_} to_fp32 {n}x{k} B{rows}", _error(linear.to_fp32(x, out), true)
+    stored = [quantise(torch.randn(n, 1024, device=GPU) / 32, format_) for n in (1024, 96, 544)]
+    linears, x = [CudaQuantLinear(s) for s in stored], torch.randn(3, 5, 1024, device=GPU, dtype=torch.float16)
+    ys = [torch.full((5, s.out_features), torch.nan, device=GPU, dtype=torch.float16) for s in stored]
+    multiply_few([QuantMap(linear, x[i], ys[i], Activation.RELU_SQUARED) for i, linear in enumerate(linears)])
+    for i, s in enumerate(stored):
+        yield f"{format_} grouped {i} B5", _error(ys[i].float(), torch.relu(x[i].float() @ dequantise(s).T).square())
+
+
+def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
+    for n, k in ((4096, 16384), (768, 3072), (2560, 10240)):
+        stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, format_)
+        value, meaning, ops = CudaQuantValue(stored), dequantise(stored), CudaOps()
+        ops.prepare_device(GPU, n, k)
+        for rows in range(1, 9):
+            hidden = torch.randn(rows, k, device=GPU, dtype=torch.float16).abs()
+            hidden *= torch.rand(rows, k, device=GPU) < 0.12
+            true = hidden.float() @ meaning.T
+            yield (
+                f"{format_} sparse {n}x{k} B{rows}",
+                _error(added_up(ops.sparse_value_quantised(value, hidden)).float(), true),
+            )
+        hidden = torch.relu(torch.randn(33, k, device=GPU, dtype=torch.float16))
+        yield f"{format_} value {n}x{k} B33", _error(value(hidden).float(), hidden.float() @ meaning.T)
+
+
+@torch.inference_mode()
+def _step(stage: Stage, rows: int, vocab: int) -> Tensor:
+    """Logits [rows, V] of one token after 16 of a prompt each."""
+    generator = torch.Generator(GPU).manual_seed(rows)
+    stage.allocate_slots(rows + 2)
+    slots, length = torch.arange(2, rows + 2, device=GPU), 16
+    prompts = torch.randint(vocab, (rows * length,), device=GPU, generator=generator)
+    ends = torch.arange(rows + 1, device=GPU) * length
+    inputs = StepInputs(prompts, ends, torch.zeros_like(slots), slots, ends[1:] - 1, length)
+    stage.forward(stage.embed(prompts), None, inputs)
+    tokens = torch.randint(vocab, (rows,), device=GPU, generator=generator)
+    ones = torch.arange(rows + 1, device=GPU)
+    inputs = StepInputs(tokens, ones, slots, slots, ones[:-1], 1)
+    x, _ = stage.forward(stage.embed(tokens), None, inputs)
+    return stage.logits(x, inputs)
+
+
+def _error(y: Tensor, true: Tensor) -> float:
+    return ((y - true).norm() / true.norm()).item()

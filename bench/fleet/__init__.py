@@ -1,0 +1,1 @@
+"""Several engines behind one service, measured and simulated."""

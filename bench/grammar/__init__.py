@@ -1,0 +1,1 @@
+"""Answers held to a grammar or a schema: `python -m bench.grammar`, and suites of schemas."""

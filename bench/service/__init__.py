@@ -1,0 +1,1 @@
+"""What clients of the service notice over HTTP: streams, their gaps, models that come and go."""

@@ -1,0 +1,141 @@
+"""What a list, a delete by beginning and /status ask of the engine's thread, with few and with many stored sessions.
+
+    python -m bench.state_pool.listing [--sessions 3000 300000] [--folder DIR] [--out FILE]
+
+The pool itself over a database with so many sessions, none in memory. Counted for each call are the lines of Python
+that the engine's thread runs (`lines_of`), a figure without noise. It must not grow with the sessions, since decoding
+waits for each line: `growth`, largest over smallest size, is at most 1.05 (a sorted list's own steps differ by a few).
+Beside it milliseconds of that thread, and of the whole call where the database's reader answers; those grow with the
+offset. Calls: `stats` (of /status), `list` (100 sessions, the newest), `list deep` (100 behind all but 100) and
+`delete` (10 sessions by the beginning of their names).
+
+Prints one JSON line per size; the last line is JSON with all of them and the growth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.state_pool.driver import HostArena
+from state_pool.config import PoolConfig
+from state_pool.pool import StatePool
+
+PAGE = 100
+PARTS = {"stage0.wkv": ("float16", (64,))}
+
+
+def lines_of(act: Callable[[], Any]) -> int:
+    """Lines of Python that the calling thread runs in `act`; not those of other threads, nor of what ends meanwhile."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+def fill(path: Path, sessions: int) -> None:
+    """Stored sessions "s0000000", "s0000001", … with no state, in a database that a pool has made."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.executemany(
+            "INSERT INTO sessions(session_id, dialogue, fingerprint, turn, num_tokens, created, updated) "
+            "VALUES (?, -1, 'bench', 1, 1, ?, ?)",
+            ((f"s{number:07d}", 1e9 + number, 1e9 + number) for number in range(sessions)),
+        )
+
+
+def open_pool(folder: Path, sessions: int) -> StatePool:
+    """A pool over a new database of so many sessions."""
+    config = PoolConfig(state_db=str(folder / f"{sessions}.db"), session_ttl=0)
+    StatePool(HostArena(8, layout=dict(PARTS)), config).close()
+    fill(Path(config.state_db), sessions)
+    return StatePool(HostArena(8, layout=dict(PARTS)), config)
+
+
+def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) -> dict[str, float]:
+    """Lines and milliseconds of the engine's thread for a call and what concludes it; `act` gets a callback."""
+    told: list[Any] = []
+    started = time.perf_counter()
+    lines = lines_of(lambda: act(told.append))
+    busy = time.perf_counter() - started
+    while not (told or pool._deliver.waiting):
+        time.sleep(0.0005)
+    answered = time.perf_counter()
+    lines += lines_of(pool._deliver.run)
+    ended = time.perf_counter()
+    if told and isinstance(told[0], Exception):
+        raise told[0]
+    return {
+        "engine_lines": lines,
+        "engine_ms": round(1e3 * (busy + ended - answered), 3),
+        "whole_ms": round(1e3 * (ended - started), 3),
+    }
+
+
+def measure(folder: Path, sessions: int) -> dict[str, Any]:
+    """Every call once, at this size."""
+    pool = open_pool(folder, sessions)
+    deep = max(0, sessions - PAGE)
+    found = {
+        "measure": "listing",
+        "sessions": sessions,
+        "stats": measure_call(pool, lambda tell: tell(pool.stats())),
+        "list": measure_call(pool, lambda tell: pool.list_sessions(tell, PAGE, 0)),
+        "list deep": measure_call(pool, lambda tell: pool.list_sessions(tell, PAGE, deep)),
+        "delete": measure_call(pool, lambda tell: void(pool.delete("s000000", True, tell))),
+    }
+    pool.close()
+    return found
+
+
+def void(value: object) -> None:
+    """Nothing of it."""
+
+
+def growth(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
+    """For each call, lines with many sessions over lines with few."""
+    calls = [name for name, part in few.items() if isinstance(part, dict)]
+    return {name: round(many[name]["engine_lines"] / few[name]["engine_lines"], 3) for name in calls}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[3_000, 300_000])
+    parser.add_argument("--folder", type=Path, help="where the databases go; default: a temporary folder")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        for sessions in arguments.sessions:
+            results.append(measure(Path(name), sessions))
+            print(json.dumps(results[-1]), flush=True)
+    last = {"measure": "state_pool_listing", "growth": growth(results[0], results[-1]), "all": results}
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
+    print(json.dumps(last))
+
+
+if __name__ == "__main__":
+    main()
