@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
 
 from pydantic import Field
 
 from routes.context import Context
 from routes.models import beside
 from routes.request.bodies import Body
+from routes.request.fields import Device
 from routes.response.reply import Reply, json_answer
 from routes.response.response_models import EngineList
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
 
-_DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$"
 _CONNECTED_S = 30.0
 """Within which a process has connected to an engine that has become ready."""
 _LOOK_S = 0.05
@@ -26,7 +25,7 @@ _LOOK_S = 0.05
 class AddBody(Body):
     """One more engine."""
 
-    devices: list[Annotated[str, Field(pattern=_DEVICE)]] = Field(
+    devices: list[Device] = Field(
         [], max_length=64, description="As --pp-devices of one engine, which holds without it."
     )
     wait_s: float = Field(0, ge=0, le=3600, description="Seconds that the answer waits until it is ready or failed.")

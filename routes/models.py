@@ -12,8 +12,9 @@ from pydantic import Field
 from cluster.journey import AWAY
 from routes.context import Context, Models
 from routes.openai.errors import OPENAI_ERRORS
-from routes.request.bodies import Body, Fields
+from routes.request.bodies import Body
 from routes.request.decode_defaults import DefaultsFields, as_defaults
+from routes.request.fields import Device, Fields, OneOf
 from routes.request.model_names import adapter_names, state_names
 from routes.request.shown import shown
 from routes.response.event_stream import ask
@@ -28,7 +29,6 @@ from rwkv_batch.models_folder import check_adapter_within, within
 
 ENDINGS = (".pth", ".safetensors")
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-_DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$"
 
 
 async def _listed(context: Context) -> list[dict[str, object]]:
@@ -113,20 +113,14 @@ class LoadBody(Body):
         max_length=16,
         description="Adapters to merge into the weights, each a path within --models-dir or path:scale.",
     )
-    dtype: str = Field("", pattern=f"^({'|'.join(DTYPES)})?$", description="As --dtype, which holds without it.")
-    wkv_state: str = Field(
-        "",
-        pattern=f"^({'|'.join(WKV_STATES)})?$",
-        description="As --wkv-state, which holds without it for RWKV-7; older versions have fp32 alone.",
+    dtype: Annotated[str, OneOf(DTYPES)] = Field("", description="As --dtype, which holds without it.")
+    wkv_state: Annotated[str, OneOf(WKV_STATES)] = Field(
+        "", description="As --wkv-state, which holds without it for RWKV-7; older versions have fp32 alone."
     )
-    kernels: str = Field(
-        "",
-        pattern=f"^({'|'.join(KERNELS)})?$",
-        description="As --kernels, which holds without it where these serve the model and its devices; else auto.",
+    kernels: Annotated[str, OneOf(KERNELS)] = Field(
+        "", description="As --kernels, which holds without it where these serve the model and its devices; else auto."
     )
-    devices: list[Annotated[str, Field(pattern=_DEVICE)]] = Field(
-        [], max_length=64, description="As --pp-devices, which holds without it."
-    )
+    devices: list[Device] = Field([], max_length=64, description="As --pp-devices, which holds without it.")
     gpu_memory_utilization: float | None = Field(
         None, ge=0.05, le=1, description="Part of a GPU's memory that this model may fill, as the flag says it."
     )

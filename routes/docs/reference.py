@@ -181,7 +181,7 @@ def _types(schema: dict[str, Any]) -> Iterator[str]:
         if "$ref" in branch:
             yield str(branch["$ref"]).removeprefix(_SCHEMAS)
         elif "enum" in branch or "const" in branch:
-            yield ", ".join(f"`{value}`" for value in branch.get("enum", [branch.get("const")]))
+            yield ", ".join(f"`{value}`" for value in branch.get("enum", [branch.get("const")]) if value != "")
         elif branch.get("type") == "array":
             yield f"[{' or '.join(dict.fromkeys(_types(branch['items'])))}]"
         else:

@@ -20,6 +20,7 @@ from routes.exchange import current
 from routes.openai.errors import OPENAI_ERRORS
 from routes.openai.files import ListQuery, new_id, no_such, page_of, store_of
 from routes.request.bodies import Body, Fields
+from routes.request.fields import Shape
 from routes.response.reply import Reply, json_answer
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
@@ -66,7 +67,9 @@ class BatchQuery(Fields):
 class CancelQuery(Fields):
     """Which batch is to end."""
 
-    batch_id: str = Field(min_length=1, max_length=80, pattern=f".{_CANCEL}$", description="Its id, and `/cancel`.")
+    batch_id: Annotated[str, Shape(f"^.+{_CANCEL}$", f"a batch's id, and {_CANCEL}")] = Field(
+        min_length=1, max_length=80, description="Its id, and `/cancel`."
+    )
 
 
 class RequestCounts(BaseModel):

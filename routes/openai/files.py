@@ -15,6 +15,7 @@ from routes.context import Context
 from routes.exchange import current
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
+from routes.request.fields import Shape
 from routes.response.reply import FILE, Answer, Reply, json_answer
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
@@ -23,7 +24,7 @@ PATH = "/openai/v1/files"
 TTL_S = 30 * 86400
 """What a file is kept for unless its upload says otherwise."""
 _CONTENT = "/content"
-_Seconds = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Seconds = Annotated[str, Shape(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
 
 
 class FileBody(Body):

@@ -25,6 +25,7 @@ from routes.request.bodies import (
 )
 from routes.request.call_grammar import call_constraint
 from routes.request.constraints import CLOSED_THOUGHT, at_most_one
+from routes.request.fields import Shape
 from routes.request.generate_requests import row_stops
 from routes.request.toolbox import Toolbox, begins_with_call
 from routes.request.unserved import OpenAIOnlyFields
@@ -55,7 +56,7 @@ def _is_token(value: str) -> str:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,5}$"), AfterValidator(_is_token)]
+TokenKey = Annotated[str, Shape(r"^[0-9]{1,5}$", "a token id of at most five digits"), AfterValidator(_is_token)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)]
 
 

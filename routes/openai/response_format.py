@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
-from routes.request.fields import Fields
+from routes.request.fields import Fields, Shape
 from sampling.grammar.constraint import Constraint, Form
 
 
 class JsonSchemaFormat(Fields):
     """A schema and its name."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted; nothing depends on it.")
+    name: Annotated[str, Shape(r"^[a-zA-Z0-9_-]{1,64}$", "1..64 letters, digits, '_' and '-'")] = Field(
+        description="Accepted; nothing depends on it."
+    )
     description: str = Field("", description="Accepted; nothing depends on it: say in the messages what is wanted.")
     schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON schema.")
     strict: bool = Field(

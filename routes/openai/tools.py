@@ -10,10 +10,11 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Fields
+from routes.request.fields import Shape
 from routes.request.toolbox import Function, Toolbox
 
 MAX_TOOLS = 128
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Shape(r"^[a-zA-Z0-9_.-]{1,64}$", "1..64 letters, digits, '_', '.' and '-'")]
 Mode = Literal["none", "auto", "required"]
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from routes.request.constraints import ConstraintFields
-from routes.request.fields import Fields, Number
+from routes.request.fields import Fields, Number, Shape
 from routes.request.shown import shown, shown_name
 from routes.request.unserved import ConversationOnlyFields, FixedDrawFields, Unserved
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -226,15 +226,20 @@ class SessionFields(Body):
     wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
 
 
-_LABEL = r"^[^\s:](?:[^\n:]*[^\s:])?$"
+Label = Annotated[
+    str,
+    Field(max_length=64),
+    Shape(r"^[^\s:](?:[^\n:]*[^\s:])?$", "a label of one line without ':' and without white space at its ends"),
+]
+"""Who speaks, before the colon."""
 
 
 class Template(Fields):
     """How a conversation is written: `System: …\\n\\nUser: …\\n\\nAssistant:` with other words in these places."""
 
-    system: str = Field("System", max_length=64, pattern=_LABEL, description="Who gives instructions.")
-    user: str = Field("User", max_length=64, pattern=_LABEL, description="Who asks.")
-    assistant: str = Field("Assistant", max_length=64, pattern=_LABEL, description="Who answers.")
+    system: Label = Field("System", description="Who gives instructions.")
+    user: Label = Field("User", description="Who asks.")
+    assistant: Label = Field("Assistant", description="Who answers.")
     opening: str = Field("", max_length=256, description="What an answer begins with that has no thought before it.")
 
 

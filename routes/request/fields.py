@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 def _number(value: Any) -> Any:
@@ -13,6 +16,49 @@ def _number(value: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_number)]
 """A number that scripts also write as text."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Of a text: one of these names, or "" for the default."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "enum": ["", *self.names]}
+
+    def _checked(self, text: str) -> str:
+        if text and text not in self.names:
+            raise PydanticCustomError("one_of", "must be one of {names}", {"names": ", ".join(self.names)})
+        return text
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a text: that it fits an expression; `told` says in words what a client is refused for."""
+
+    pattern: str
+    told: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "pattern": self.pattern}
+
+    def _checked(self, text: str) -> str:
+        if not re.fullmatch(self.pattern, text):
+            raise PydanticCustomError("shape", "must be {told}", {"told": self.told})
+        return text
+
+
+Device = Annotated[
+    str, Shape(r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$", "a device like cuda:0, a GPU's number, cpu or auto")
+]
+"""As --pp-devices names one."""
 
 
 class Fields(BaseModel):

@@ -1,0 +1,51 @@
+"""What is told of a text that is none of the names, or not of the shape, that a field takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from routes.engines import AddBody
+from routes.models import LoadBody
+from routes.openai.request import ChatBody
+from routes.request.bodies import PromptBody, validate
+from rwkv_batch.errors import ServiceError
+
+MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field", "wanted"),
+    [
+        (LoadBody, {"dtype": "fp7"}, "dtype", "must be one of auto, fp32, bf16, fp16, fp8, int8, int4, got fp7"),
+        (LoadBody, {"wkv_state": "fp8"}, "wkv_state", "must be one of auto, fp32, fp16, int8, got fp8"),
+        (LoadBody, {"kernels": "CUDA"}, "kernels", "must be one of auto, cuda, cpu, naive, got CUDA"),
+        (LoadBody, {"devices": ["0", "gpu"]}, "devices[1]", "must be a device like cuda:0, a GPU's number, "),
+        (AddBody, {"devices": ["cuda:0\n"]}, "devices[0]", "must be a device like cuda:0, a GPU's number, "),
+        (PromptBody, MESSAGES | {"template": {"user": "a:b"}}, "template.user", "must be a label of one line without"),
+        (ChatBody, MESSAGES | {"logit_bias": {"a": 1}}, "logit_bias.a", "must be a token id of at most five digits"),
+        (
+            ChatBody,
+            MESSAGES | {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "must be 1..64 letters, digits, '_', '.' and '-', got a b",
+        ),
+    ],
+)
+def test_a_text_that_does_not_fit_is_told_in_words(model: Any, body: dict[str, Any], field: str, wanted: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        validate(model, {"file": "a.pth", **body})
+    assert caught.value.info.field == field
+    assert str(caught.value).startswith(f"{field}: {wanted}")
+    assert "pattern" not in str(caught.value)
+
+
+def test_no_name_is_the_default() -> None:
+    assert validate(LoadBody, {"file": "a.pth", "dtype": "", "kernels": None, "devices": ["0", "cuda:1", "cpu"]})
+
+
+def test_documents_list_the_names() -> None:
+    fields = LoadBody.model_json_schema()["properties"]
+    assert fields["kernels"]["enum"] == ["", "auto", "cuda", "cpu", "naive"]
+    assert "cuda" in fields["devices"]["items"]["pattern"]
