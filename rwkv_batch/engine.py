@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.constrained_turns import StepCosts
+from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.core.grammars import GrammarDesk, Grammars
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.let_in import Between, LetIn
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.core.session_transfer import SessionTransfer
-from rwkv_batch.core.state_manager import StateManager, as_service_error
+from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.inbox import Inbox

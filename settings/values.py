@@ -6,12 +6,15 @@ import ipaddress
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from routes.api_keys import KeysError, load_keys
 from rwkv_batch.config import STATE_NAME
 from rwkv_batch.strategy import StrategyError, parse_strategy
 from state_pool.checkpoint_address import parse_checkpoint_address
 from state_pool.database_address import SCHEMES, parse_server_address
+
+Value = TypeVar("Value", int, float)
 
 
 class SettingsError(Exception):
@@ -20,29 +23,22 @@ class SettingsError(Exception):
 
 def whole(lowest: int, highest: int) -> Callable[[str], int]:
     """A parser of whole numbers from `lowest` to `highest`; it raises SettingsError."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise SettingsError(f"must be a whole number, got {text!r}") from None
-        if not lowest <= value <= highest:
-            raise SettingsError(f"must be {lowest}..{highest}, got {value}")
-        return value
-
-    return parse
+    return _between(int, "a whole number", lowest, highest)
 
 
 def number(lowest: float, highest: float) -> Callable[[str], float]:
     """A parser of numbers from `lowest` to `highest`; it raises SettingsError."""
+    return _between(float, "a number", lowest, highest)
 
-    def parse(text: str) -> float:
+
+def _between(read: Callable[[str], Value], what: str, lowest: Value, highest: Value) -> Callable[[str], Value]:
+    def parse(text: str) -> Value:
         try:
-            value = float(text)
+            value = read(text)
         except ValueError:
-            raise SettingsError(f"must be a number, got {text!r}") from None
+            raise SettingsError(f"must be {what}, got {text!r}") from None
         if not lowest <= value <= highest:
-            raise SettingsError(f"must be {lowest:g}..{highest:g}, got {text}")
+            raise SettingsError(f"must be {lowest:.15g}..{highest:.15g}, got {text}")
         return value
 
     return parse

@@ -6,7 +6,6 @@ Only a job with a constraint that is not compiled yet waits here; whatever happe
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rwkv_batch.core.failures import as_table
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.protocol import Admitted
 from rwkv_batch.request import Job
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
     from sampling.grammar.matcher import Grammar
 
-logger = logging.getLogger(__name__)
+_as_told = as_table("the grammar could not be compiled")
 
 Grammars = Mapping[Constraint, "Grammar"]
 THREADS = 2
@@ -200,7 +200,7 @@ class GrammarDesk:
         if waiting.is_cancelled:
             waiting.admitted(ServiceError(ErrorKind.CANCELLED, "the request was cancelled before it began"))
         elif error is not None:
-            waiting.admitted(_as_service_error(error))
+            waiting.admitted(_as_told(error))
 
 
 def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:
@@ -229,13 +229,6 @@ def _given(constraint: Constraint, error: GrammarError) -> str | None:
         return None
     text = written_at(schemas[0], error.place) if schemas else constraint.source
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
-
-
-def _as_service_error(error: BaseException) -> ServiceError:
-    if isinstance(error, ServiceError):
-        return error
-    logger.error("compiling a grammar failed", exc_info=error)
-    return ServiceError(ErrorKind.INTERNAL, f"the grammar could not be compiled: {type(error).__name__}: {error}")
 
 
 def _waits_too_much(what: str) -> ServiceError:

@@ -5,18 +5,16 @@ Whatever happens on the way, every call has one answer: the value, or an error t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from rwkv_batch.calls import Reply, attempt
+from rwkv_batch.core.failures import as_service_error, as_table
 from rwkv_batch.core.file_thread import FileThread
-from rwkv_batch.core.state_manager import as_service_error
-from rwkv_batch.errors import ErrorKind, ServiceError
-from state_pool.errors import PoolError
+from rwkv_batch.errors import ServiceError
 from state_pool.pool import StatePool
 from state_pool.session_file import NotASession, SessionFile, decode
 
-logger = logging.getLogger(__name__)
+_as_told = as_table("the session's file could not be handled", {NotASession: "body"})
 
 Put = Callable[[Callable[[], None]], bool]
 """Runs a command on the engine's thread; False: the engine takes none any more."""
@@ -28,7 +26,7 @@ class SessionTransfer:
     def __init__(self, put: Put, refusal: Callable[[], ServiceError]) -> None:
         self._put = put
         self._refusal = refusal
-        self._thread = FileThread("session-files", refusal, _as_service_error)
+        self._thread = FileThread("session-files", refusal, _as_told)
 
     def export(self, pool: StatePool, reply: Reply[bytes], session_id: str, dialogue: int | None = None) -> None:
         """Engine thread. Replies with the file's bytes."""
@@ -39,7 +37,7 @@ class SessionTransfer:
             else:
                 self._thread.run(reply, file.encode, reply)
 
-        attempt(reply, _as_service_error, lambda: pool.export(session_id, exported, dialogue))
+        attempt(reply, _as_told, lambda: pool.export(session_id, exported, dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Any thread. Replies with the number of tokens that the session stands for, once it is durable."""
@@ -55,18 +53,8 @@ class SessionTransfer:
         def durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error))
 
-        attempt(reply, _as_service_error, lambda: pool.import_session(session_id, file, durable))
+        attempt(reply, _as_told, lambda: pool.import_session(session_id, file, durable))
 
     def close(self) -> None:
         """Begin nothing more; what has not begun is refused."""
         self._thread.close()
-
-
-def _as_service_error(error: Exception) -> ServiceError:
-    """What a file's journey ended with; a fault of ours is logged and told as one."""
-    if isinstance(error, NotASession):
-        return ServiceError(ErrorKind.INVALID_FIELD, f"body: {error}", field="body")
-    if isinstance(error, PoolError):
-        return as_service_error(error)
-    logger.error("a session's export or import failed", exc_info=error)
-    return ServiceError(ErrorKind.INTERNAL, f"the session's file could not be handled: {type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.core.mixtures import (
     check_mixture,
     gather,
@@ -23,65 +24,10 @@ from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, Sh
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
-from state_pool.errors import (
-    AdapterNotFound,
-    DatabaseSlow,
-    DirectoryUnreachable,
-    NameTaken,
-    OtherAdapter,
-    OtherOrigin,
-    PoolError,
-    PoolFull,
-    SessionBusy,
-    SessionNotFound,
-    SessionTooLarge,
-    SessionUnread,
-    SessionUnusable,
-    StaleEpoch,
-    StateNotFound,
-    TurnInDoubt,
-)
+from state_pool.errors import PoolError, SessionNotFound
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
 from state_pool.tuned_state import NO_BASE, TunedState
-
-_KINDS: dict[type[PoolError], ErrorKind] = {
-    SessionBusy: ErrorKind.SESSION_BUSY,
-    SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
-    SessionUnusable: ErrorKind.SESSION_UNUSABLE,
-    SessionUnread: ErrorKind.ENGINE_LOST,
-    PoolFull: ErrorKind.OVERLOADED,
-    DatabaseSlow: ErrorKind.TIMEOUT,
-    SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
-    StateNotFound: ErrorKind.STATE_NOT_FOUND,
-    AdapterNotFound: ErrorKind.ADAPTER_NOT_FOUND,
-    NameTaken: ErrorKind.NAME_TAKEN,
-    OtherOrigin: ErrorKind.INVALID_FIELD,
-    OtherAdapter: ErrorKind.INVALID_FIELD,
-    StaleEpoch: ErrorKind.SESSION_BUSY,
-    DirectoryUnreachable: ErrorKind.ENGINE_LOST,
-    TurnInDoubt: ErrorKind.ENGINE_LOST,
-}
-_RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0, SessionUnread: 2.0}
-_FIELDS: dict[type[PoolError], str] = {
-    StateNotFound: "state",
-    OtherOrigin: "state",
-    AdapterNotFound: "adapter",
-    OtherAdapter: "adapter",
-    NameTaken: "name",
-}
-"""Where it is always the same field that is wrong."""
-
-
-def as_service_error(error: Exception, field: str | None = "session_id") -> ServiceError:
-    """A pool's failure in the words of the one error table; `field` is what the request named wrongly, if anything."""
-    if isinstance(error, PoolError):
-        field = _FIELDS.get(type(error), field)
-        kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
-        message = f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error)
-        return ServiceError(kind, message, field=field, given=error.given, retry_after_s=retry_after_s)
-    message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
-    return ServiceError(ErrorKind.INTERNAL, message, field=field)
 
 
 def _may_share_prefix(sequence: Sequence) -> bool:

@@ -16,9 +16,9 @@ import msgspec
 
 from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply, attempt
 from rwkv_batch.config import STATE_NAME, EngineConfig
+from rwkv_batch.core.failures import as_service_error, as_table
 from rwkv_batch.core.file_thread import FileThread
-from rwkv_batch.core.state_manager import as_service_error
-from rwkv_batch.errors import ErrorKind, ServiceError, StartupError, invalid
+from rwkv_batch.errors import ServiceError, StartupError, invalid
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.served import ServedAdapter, served
 from rwkv_batch.model.tensor_files import FileError
@@ -29,6 +29,8 @@ from state_pool.errors import NameTaken, PoolError
 from state_pool.tuned_state import Origin
 
 logger = logging.getLogger(__name__)
+
+_as_told = as_table("the adapter could not be loaded", {FileError: "file"})
 
 
 class AdapterLibrary:
@@ -41,7 +43,7 @@ class AdapterLibrary:
         self._config = config
         self._put = put
         self._refusal = refusal
-        self._thread = FileThread("adapter-files", refusal, _as_service_error)
+        self._thread = FileThread("adapter-files", refusal, _as_told)
         self._list = Path(f"{config.pool.files_stem}.adapters.json") if config.pool.state_db else None
         self._infos: dict[str, AdapterInfo] = {}
 
@@ -154,11 +156,11 @@ class AdapterLibrary:
             self._adapters.check_new(call.name)
             path = path_within(self._config.models_dir, call.file, "file")
         except (PoolError, ServiceError) as error:
-            reply(_as_service_error(error))
+            reply(_as_told(error))
             return
 
         def was_read(adapter: ServedAdapter) -> None:
-            if not self._put(lambda: attempt(reply, _as_service_error, lambda: self._finish(call, reply, adapter))):
+            if not self._put(lambda: attempt(reply, _as_told, lambda: self._finish(call, reply, adapter))):
                 reply(self._refusal())
 
         self._thread.run(reply, lambda: self._read_within(path, call.scale), was_read)
@@ -192,21 +194,9 @@ class AdapterLibrary:
         try:
             self._keep()
         except OSError as error:
-            raise _as_service_error(error) from error
+            raise _as_told(error) from error
         return info
 
     def close(self) -> None:
         """Begin to read nothing more."""
         self._thread.close()
-
-
-def _as_service_error(error: Exception) -> ServiceError:
-    """What loading an adapter ended with; a fault of ours is logged and told as one."""
-    if isinstance(error, ServiceError):
-        return error
-    if isinstance(error, FileError):
-        return ServiceError(ErrorKind.INVALID_FIELD, f"file: {error}", field="file")
-    if isinstance(error, PoolError):
-        return as_service_error(error)
-    logger.error("an adapter could not be loaded", exc_info=error)
-    return ServiceError(ErrorKind.INTERNAL, f"the adapter could not be loaded: {type(error).__name__}: {error}")

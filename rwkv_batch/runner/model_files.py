@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from rwkv_batch.calls import CheckModel, Reply
+from rwkv_batch.core.failures import as_table
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merged
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 
-logger = logging.getLogger(__name__)
+_as_told = as_table("the file could not be checked")
 
 
 def under_adapters(weights: Weights, adapters: Sequence[str]) -> Weights:
@@ -28,7 +28,7 @@ class ModelChecks:
 
     def __init__(self, refusal: Callable[[], ServiceError]) -> None:
         """`refusal`: why nothing is checked any more."""
-        self._thread = FileThread("model-files", refusal, _as_service_error)
+        self._thread = FileThread("model-files", refusal, _as_told)
 
     def check(self, call: CheckModel, reply: Reply[str]) -> None:
         """Replies what the file holds, in words, or what is wrong with it or with an adapter."""
@@ -52,10 +52,3 @@ def _description(call: CheckModel) -> str:
 
 def _wrong(field: str, error: Exception) -> ServiceError:
     return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field)
-
-
-def _as_service_error(error: Exception) -> ServiceError:
-    if isinstance(error, ServiceError):
-        return error
-    logger.error("a model's file could not be checked", exc_info=error)
-    return ServiceError(ErrorKind.INTERNAL, f"the file could not be checked: {type(error).__name__}: {error}")

@@ -19,11 +19,11 @@ import msgspec
 
 from rwkv_batch.calls import AddState, Reply, StateInfo, attempt
 from rwkv_batch.config import STATE_NAME, EngineConfig
+from rwkv_batch.core.failures import as_service_error, as_table
 from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.mixtures import check_members
-from rwkv_batch.core.state_manager import as_service_error
 from rwkv_batch.decode_defaults import DecodeDefaults
-from rwkv_batch.errors import ErrorKind, ServiceError, StartupError, invalid
+from rwkv_batch.errors import ServiceError, StartupError, invalid
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
@@ -40,6 +40,7 @@ _KEPT = ".safetensors"
 _MIXTURE = ".mixture.json"
 _DEFAULTS = "decode_defaults"
 """Key in a kept state's metadata."""
+_as_told = as_table("the tuned state could not be loaded", {FileError: "file"})
 
 
 class _KeptMixture(msgspec.Struct):
@@ -59,7 +60,7 @@ class StateLibrary:
         self._config = config
         self._put = put
         self._refusal = refusal
-        self._thread = FileThread("state-files", refusal, _as_service_error)
+        self._thread = FileThread("state-files", refusal, _as_told)
         self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
         self._infos: dict[str, StateInfo] = {}
 
@@ -159,13 +160,13 @@ class StateLibrary:
                 return
             path = path_within(self._config.models_dir, call.file, "file", ", or send the file") if call.file else None
         except (OSError, PoolError, ServiceError) as error:
-            reply(_as_service_error(error))
+            reply(_as_told(error))
             return
         half = None if self._folder is None else _half_in(self._folder)
 
         def was_read(found: tuple[TunedTensor, HostTensors]) -> None:
             def finish() -> None:
-                attempt(reply, _as_service_error, lambda: self._finish(call, reply, half, *found))
+                attempt(reply, _as_told, lambda: self._finish(call, reply, half, *found))
 
             if not self._put(finish):
                 _unlink(half)
@@ -306,15 +307,3 @@ def _check(call: AddState) -> None:
         raise invalid(
             "file", "must be given, as a path within --models-dir or sent; or else `states`, to mix", call.file
         )
-
-
-def _as_service_error(error: Exception) -> ServiceError:
-    """What loading a state ended with; a fault of ours is logged and told as one."""
-    if isinstance(error, ServiceError):
-        return error
-    if isinstance(error, FileError):
-        return ServiceError(ErrorKind.INVALID_FIELD, f"file: {error}", field="file")
-    if isinstance(error, PoolError):
-        return as_service_error(error)
-    logger.error("a tuned state could not be loaded", exc_info=error)
-    return ServiceError(ErrorKind.INTERNAL, f"the tuned state could not be loaded: {type(error).__name__}: {error}")

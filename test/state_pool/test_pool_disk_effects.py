@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.arena import ZERO_SLOT
 from state_pool.disk import statements

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench.acceptance.database_link import linked
-from rwkv_batch.core.state_manager import as_service_error
+from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
