@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from state_pool.codec import ITEM_BYTES, LAYOUT_VERSION, Layout
 from state_pool.errors import PoolError, SessionTooLarge
-from state_pool.layer_split import SAME_FORM, has_same_layers
+from state_pool.resharding import SAME_FORM, has_same_layers
 
 FORMAT = "rwkv-session-2"
 """Written. "rwkv-session-1" is read too: its checksum covers the replay and the parts' names and bytes only."""

@@ -21,7 +21,7 @@ from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
 from state_pool.errors import DatabaseUnreadable, SessionUnread, SessionUnusable
-from state_pool.layer_split import cut_anew
+from state_pool.resharding import cut_anew
 from state_pool.session_page import SessionEntry
 from state_pool.sessions import SessionKey
 

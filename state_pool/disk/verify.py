@@ -20,7 +20,7 @@ from state_pool.disk.operations import ObjectPlace, StoredObject, StoredParts
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import StateRow
 from state_pool.errors import SessionUnusable
-from state_pool.layer_split import SAME_FORM, has_same_layers
+from state_pool.resharding import SAME_FORM, has_same_layers
 
 _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 

@@ -16,7 +16,7 @@ from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, Stor
 from state_pool.disk.reader import LoadResult
 from state_pool.disk.store import CompletionQueue, Store, session_of
 from state_pool.errors import DatabaseUnreadable, PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
-from state_pool.layer_split import cut_anew
+from state_pool.resharding import cut_anew
 from state_pool.session_file import NotASession, SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
 from state_pool.tuned_state import is_mixture, joint, parted

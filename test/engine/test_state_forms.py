@@ -19,7 +19,7 @@ from rwkv_batch.model.state_form import HEAD_BYTES, unpack_int8
 from rwkv_batch.runner.state_copy import HostTensors
 from state_pool.codec import CHUNKS_PER_STATE, piece_checksum
 from state_pool.config import PoolConfig
-from state_pool.layer_split import cut_anew
+from state_pool.resharding import cut_anew
 from state_pool.session_file import SessionFile, decode
 from test.harness import ask, call, run, started_engine, tiny_model, turn
 from test.state_files import random_state, write_state

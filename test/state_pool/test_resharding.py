@@ -9,7 +9,7 @@ import pytest
 
 from rwkv_batch.runner.layer_split import runs_of
 from state_pool.codec import Layout, part_sizes
-from state_pool.layer_split import cut_anew, has_same_layers
+from state_pool.resharding import cut_anew, has_same_layers
 
 WKV, SHIFT = ("uint8", (2, 7)), ("float16", (2, 3))
 SHARES = [(8.0,), (3.0, 5.0), (2.5, 3.0, 2.5), (0.5, 7.5), (7.5, 0.5), (1.0, 0.5, 0.5, 6.0), (2.5, 2.5, 2.5, 0.5)]
