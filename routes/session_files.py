@@ -7,7 +7,7 @@ import threading
 from pydantic import ConfigDict, Field
 
 from routes.context import Context
-from routes.request.bodies import Fields
+from routes.request.fields import Fields, SessionId
 from routes.response.event_stream import ask
 from routes.response.reply import FILE, Reply, Stream, json_answer
 from routes.response.response_models import Imported
@@ -26,14 +26,14 @@ class ExportQuery(Fields):
 
     model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
 
-    session_id: str = Field(min_length=1, max_length=256, description="The session.")
+    session_id: SessionId = Field(description="The session.")
     dialogue_idx: int | None = Field(None, ge=1, lt=2**63, description="One dialogue of a branching session.")
 
 
 class ImportQuery(Fields):
     """What the session will be called."""
 
-    session_id: str = Field(min_length=1, max_length=256, description="A name that no session has yet.")
+    session_id: SessionId = Field(description="A name that no session has yet.")
 
 
 class Place:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
 from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
+from routes.request.fields import NO_NUL, SessionId
 from routes.request.generate_requests import build_rows, off_loop, row_stops
 from routes.request.jobs import make_job
 from routes.request.session_turn import as_turn
@@ -37,7 +39,7 @@ class TurnBody(SamplingBody):
         description="Exactly one prompt, read as it is; a blank line is put before it if the session exists and the "
         "prompt does not begin with one.",
     )
-    session_id: str = Field(min_length=1, max_length=256, description="Opaque; an unknown one begins a session.")
+    session_id: SessionId = Field(description="Opaque; an unknown one begins a session.")
     wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
 
 
@@ -51,7 +53,9 @@ class StatusBody(Body):
 class DeleteBody(Body):
     """What to delete."""
 
-    session_id: str = Field(min_length=1, max_length=1024, description="The session, or one dialogue as it is listed.")
+    session_id: Annotated[str, NO_NUL] = Field(
+        min_length=1, max_length=1024, description="The session, or one dialogue as it is listed."
+    )
     delete_prefix: bool = Field(False, description="Delete every session whose id begins with `session_id`.")
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from routes.request.constraints import ConstraintFields
-from routes.request.fields import Fields, Number, Shape
+from routes.request.fields import Fields, Number, SessionId, Shape
 from routes.request.shown import shown, shown_name
 from routes.request.unserved import ConversationOnlyFields, FixedDrawFields, Unserved
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -220,9 +220,7 @@ class SamplingBody(GenerationBody):
 class SessionFields(Body):
     """A conversation whose state the service keeps."""
 
-    session_id: str | None = Field(
-        None, min_length=1, max_length=256, description="The prompt continues this session, and is folded into it."
-    )
+    session_id: SessionId | None = Field(None, description="The prompt continues this session, and is folded into it.")
     wait: bool = Field(True, description="Wait for a running turn of the session; false: 409 instead.")
 
 

@@ -6,7 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
@@ -59,6 +67,9 @@ Device = Annotated[
     str, Shape(r"^(auto|cpu|cuda(:[0-9]{1,4})?|[0-9]{1,4})$", "a device like cuda:0, a GPU's number, cpu or auto")
 ]
 """As --pp-devices names one."""
+NO_NUL = Shape(r"^[^\x00]*$", "a name without the character U+0000")
+"""Of what names a session: PostgreSQL's text cannot have it."""
+SessionId = Annotated[str, Field(min_length=1, max_length=256), NO_NUL]
 
 
 class Fields(BaseModel):

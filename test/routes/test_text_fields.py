@@ -8,8 +8,12 @@ import pytest
 
 from routes.engines import AddBody
 from routes.models import LoadBody
+from routes.multi_state import BranchBody
 from routes.openai.request import ChatBody
+from routes.openai.responses_body import ResponsesBody
 from routes.request.bodies import PromptBody, validate
+from routes.session_files import ExportQuery, ImportQuery
+from routes.state import DeleteBody, TurnBody
 from rwkv_batch.errors import ServiceError
 
 MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -49,3 +53,24 @@ def test_documents_list_the_names() -> None:
     fields = LoadBody.model_json_schema()["properties"]
     assert fields["kernels"]["enum"] == ["", "auto", "cuda", "cpu", "naive"]
     assert "cuda" in fields["devices"]["items"]["pattern"]
+
+
+@pytest.mark.parametrize("model", [PromptBody, TurnBody, BranchBody, ChatBody, ResponsesBody, DeleteBody])
+def test_a_name_that_no_database_can_keep_is_refused_at_each_door(model: Any) -> None:
+    others = MESSAGES if model is ChatBody else {"contents": ["a"], "input": "a", "dialogue_idx": 0}
+    assert validate(model, {**others, "session_id": "a\tb"}).session_id == "a\tb"
+    for name in ("\0", "a\0b"):
+        with pytest.raises(ServiceError, match=r"session_id: must be a name without the character U\+0000") as caught:
+            validate(model, {**others, "session_id": name})
+        assert (caught.value.info.field, caught.value.info.given) == ("session_id", name)
+
+
+@pytest.mark.parametrize("query", [ExportQuery, ImportQuery])
+def test_nor_does_a_file_go_by_such_a_name(query: Any) -> None:
+    with pytest.raises(ServiceError, match=r"session_id: must be a name without the character U\+0000"):
+        validate(query, {"session_id": "a\0"})
+
+
+def test_lengths_of_an_id_are_told_in_characters() -> None:
+    with pytest.raises(ServiceError, match="session_id: must have at most 256 characters"):
+        validate(PromptBody, {"contents": ["a"], "session_id": "x" * 257})
