@@ -269,8 +269,8 @@ class StatePool:
     def list_sessions(self, on_listed: OnListed, limit: int = 100, offset: int = 0) -> None:
         """Counts by tier, and a page of the sessions, newest first, as the database's reader finds them.
 
-        `on_listed` is called once from `poll` with a `SessionPage`, with DatabaseUnreadable, or with
-        DatabaseSlow when the reader took longer than 5 s. Raises PoolFull when too many lists are being read.
+        `on_listed` is called once from `poll` with a `SessionPage`, with DatabaseUnreadable or DirectoryUnreachable, or
+        with DatabaseSlow when the reader took longer than 5 s. Raises PoolFull when too many lists are being read.
         """
         self._listing.request(limit, offset, on_listed)
 

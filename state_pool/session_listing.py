@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from state_pool.disk.operations import ListQuery
-from state_pool.disk.reader import Listed
+from state_pool.disk.reader import Listed, Unlooked
 from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import DatabaseSlow, DatabaseUnreadable, PoolFull
+from state_pool.errors import DatabaseSlow, PoolFull
 from state_pool.session_page import SessionEntry, SessionPage
 from state_pool.sessions import Session, SessionIndex
 
@@ -81,7 +81,7 @@ class SessionListing:
                     )
                 )
 
-    def _listed(self, request: _Request, outcome: Listed | DatabaseUnreadable) -> None:
+    def _listed(self, request: _Request, outcome: Listed | Unlooked) -> None:
         del self._requests[request]
         request.tell(outcome if isinstance(outcome, Exception) else self._page(*outcome))
 

@@ -6,21 +6,25 @@ import contextlib
 import logging
 import queue
 import sqlite3
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from state_pool.arena import Arena, Noise
 from state_pool.crash_points import reach
 from state_pool.disk.checkpoint_objects import CheckpointObjects, DamagedObject
 from state_pool.disk.directory import find_session
+from state_pool.disk.faults import in_words
 from state_pool.disk.operations import ListQuery, Loaded, ObjectPlace, StoredParts, StoredSession
+from state_pool.disk.server_patience import LOOK_AGAIN_S, ServerPatience
 from state_pool.disk.state_store import Connection, ServerAway
 from state_pool.disk.statements import count_sessions, keys_used, list_sessions
 from state_pool.disk.thread import PoolThread
 from state_pool.disk.verify import Damaged, Loader
 from state_pool.disk.writer import Deliver
-from state_pool.errors import DatabaseUnreadable, SessionUnread, SessionUnusable
+from state_pool.errors import DatabaseUnreadable, DirectoryUnreachable, SessionUnread, SessionUnusable
 from state_pool.resharding import cut_anew
 from state_pool.session_page import SessionEntry
 from state_pool.sessions import SessionKey
@@ -31,9 +35,27 @@ LoadResult = Loaded | SessionUnusable
 OnLoaded = Callable[[LoadResult], None]
 Listed = tuple[list[SessionEntry], int | None]
 """A page of the list, and how many sessions there are in all if that was asked."""
-OnListed = Callable[[Listed | DatabaseUnreadable], None]
-OnFound = Callable[[list[StoredSession] | DatabaseUnreadable], None]
+Unlooked = DatabaseUnreadable | DirectoryUnreachable
+OnListed = Callable[[Listed | Unlooked], None]
+OnFound = Callable[[list[StoredSession] | Unlooked], None]
 """Called with the session and those that it is rebuilt from, nearest first; empty: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A session that somebody waits for."""
+
+    row: int
+    on_loaded: OnLoaded
+    useless: dict[int, SessionUnusable]
+    """States that it is read without, and why."""
+    begun: float
+    """Monotonic time of the first attempt."""
+
+    def without(self, state: int, error: Exception) -> _Read:
+        """The same without one state more. The log says why."""
+        logger.error("the stored state of the session with row %d cannot be used: %s", self.row, error)
+        return replace(self, useless={**self.useless, state: _why_not(error)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,8 @@ class _Unsound(Damaged):
 
 
 _Found = TypeVar("_Found")
+_Job = Callable[[], Callable[[], None] | None]
+"""On the reader's thread; what it returns runs on the engine's."""
 
 
 class Reader:
@@ -73,7 +97,11 @@ class Reader:
         self._arena = arena
         self._loader = Loader(connection, arena.layout, arena.fingerprint, arena.vocab)
         self._deliver = deliver
-        self._jobs: queue.SimpleQueue[Callable[[], Callable[[], None] | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._server = ServerPatience()
+        self._waiting: list[_Read] = []
+        """For a server that is away."""
+        self._look_at = 0.0
         self._thread = PoolThread("state-pool-reader", self._run, on_death)
 
     @property
@@ -83,7 +111,7 @@ class Reader:
 
     def load(self, row: int, on_loaded: OnLoaded) -> None:
         """Ask for a session; the pool bounds how many are asked for at once."""
-        self._jobs.put(lambda: self._load(row, on_loaded, {}))
+        self._jobs.put(lambda: self._load(_Read(row, on_loaded, {}, time.monotonic())))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Ask for a page of the list of sessions; the pool bounds how many are asked for at once."""
@@ -99,10 +127,47 @@ class Reader:
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if (outcome := job()) is not None:
-                self._deliver(outcome)
+        while (job := self._next_job()) is not None:
+            self._do(job)
+        if self._waiting:
+            self._deliver(self._told_to_all(SessionUnread("the session could not be read before the service stopped")))
         self._connection.close()
+
+    def _do(self, job: _Job) -> None:
+        if (outcome := job()) is not None:
+            self._deliver(outcome)
+
+    def _next_job(self) -> _Job | None:
+        """What was asked for; or, if reads wait for the server, a look for it when it is time."""
+        if not self._waiting:
+            return self._jobs.get()
+        with contextlib.suppress(queue.Empty):
+            if (left := self._look_at - time.monotonic()) > 0:
+                return self._jobs.get(timeout=left)
+        return self._look_again
+
+    def _look_again(self) -> None:
+        """One read tries for all that wait; if it reaches the server, the others follow."""
+        self._do(partial(self._load, self._waiting.pop(0)))
+        while self._waiting and self._server.is_there:
+            self._do(partial(self._load, self._waiting.pop(0)))
+
+    def _server_lost(self, read: _Read, error: ServerAway) -> Callable[[], None] | None:
+        """It may have been this connection alone, or the server is started anew; until patience ends it is awaited."""
+        self._waiting.append(read)
+        self._look_at = time.monotonic() + LOOK_AGAIN_S
+        if self._server.lasts(read.begun):
+            return None
+        return self._told_to_all(SessionUnread(f"the session could not be read: {in_words(error)}; try again"))
+
+    def _told_to_all(self, failure: SessionUnread) -> Callable[[], None]:
+        reads, self._waiting = self._waiting, []
+
+        def tell() -> None:
+            for read in reads:
+                read.on_loaded(failure)
+
+        return tell
 
     def which_used(self, states: list[int], told: Callable[[set[str] | None], None]) -> None:
         """Ask which objects rows of these states name; `told` is called on the reader's thread, at worst with None."""
@@ -117,17 +182,21 @@ class Reader:
         else:
             told(used)
 
-    def _load(self, row: int, on_loaded: OnLoaded, useless: dict[int, SessionUnusable]) -> Callable[[], None] | None:
-        result = self._try(row, useless)
+    def _load(self, read: _Read) -> Callable[[], None] | None:
+        try:
+            result = self._caught(lambda: self._read(read))
+        except ServerAway as error:
+            return self._server_lost(read, error)
+        self._server.answered()
         if isinstance(result, _Elsewhere):
-            self._fetch(row, on_loaded, useless, result)
+            self._fetch(read, result)
             return None
         if isinstance(result, _Unsound):
-            return self._load(row, on_loaded, _without(row, useless, result.state, result))
+            return self._load(read.without(result.state, result))
         reach("before_promotion")
-        return lambda: on_loaded(result)
+        return lambda: read.on_loaded(result)
 
-    def _fetch(self, row: int, on_loaded: OnLoaded, useless: dict[int, SessionUnusable], found: _Elsewhere) -> None:
+    def _fetch(self, read: _Read, found: _Elsewhere) -> None:
         """Have the state's object fetched; without it, what the database has by then has to do.
 
         That may be a later state, whose commit has had this object deleted, or the whole log.
@@ -140,11 +209,11 @@ class Reader:
                 result = self._caught(lambda: self._loaded(stored, found.replay, found.num_tokens))
                 if not isinstance(result, _Unsound):
                     reach("before_promotion")
-                    self._deliver(lambda: on_loaded(result))
+                    self._deliver(lambda: read.on_loaded(result))
                     return
                 outcome = result
-            without = _without(row, useless, found.place.state, outcome)
-            self._jobs.put(lambda: self._load(row, on_loaded, without))
+            again = replace(read.without(found.place.state, outcome), begun=time.monotonic())
+            self._jobs.put(lambda: self._load(again))
 
         self._objects.get(found.place, fetched)
 
@@ -160,14 +229,8 @@ class Reader:
         found = _looked(lambda: find_session(self._connection, key), "look a session up")
         return lambda: on_found(found)
 
-    def _try(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
-        return self._caught(lambda: self._read(row, useless))
-
-    def _read(self, row: int, useless: dict[int, SessionUnusable]) -> LoadResult | _Elsewhere:
-        try:
-            stored, replay, num_tokens = self._rows(row, useless)
-        except ServerAway:  # it may have been this connection alone: another is made where a transaction begins
-            stored, replay, num_tokens = self._rows(row, useless)
+    def _read(self, read: _Read) -> LoadResult | _Elsewhere:
+        stored, replay, num_tokens = self._rows(read.row, read.useless)
         if not isinstance(stored, ObjectPlace):
             return self._loaded(stored, replay, num_tokens)
         if self._objects is None:
@@ -188,10 +251,13 @@ class Reader:
         return stored, replay, int(found[0])
 
     def _caught(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
+        """Raises ServerAway."""
         try:
             return read()
         except SessionUnusable as error:
             return error
+        except ServerAway:
+            raise
         except sqlite3.OperationalError as error:
             return SessionUnread(f"the session could not be read ({error}); try again")
         except (sqlite3.DatabaseError, ValueError, OverflowError) as error:
@@ -213,12 +279,6 @@ class Reader:
         return Loaded(host, replay, sum(map(len, stored.parts.values())) + 4 * len(replay), num_tokens)
 
 
-def _without(row: int, useless: dict[int, SessionUnusable], state: int, error: Exception) -> dict[int, SessionUnusable]:
-    """The states that a session is read without, and one more. The log says why."""
-    logger.error("the stored state of the session with row %d cannot be used: %s", row, error)
-    return {**useless, state: _why_not(error)}
-
-
 def _why_not(error: Exception) -> SessionUnusable:
     """What a state that was not got, or cannot be used, is told to be."""
     if isinstance(error, (DamagedObject, _Unsound)):
@@ -226,10 +286,12 @@ def _why_not(error: Exception) -> SessionUnusable:
     return SessionUnread(f"the session could not be read ({error}); try again")
 
 
-def _looked(look: Callable[[], _Found], what: str) -> _Found | DatabaseUnreadable:
+def _looked(look: Callable[[], _Found], what: str) -> _Found | Unlooked:
     """What a look into the database finds, or why it could not `what`."""
     try:
         return look()
+    except ServerAway as error:
+        return DirectoryUnreachable(f"the session database could not {what}: {in_words(error)}; try again in a moment")
     except Exception as error:  # a damaged page, out of memory: this look's failure, and the thread goes on
         logger.exception("the session database could not %s", what)
         failure = f"{type(error).__name__}: {error}"

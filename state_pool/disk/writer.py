@@ -18,6 +18,7 @@ from state_pool.disk.checkpoint_objects import CheckpointObjects
 from state_pool.disk.faults import as_told, in_words, is_outside
 from state_pool.disk.membership import BEAT_S, Membership, first_state_of
 from state_pool.disk.operations import Append, Checkpoint, Delete, Done
+from state_pool.disk.server_patience import LOOK_AGAIN_S, ServerPatience
 from state_pool.disk.staging import StagedStates, Staging
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerAway, StateStore
 from state_pool.disk.statements import OldState
@@ -31,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 GROUP_LIMIT = 256
 """Most small jobs in one transaction."""
-SERVER_PATIENCE_S = 10.0
-"""How long turns wait for a server that is away, from when it was first; then they are told at once."""
-_LOOK_AGAIN_S = 0.2
 _GARBAGE_CHUNKS = 4
 _GARBAGE_ROUNDS = 8
 """Under constant load, garbage is collected in one of so many rounds."""
@@ -92,7 +90,7 @@ class Writer:
         self._rounds = 0
         self._log = WriteAheadLog(connection, database.open_mover(), self._changed, on_death)
         self._discard(self._sweep_at_start() if sweep else ())
-        self._away_since: float | None = None
+        self._server = ServerPatience()
         self._thread = PoolThread("state-pool-writer", self._run, on_death)
 
     # -- engine thread ---------------------------------------------------------------------------------
@@ -214,12 +212,10 @@ class Writer:
     def _may_wait(self, begun: float) -> bool:
         """Whether the server is looked for once more; whether a commit was kept is seen when it is tried again.
 
-        `begun`: monotonic time of the first attempt, which may have waited for a server that says nothing."""
-        now = time.monotonic()
-        self._away_since = self._away_since or begun
-        if now > self._away_since + SERVER_PATIENCE_S or self._stopping:
+        `begun`: as in `ServerPatience`."""
+        if not self._server.lasts(begun) or self._stopping:
             return False
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(LOOK_AGAIN_S)
         return True
 
     def _transaction(self, jobs: list[Small]) -> Exception | None:
@@ -378,7 +374,7 @@ class Writer:
 
     def _succeeded(self, num_bytes: int) -> None:
         self.stats.commits += 1
-        self._away_since = None
+        self._server.answered()
         self.stats.degraded = None
         self._log.written(num_bytes)
         self._try_to_measure()

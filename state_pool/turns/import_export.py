@@ -13,9 +13,9 @@ from state_pool.cache.checkpoints import mark_stored, row_of
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.disk.operations import Acquire, Append, Checkpoint, Loaded, StoredSession
-from state_pool.disk.reader import LoadResult
+from state_pool.disk.reader import LoadResult, Unlooked
 from state_pool.disk.store import CompletionQueue, Store, session_of
-from state_pool.errors import DatabaseUnreadable, PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.resharding import cut_anew
 from state_pool.session_file import NotASession, SessionFile
 from state_pool.sessions import LINEAR, OnDurable, PendingTurn, Session, SessionIndex, SessionKey, checked_key
@@ -78,7 +78,7 @@ class ImportExport:
     def _export_shared(self, store: Store, key: SessionKey, on_exported: OnExported) -> None:
         """The database says which turn is the last; memory may have the state after it."""
 
-        def found(stored: list[StoredSession] | DatabaseUnreadable) -> None:
+        def found(stored: list[StoredSession] | Unlooked) -> None:
             if isinstance(stored, Exception) or not stored or stored[0].quarantined is not None:
                 self._under_way -= 1
                 on_exported(stored if isinstance(stored, Exception) else _why_not(key, stored))

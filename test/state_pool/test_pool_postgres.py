@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.database_address import parse_server_address
 from state_pool.disk import postgres as adapter
-from state_pool.disk import writer
+from state_pool.disk import server_patience
 from state_pool.disk.database import open_writer
 from state_pool.errors import (
     DatabaseUnusable,
@@ -52,7 +52,7 @@ def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
 def test_turns_wait_for_a_server_that_comes_back(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 60.0)  # to start it takes a busy machine a while
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 60.0)  # to start it takes a busy machine a while
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.checkout("s"))
@@ -76,7 +76,7 @@ def test_turns_wait_for_a_server_that_comes_back(
 def test_when_it_stays_away_nothing_is_acknowledged(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.5)
     one = opened(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.checkout("s"))
@@ -103,7 +103,7 @@ def test_a_server_that_is_connected_and_says_nothing_is_away(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "CONNECT_S", 2)
-    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.5)
     with linked(postgres.database()) as (address, link):
         one = opened(tmp_path, address)
         one.turn("s", [1])
@@ -208,7 +208,7 @@ def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch, durability: str, comes_back: bool
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", GoesAway)
-    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.5)
     monkeypatch.setattr(GoesAway, "is_away", False)
     monkeypatch.setattr(GoesAway, "comes_back", comes_back)
     address = postgres.database()
@@ -245,7 +245,7 @@ def test_a_session_whose_acquiring_stayed_in_doubt_is_given_back(
     tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "Connection", LosesItsAcquire)
-    monkeypatch.setattr(writer, "SERVER_PATIENCE_S", 0.1)
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 0.1)
     monkeypatch.setattr(GoesAway, "is_away", False)
     monkeypatch.setattr(GoesAway, "comes_back", False)
     address = postgres.database()
@@ -331,6 +331,54 @@ def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path,
     for driver in made:
         driver.settle()
         driver.pool.close()
+
+
+class LosesAReader(adapter.Connection):
+    """The server is lost as soon as a session's read has begun."""
+
+    lose: Callable[[], None] | None = None
+
+    def execute(self, statement: str, parameters: object = ()) -> object:
+        found = super().execute(statement, parameters)  # type: ignore[arg-type]
+        if self._reads_only and statement == "BEGIN" and self.lose is not None:
+            lose, LosesAReader.lose = LosesAReader.lose, None
+            lose()
+        return found
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_read_waits_for_a_server_that_is_started_anew(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    """As long as turns that begin or end do; then it is told as they are."""
+    monkeypatch.setattr(adapter, "Connection", LosesAReader)
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", 60.0 if comes_back else 0.5)
+    address = server.database()
+    one = opened(tmp_path, address)
+    one.turn("s", [1, 2])
+    one.settle()
+    one.pool.close()
+    two = opened(tmp_path, address, "two")
+    LosesAReader.lose = staticmethod(server.kill)
+    lease = two.pool.checkout("s")
+    reader = store_of(two)._reader
+    if comes_back:
+        two.until(lambda: bool(reader._waiting))
+        server.start()
+        two.ready(lease)
+        assert np.array_equal(fold(two.arena.memory[lease.read_slot], lease.replay), state_of([1, 2]))
+        two.pool.release(lease)
+    else:
+        two.until(lambda: lease.state is LeaseState.FAILED)
+        assert lease.error is not None
+        info = as_service_error(lease.error).info
+        assert (info.kind, info.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0) and "does not answer" in info.message
+        with pytest.raises(DirectoryUnreachable, match=r"could not list its sessions: the server .* does not answer"):
+            two.list_sessions()
+        server.start()
+        two.until(lambda: np.array_equal(try_state(two), state_of([1, 2])))
+    two.settle()
+    two.pool.close()
 
 
 def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:

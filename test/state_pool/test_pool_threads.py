@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from state_pool.disk import server_patience
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.disk.state_store import Connection, ServerAway
 from state_pool.disk.store import Store
-from state_pool.errors import PoolLost, SessionUnusable, TurnNotStored
+from state_pool.errors import PoolLost, SessionUnread, SessionUnusable, TurnNotStored
 from state_pool.sessions import SessionKey
-from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, state_of
+from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, fold, state_of
 
 
 def dies(*arguments: object) -> None:
@@ -104,19 +105,49 @@ class Cut:
         self.connection.close()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_connection_that_is_cut_while_a_session_is_read_is_made_once_more(tmp_path: Path, times: int) -> None:
-    """Or the reason is told, and not that no transaction could be ended on it."""
+def with_cuts(tmp_path: Path, times: int) -> Driver:
+    """A pool that has to read its session "a", and whose reader will lose its connection as often."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("a", [1])
+    driver.turn("b", [2])
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
     reader = store_of(driver)._reader
     reader._connection = reader._loader._connection = Cut(reader._connection, times)  # type: ignore[assignment]
-    if times > 1:
-        with pytest.raises(SessionUnusable, match=r"terminated by the administrator\); try again"):
-            driver.state("a")
+    return driver
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_connection_that_is_cut_while_sessions_are_read_is_made_anew(tmp_path: Path, times: int) -> None:
+    driver = with_cuts(tmp_path, times)
+    leases = [driver.pool.checkout(name) for name in "ab"]
+    for lease, tokens in zip(leases, ([1], [2]), strict=True):
+        driver.ready(lease)
+        assert np.array_equal(fold(driver.arena.memory[lease.read_slot], lease.replay), state_of(tokens))
+        driver.pool.release(lease)
+    driver.pool.close()
+
+
+def test_when_patience_ends_all_who_wait_are_told_what_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first at once, and not that no transaction could be ended on a lost connection; then the server is there."""
+    monkeypatch.setattr(server_patience, "SERVER_PATIENCE_S", -1.0)
+    driver = with_cuts(tmp_path, 1)
+    with pytest.raises(SessionUnread, match=r"does not answer \(terminated by the administrator\).*; try again"):
+        driver.state("a")
     assert np.array_equal(driver.state("a"), state_of([1]))
+    driver.pool.close()
+
+
+def test_who_waits_for_a_server_is_told_when_the_service_stops(tmp_path: Path) -> None:
+    driver = with_cuts(tmp_path, 1_000_000)
+    reader, told = store_of(driver)._reader, []
+    reader._deliver = lambda outcome: outcome()
+    reader.load(1, told.append)
+    driver.until(lambda: bool(reader._waiting))
+    reader.close()
+    assert isinstance(told[0], SessionUnread) and "stopped" in str(told[0])
     driver.pool.close()
 
 
@@ -133,7 +164,7 @@ def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     driver.turn("s", [1])
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    monkeypatch.setattr(store_of(driver)._reader, "_try", dies)
+    monkeypatch.setattr(store_of(driver)._reader, "_caught", dies)
     with pytest.raises(PoolLost):
         driver.state("s")
     lost(driver, "state-pool-reader")
