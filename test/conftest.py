@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import sys
 
@@ -38,6 +39,17 @@ with contextlib.suppress(AttributeError):
     # Memory of engines that have ended goes back: glibc would else keep it, in an arena for each of their threads.
     LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
+
+class Loggers(dict[str, Any]):
+    """Every logger by name. pytest walks them before each part of a test, while a thread of a test that has ended may
+    import a module, which makes one."""
+
+    def values(self) -> Any:
+        """As they are now."""
+        return super().copy().values()
+
+
+logging.Logger.manager.loggerDict = Loggers(logging.Logger.manager.loggerDict)
 
 # The same examples in each run, however long a busy machine takes for one; RWKV_LONG_TESTS=1 looks for others.
 IS_LONG = "RWKV_LONG_TESTS" in os.environ
