@@ -137,6 +137,7 @@ async def _in_our_name(work: Coroutine[Any, Any, Result]) -> Result:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
+    loop.run_until_complete(asyncio.sleep(0))  # what came last begins: cancelled before, its work were never awaited
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
