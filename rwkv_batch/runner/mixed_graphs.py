@@ -19,7 +19,7 @@ from torch import Tensor
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.decode_graphs import DecodeGraphs
 from rwkv_batch.runner.graph_capture import StagedArrays
-from rwkv_batch.runner.prefill_graphs import PrefillSize, padded
+from rwkv_batch.runner.prefill_graphs import PrefillSize, input_lengths, nobody, padded
 from rwkv_batch.runner.stage_graphs import run_stages
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 
@@ -84,16 +84,7 @@ class MixedGraphs:
         self._captured: dict[tuple[int, MixedSize], torch.cuda.CUDAGraph] = {}
         tokens = max((size.tokens for size in self.sizes), default=1)
         rows = max((size.drawn for size in self.sizes), default=1) + 1
-        lengths = {
-            "tokens": tokens,
-            "token_rows": tokens,
-            "cu_seqlens": rows + 1,
-            "read_slots": rows,
-            "write_slots": rows,
-            "logit_tokens": rows,
-            "seats": rows,
-            "seats32": rows,
-        }
+        lengths = {**input_lengths(rows, tokens), "seats": rows, "seats32": rows}
         devices = [place.device for place in decode.places]
         self._staged = StagedArrays(lengths, devices, depth, {"seats32": torch.int32})
         self._single = np.arange(DECODING[-1])
@@ -136,12 +127,10 @@ class MixedGraphs:
     def _graph(self, number: int, size: MixedSize) -> torch.cuda.CUDAGraph:
         key = (number, size)
         if key not in self._captured:
-            nothing = torch.zeros(0, dtype=torch.int64)
             place = self._decode.places[number]
             with place.current():
-                empty = StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
-                nobody: dict[str, Sequence[int]] = {"seats": (), "read_slots": (), "write_slots": ()}
-                self._fill(size, nobody, empty, ())
+                none: dict[str, Sequence[int]] = {"seats": (), "read_slots": (), "write_slots": ()}
+                self._fill(size, none, nobody(), ())
                 name = f"a graph of {size.decoding} rows and {size.prompts.tokens} prompt tokens on {place.device}"
                 self._captured[key] = place.recorder.record(lambda: self._step(number, size), name)
         return self._captured[key]

@@ -47,21 +47,24 @@ class PrefillSize(NamedTuple):
 SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
 
 
+def input_lengths(rows: int, tokens: int) -> dict[str, int]:
+    """Of the arrays of a step's inputs, for at most so many rows and tokens."""
+    per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
+    return {**per_token, "cu_seqlens": rows + 1, **dict.fromkeys(("read_slots", "write_slots", "logit_tokens"), rows)}
+
+
+def nobody() -> StepInputs:
+    """A step without rows and tokens."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
+
+
 class StagedPrompts:
     """Where graphs of prompts find a step's rows and tokens, on each of several devices."""
 
     def __init__(self, size: PrefillSize, devices: Sequence[torch.device], depth: int) -> None:
         """For sizes of at most so many rows and tokens; `depth`: steps on their way at once."""
-        rows, tokens = size.rows + 1, size.tokens
-        lengths = {
-            "tokens": tokens,
-            "token_rows": tokens,
-            "cu_seqlens": rows + 1,
-            "read_slots": rows,
-            "write_slots": rows,
-            "logit_tokens": rows,
-        }
-        self.arrays = StagedArrays(lengths, devices, depth)
+        self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens), devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
         """A step, its inputs on the CPU, and its padding on their way to all devices."""
@@ -71,8 +74,7 @@ class StagedPrompts:
 
     def fill_padding(self, size: PrefillSize) -> None:
         """A step over nobody, for a graph of this size that is to be captured."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        self.fill(StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), size)
+        self.fill(nobody(), size)
 
     def inputs(self, number: int, size: PrefillSize) -> StepInputs:
         """Inside a graph: what the stage of this number reads of a step."""

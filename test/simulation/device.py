@@ -13,6 +13,7 @@ from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
+from test.pool_fakes import FakeCopy, FakeHost
 from test.simulation.violation import demand
 
 TOKENIZER = Tokenizer()
@@ -56,39 +57,6 @@ def bans_end(request: GenerateRequest) -> bool:
     return request.sampling.logit_bias.get(END_OF_TEXT, 0.0) == float("-inf")
 
 
-@dataclass
-class Host:
-    """A state in host memory."""
-
-    data: dict[str, bytes]
-
-    def parts(self) -> dict[str, memoryview]:
-        """Name -> bytes."""
-        return {name: memoryview(data) for name, data in self.data.items()}
-
-
-@dataclass
-class Copy:
-    """A copy that is done after so many looks, and acts at the last moment allowed."""
-
-    host: Host
-    looks: int
-    finish: Callable[[], None] | None = None
-
-    def is_done(self) -> bool:
-        """Whether it is, after one more look."""
-        self.looks -= 1
-        if self.looks < 0:
-            self.wait()
-        return self.looks < 0
-
-    def wait(self) -> None:
-        """Do it now."""
-        if self.finish is not None:
-            self.finish()
-            self.finish = None
-
-
 class Device:
     """Implements `state_pool.arena.Arena`: slots of 16 bytes."""
 
@@ -114,26 +82,26 @@ class Device:
     def _looks(self) -> int:
         return self._draw.choice(self._delays)
 
-    def save(self, slot: int) -> Copy:
+    def save(self, slot: int) -> FakeCopy:
         """Copy out; reads the slot only at the end, so that writing to it meanwhile shows."""
-        host = Host({})
+        host = FakeHost({})
 
         def finish() -> None:
             data = self.memory[slot].to_bytes(16, "little")
             host.data = {"a.wkv": data[:12], "a.shift": data[12:]}
 
-        return Copy(host, self._looks(), finish)
+        return FakeCopy(host, self._looks(), finish)
 
-    def load(self, slot: int, host: Host) -> Copy:
+    def load(self, slot: int, host: FakeHost) -> FakeCopy:
         """Copy in; at once, since the device orders later reads after it."""
         self.memory[slot] = int.from_bytes(host.data["a.wkv"] + host.data["a.shift"], "little")
-        return Copy(host, self._looks())
+        return FakeCopy(host, self._looks())
 
-    def host_state(self, parts: dict[str, bytes]) -> Host:
+    def host_state(self, parts: dict[str, bytes]) -> FakeHost:
         """From stored bytes."""
         if {name: len(data) for name, data in parts.items()} != {"a.wkv": 12, "a.shift": 4}:
             raise ValueError(f"parts of {[len(data) for data in parts.values()]} bytes")
-        return Host({name: bytes(data) for name, data in parts.items()})
+        return FakeHost({name: bytes(data) for name, data in parts.items()})
 
 
 def read_slots(sequence: Sequence) -> list[int]:

@@ -14,7 +14,7 @@ import msgspec
 
 from rwkv_batch.request import GenerateRequest
 from state_pool.tuned_state import Origin
-from test.simulation.device import Host
+from test.pool_fakes import FakeHost
 from test.simulation.history import Beginning
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class OwnWeights:
     def _load_state(self, number: int) -> None:
         data = self._bases[number].to_bytes(16, "little")
         name = f"state{number}{self._draw.choice(LAST)}"
-        host = Host({"a.wkv": data[:12], "a.shift": data[12:]})
+        host = FakeHost({"a.wkv": data[:12], "a.shift": data[12:]})
         self._world.pool.tuned.add(Origin(name, f"d{number}"), host)
 
     def _load_adapter(self, number: int) -> None:
