@@ -5,7 +5,6 @@ Routes only keep and show what is wanted; `bulk/batches/` does it, in a process 
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from typing import Annotated, Any, Literal
@@ -14,11 +13,10 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from batch_store.records import Batch, Status
-from batch_store.store import StoreFullError
 from routes.context import Context
 from routes.exchange import current
 from routes.openai.errors import OPENAI_ERRORS
-from routes.openai.files import ListQuery, new_id, no_such, page_of, store_of
+from routes.openai.files import UNREAD, ListQuery, asked, new_id, no_such, page_of, store_of
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Shape
 from routes.response.reply import Reply, json_answer
@@ -26,6 +24,7 @@ from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/batches"
+_UNREAD = "the batch cannot be read"
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -153,7 +152,7 @@ async def create_batch(context: Context, body: BatchesBody) -> Reply:
     if body.endpoint not in ENDPOINTS:
         raise invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint!r}", body.endpoint)
     window_s, created = _window_s(body.completion_window), int(time.time())
-    if await asyncio.to_thread(store.file, exchange.owner, body.input_file_id) is None:
+    if await asked(store.file, UNREAD, exchange.owner, body.input_file_id) is None:
         raise invalid("input_file_id", f"no such file: {body.input_file_id!r}", body.input_file_id)
     batch = Batch(
         id=new_id("batch_"),
@@ -167,24 +166,22 @@ async def create_batch(context: Context, body: BatchesBody) -> Reply:
         expires_at=created + window_s,
         metadata=body.metadata,
     )
-    try:
-        await asyncio.to_thread(store.add_batch, batch)
-    except (StoreFullError, OSError) as error:
-        raise ServiceError(ErrorKind.OVERLOADED, f"the batch cannot be taken: {error}") from None
+    await asked(store.add_batch, "the batch cannot be taken", batch)
     return json_answer(shown(batch))
 
 
 async def list_batches(context: Context, upload: Upload) -> Reply:
     """The batches that this key may see, the newest first."""
     query: ListQuery = upload.query
-    found = await asyncio.to_thread(store_of(context).batches, current().owner, query.after, query.limit + 1)
+    page = query.after, query.limit + 1
+    found = await asked(store_of(context).batches, "the batches cannot be listed", current().owner, *page)
     return json_answer(page_of([shown(batch) for batch in found], query.limit))
 
 
 async def get_batch(context: Context, upload: Upload) -> Reply:
     """Where a batch stands."""
     name: str = upload.query.batch_id
-    batch = await asyncio.to_thread(store_of(context).batch, current().owner, name)
+    batch = await asked(store_of(context).batch, _UNREAD, current().owner, name)
     if batch is None:
         raise no_such("batch", name)
     return json_answer(shown(batch))
@@ -194,7 +191,7 @@ async def cancel_batch(context: Context, upload: Upload) -> Reply:
     """End a batch; what has been answered by then is kept."""
     name: str = upload.query.batch_id.removesuffix(_CANCEL)
     store = store_of(context)
-    if await asyncio.to_thread(store.batch, current().owner, name) is None:
+    if await asked(store.batch, _UNREAD, current().owner, name) is None:
         raise no_such("batch", name)
 
     def cancelled(batch: Batch) -> Batch:
@@ -202,7 +199,7 @@ async def cancel_batch(context: Context, upload: Upload) -> Reply:
             return batch
         return batch.becomes(Status.CANCELLING, int(time.time()))
 
-    batch = await asyncio.to_thread(store.change, name, cancelled)
+    batch = await asked(store.change, "the batch cannot be cancelled", name, cancelled)
     if batch.status in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.FINALIZING):
         raise ServiceError(
             ErrorKind.INVALID_FIELD, f"the batch {name} is {batch.status} and cannot be cancelled", field="batch_id"
@@ -224,7 +221,15 @@ ROUTES = (
         example={"input_file_id": "file-019eae3d7d1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
     ),
     Route(
-        "GET", PATH, list_batches, None, "List batches.", query=ListQuery, answer=BatchList, error_form=OPENAI_ERRORS
+        "GET",
+        PATH,
+        list_batches,
+        None,
+        "List batches.",
+        query=ListQuery,
+        answer=BatchList,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.OVERLOADED,),
     ),
     Route(
         "GET",
@@ -235,7 +240,7 @@ ROUTES = (
         query=BatchQuery,
         answer=BatchObject,
         error_form=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND,),
+        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example={"batch_id": "batch_019eae3d7d1a"},
     ),
     Route(
@@ -247,7 +252,7 @@ ROUTES = (
         query=CancelQuery,
         answer=BatchObject,
         error_form=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND,),
+        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example={"batch_id": "batch_019eae3d7d1a/cancel"},
     ),
 )

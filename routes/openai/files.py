@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,9 +22,13 @@ from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/files"
+UNREAD = "the file cannot be read"
 TTL_S = 30 * 86400
 """What a file is kept for unless its upload says otherwise."""
 _CONTENT = "/content"
+_RETRY_S = 10.0
+_Asked = ParamSpec("_Asked")
+_Found = TypeVar("_Found")
 _Seconds = Annotated[str, Shape(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
 
 
@@ -101,6 +106,20 @@ def store_of(context: Context) -> Store:
     return context.files
 
 
+async def asked(question: Callable[_Asked, _Found], what: str, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Found:
+    """What the store says, asked on a thread. `what` is not possible where it cannot: the refusal tells why.
+
+    Raises ServiceError where the store has no room, or its disk is full or cannot be used.
+    """
+    try:
+        return await asyncio.to_thread(question, *args, **kwargs)
+    except StoreFullError as error:
+        raise ServiceError(ErrorKind.OVERLOADED, f"{what}: {error}") from None
+    except OSError as error:
+        message = f"{what}: {error}; if the disk of --files-dir is full, make room there, then try again"
+        raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=_RETRY_S) from None
+
+
 def new_id(prefix: str) -> str:
     """An id that sorts by time and cannot be guessed."""
     return f"{prefix}{time.time_ns() // 1_000_000:011x}{secrets.token_hex(10)}"
@@ -155,10 +174,7 @@ async def upload_file(context: Context, body: FileBody) -> Reply:
         purpose=Purpose.BATCH,
         expires_at=created + (int(body.expires_after) if body.expires_after else TTL_S),
     )
-    try:
-        await asyncio.to_thread(store.add_file, file, body.content)
-    except (StoreFullError, OSError) as error:
-        raise ServiceError(ErrorKind.OVERLOADED, f"the file cannot be kept: {error}") from None
+    await asked(store.add_file, "the file cannot be kept", file, body.content)
     return json_answer(shown(file))
 
 
@@ -166,9 +182,9 @@ async def list_files(context: Context, upload: Upload) -> Reply:
     """The files that this key may see."""
     query: FilesQuery = upload.query
     newest_first = query.order == "desc"
-    found = await asyncio.to_thread(
-        store_of(context).files, current().owner, query.purpose, query.after, query.limit + 1, newest_first
-    )
+    files = store_of(context).files
+    page = query.purpose, query.after, query.limit + 1, newest_first
+    found = await asked(files, "the files cannot be listed", current().owner, *page)
     return json_answer(page_of([shown(file) for file in found], query.limit))
 
 
@@ -176,7 +192,7 @@ async def get_file(context: Context, upload: Upload) -> Reply:
     """What is known of a file, or its content."""
     name: str = upload.query.file_id
     store, file_id = store_of(context), name.removesuffix(_CONTENT)
-    file = await asyncio.to_thread(store.file, current().owner, file_id)
+    file = await asked(store.file, UNREAD, current().owner, file_id)
     if file is None:
         raise no_such("file", file_id)
     if not name.endswith(_CONTENT):
@@ -191,7 +207,7 @@ async def get_file(context: Context, upload: Upload) -> Reply:
 async def delete_file(context: Context, upload: Upload) -> Reply:
     """Forget a file. A batch that has begun to read it goes on."""
     name: str = upload.query.file_id
-    if not await asyncio.to_thread(store_of(context).delete_file, current().owner, name):
+    if not await asked(store_of(context).delete_file, "the file cannot be deleted", current().owner, name):
         raise no_such("file", name)
     return json_answer({"id": name, "object": "file", "deleted": True})
 
@@ -210,7 +226,17 @@ ROUTES = (
         errors=(ErrorKind.OVERLOADED,),
         takes_form=True,
     ),
-    Route("GET", PATH, list_files, None, "List files.", query=FilesQuery, answer=FileList, error_form=OPENAI_ERRORS),
+    Route(
+        "GET",
+        PATH,
+        list_files,
+        None,
+        "List files.",
+        query=FilesQuery,
+        answer=FileList,
+        error_form=OPENAI_ERRORS,
+        errors=(ErrorKind.OVERLOADED,),
+    ),
     Route(
         "GET",
         _ONE,
@@ -220,7 +246,7 @@ ROUTES = (
         query=FileQuery,
         answer=FileObject,
         error_form=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND,),
+        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example=_EXAMPLE,
     ),
     Route(
@@ -232,7 +258,7 @@ ROUTES = (
         query=FileQuery,
         answer=DeletedFile,
         error_form=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND,),
+        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
         example=_EXAMPLE,
     ),
 )

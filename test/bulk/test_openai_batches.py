@@ -29,7 +29,16 @@ from bulk.batches.process import Runner
 from bulk.lines import LineWorker, Outcome
 from bulk.records import Record
 from bulk.sidecar import Progress, Sidecar
+from routes.config import HttpConfig
+from routes.context import Context, Gate
+from routes.dispatch import settled
 from routes.openai.batches import ENDPOINTS
+from routes.openai.batches import ROUTES as BATCHES
+from routes.openai.files import ROUTES as FILES
+from routes.readiness import Readiness
+from routes.request.bodies import validate
+from routes.response.reply import Answer
+from routes.route import Upload
 from test.bulk.runs import fake_service
 from test.serving import Service, wait_for
 
@@ -456,3 +465,23 @@ def test_a_line_that_is_always_too_much_fails_alone_once_nothing_else_is_answere
     good, bad = asyncio.run(asyncio.wait_for(both(), 30))
     assert good.answer is not None and not good.problem
     assert bad.answer is None and bad.status == 429 and "queue is full" in bad.problem
+
+
+@pytest.mark.parametrize("method, path", [(one.method, one.path) for one in (*FILES, *BATCHES)])
+def test_a_store_that_cannot_be_used_is_told_with_what_helps(tmp_path: Path, method: str, path: str) -> None:
+    """As with a full disk, where SQLite cannot begin: no fault of ours."""
+    (tmp_path / "file").touch()
+    route = next(one for one in (*FILES, *BATCHES) if (one.method, one.path) == (method, path))
+    context = Context(None, HttpConfig(), Gate(8), Readiness(0))  # type: ignore[arg-type]
+    context.files = Store(tmp_path / "file" / "below", 2**30, 10)
+    if route.body is None:
+        assert route.query is not None
+        asked: object = Upload(validate(route.query, {"file_id": "file-1", "batch_id": "batch_1/cancel"}))
+    else:
+        line = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
+        asked = validate(route.body, {"content": b"{}", "purpose": "batch", **line})
+    answer = asyncio.run(settled(route, route.handle(context, asked)))
+    assert isinstance(answer, Answer)
+    message = json.loads(answer.body)["error"]["message"]
+    assert answer.status == 429 and answer.headers["Retry-After"] == "10"
+    assert "cannot be " in message and "Not a directory" in message and "--files-dir" in message
