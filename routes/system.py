@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from cluster.journey import AWAY
 from routes import big_batch
 from routes.context import Context
 from routes.models import about
@@ -21,10 +23,15 @@ from routes.response.response_models import Health, Status, TokenCount
 from routes.route import Route
 from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.tokenizer import Tokenizer
 
 OPENAPI = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
+FORM = ("dtype", "wkv_state", "kernels", "devices")
+"""Of a model's status, what it is served with."""
+FORM_S = 2.0
+"""How long another model's engine may take to say so: one that hangs is not waited for."""
 OLD_METRIC = """\
 # HELP rwkv_big_batch_jobs The older name of rwkv_jobs{{label="big_batch"}}.
 # TYPE rwkv_big_batch_jobs gauge
@@ -85,8 +92,25 @@ async def status(context: Context, query: dict[str, str]) -> Reply:
     """Model, devices, samplers, rows, pool and processes; the models loaded beside it."""
     found = await ask(context, GetStatus())
     jobs = found["jobs"].get(big_batch.LABEL, 0)
-    others = [] if context.models is None else list(map(about, context.models.table))
-    return json_answer(found | {"big_batch_jobs": jobs, "models": others})
+    others = [] if context.models is None else context.models.table
+    models = await asyncio.gather(*(_with_form(context, model) for model in others))
+    return json_answer(found | {"big_batch_jobs": jobs, "models": models})
+
+
+async def _with_form(context: Context, model: ServedModel) -> dict[str, object]:
+    """A model that was loaded while serving, and how it is served, as far as its engine can be asked."""
+    served = context.models.context_of(model) if context.models is not None else None
+    if served is None or not served.engine.is_connected:
+        return about(model)
+    try:
+        found = await asyncio.wait_for(ask(served, GetStatus()), FORM_S)
+    except TimeoutError:
+        return about(model)
+    except ServiceError as error:  # it has been lost meanwhile, or leaves
+        if error.info.kind not in AWAY:
+            raise
+        return about(model)
+    return about(model) | {name: found[name] for name in FORM if name in found}
 
 
 async def metrics(context: Context, query: dict[str, str]) -> Reply:
@@ -122,16 +146,23 @@ async def openapi(context: Context, query: dict[str, str]) -> Reply:
     return json_answer(document)
 
 
-AWAY = (ErrorKind.ENGINE_LOST,)
+LOST = (ErrorKind.ENGINE_LOST,)
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Alive.", answer=Health, is_public=True),
     Route(
-        "GET", "/readyz", readyz, None, "Ready to take work; 503 otherwise.", answer=Health, is_public=True, errors=AWAY
+        "GET",
+        "/readyz",
+        readyz,
+        None,
+        "Ready to take work; 503 otherwise.",
+        answer=Health,
+        is_public=True,
+        errors=LOST,
     ),
     Route(
-        "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=AWAY
+        "GET", "/status", status, None, "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=LOST
     ),
-    Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=AWAY),
+    Route("GET", "/metrics", metrics, None, "Figures for Prometheus.", content_type="text/plain", errors=LOST),
     Route(
         "POST",
         "/v1/tokens/count",

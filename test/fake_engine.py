@@ -154,6 +154,9 @@ class FakeEngine:
                 {
                     "fingerprint": "fake",
                     "model": self._config.model_name,
+                    "dtype": self._config.dtype,
+                    "wkv_state": self._config.wkv_state,
+                    "devices": list(self._config.devices),
                     "jobs": dict(jobs),
                     "running_rows": sum(len(one.texts) for one in running),
                     "waiting_rows": 0,

@@ -390,7 +390,10 @@ class Status(BaseModel):
     computed_tokens_per_s: float = Field(description="Tokens that went through the model, prompts' among them.")
     drawn_tokens_per_s: float = Field(description="The older name of generated_tokens_per_s.")
     read_tokens_per_s: float = Field(description="The older name of computed_tokens_per_s.")
-    models: list[dict[str, Any]] = Field(description="Models loaded while serving, and how they stand.")
+    models: list[dict[str, Any]] = Field(
+        description="Models loaded while serving, how they stand, and dtype, wkv_state, kernels and devices of "
+        "those that are ready."
+    )
     engines: list[dict[str, Any]] = Field(
         [], description="Each engine of the service's own model: its state, process, devices, load and sessions."
     )

@@ -98,6 +98,21 @@ def test_a_model_is_loaded_asked_listed_and_unloaded(fake: Service) -> None:
     assert "small" not in {one["id"] for one in fake.get("/v1/models").json()["data"]}
 
 
+def test_the_status_tells_how_each_model_is_served(fake: Service) -> None:
+    body = {"file": "good.pth", "name": "small", "wkv_state": "int8", "dtype": "int4", "wait_s": WAIT_S}
+    assert fake.post("/v1/models/load", body, headers=ADMIN, timeout=2 * WAIT_S).json()["status"] == "ready"
+    everywhere(fake, "small", "small")
+    status = fake.get("/status").json()
+    assert (status["model"], status["dtype"], status["wkv_state"]) == ("rwkv7", "auto", "auto")
+    (small,) = [one for one in status["models"] if one["id"] == "small"]
+    assert (small["status"], small["dtype"], small["wkv_state"]) == ("ready", "int4", "int8")
+    broken = fake.post("/v1/models/load", {"file": "broken.pth", "name": "broken", "wait_s": WAIT_S}, headers=ADMIN)
+    assert broken.json()["status"] == "failed"
+    wait_for(lambda: len(fake.get("/status").json()["models"]) == 2, 20, "the table with both")
+    unload(fake, "small")
+    unload(fake, "broken")
+
+
 def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: Service) -> None:
     """Linux compares priorities within a session only (sched_autogroup): another model's would mean nothing to the own
     one's threads. Signals of Ctrl-C go to a process group."""
