@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class PoolError(Exception):
-    """Root of everything the pool raises or hands to a callback; `given`: the name that is at fault, if one is."""
+    """Root of everything the pool raises or hands to a callback; `given`: what is at fault, if it was named."""
 
-    def __init__(self, message: str, given: str | None = None) -> None:
+    def __init__(self, message: str, given: str | int | None = None) -> None:
         super().__init__(message)
         self.given = given
 
@@ -17,6 +17,17 @@ class SessionBusy(PoolError):  # noqa: N818 - names what happened, as the messag
 
 class SessionNotFound(PoolError):  # noqa: N818 - names what happened, as the message does
     """No such session or dialogue, or it was deleted while the turn ran."""
+
+
+class DialogueNotFound(SessionNotFound):
+    """The session has no such dialogue."""
+
+    def __init__(self, session_id: str, dialogue: int) -> None:
+        super().__init__(f"session {session_id!r} has no dialogue {dialogue}; 0 is its empty root", dialogue)
+
+
+class UnfitName(PoolError):  # noqa: N818 - names what happened, as the message does
+    """No database can hold a session's id."""
 
 
 class OtherOrigin(PoolError):  # noqa: N818 - names what happened, as the message does

@@ -16,11 +16,11 @@ from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import PoolLost, SessionNotFound
+from state_pool.errors import PoolLost
 from state_pool.integrity import integrity_faults
 from state_pool.session_file import SessionFile
 from state_pool.session_listing import OnListed, SessionListing
-from state_pool.sessions import Lease, OnDurable, Session, SessionIndex
+from state_pool.sessions import Lease, OnDurable, Session, SessionIndex, checked_key
 from state_pool.status import pool_stats
 from state_pool.tuned_state import NO_BASE, Origin
 from state_pool.turns.import_export import ImportExport, OnExported
@@ -113,11 +113,10 @@ class StatePool:
         a new history begins from; "": the zero state, or whatever an existing one began from;
         `adapter` one that its row runs under, likewise; `mixture` what a session of a mixture begins from, which
         `release` keeps, after `record`: it has no state of one slot.
-        Raises SessionBusy (only with `wait` False), SessionNotFound (unknown parent dialogue),
-        SessionUnusable, PoolFull, StateNotFound, AdapterNotFound, OtherOrigin or OtherAdapter (an existing one began
+        Raises UnfitName, SessionBusy (only with `wait` False), DialogueNotFound (unknown parent), SessionUnusable,
+        PoolFull, StateNotFound, AdapterNotFound, OtherOrigin or OtherAdapter (an existing one began
         otherwise).
         """
-        self._check_name(session_id)
         if branch_from is not None:
             return self._turns.checkout_branch(session_id, branch_from, state, adapter, mixture)
         return self._turns.checkout(session_id, wait, state, adapter, mixture)
@@ -150,42 +149,34 @@ class StatePool:
         A dialogue alone goes by the name it is shown under, unless a session has that id. Running turns
         lose: their leases turn FAILED. `on_durable` is called once from `poll`: with None when the delete
         survives a crash, else with why it is not on disk yet (it is then tried again).
-        Raises SessionNotFound for a name that the database cannot hold.
+        Raises UnfitName for an id that no session can have.
         """
-        self._check_name(session_id)
+        checked_key(session_id)
         return self._turns.delete(session_id, delete_prefix, on_durable).count
 
     def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: OnDeleted) -> None:
         """`delete`, with how many there were, those that only other engines knew among them.
 
         `on_deleted` is called once from `poll`, with the number or with why the delete is not on disk yet.
-        Raises SessionNotFound for a name that the database cannot hold.
+        Raises UnfitName for an id that no session can have.
         """
-        self._check_name(session_id)
+        checked_key(session_id)
         job = self._turns.delete(session_id, delete_prefix, lambda error: on_deleted(error or job.count))
 
     def export(self, session_id: str, on_exported: OnExported, dialogue: int | None = None) -> None:
         """Copy a session out as it was after its last durable turn; it may go on meanwhile.
 
         `on_exported` is called once from `poll` with a `SessionFile`, whose `encode` belongs on another
-        thread, or with why it could not be read. Raises SessionNotFound, SessionUnusable, PoolFull.
+        thread, or with why it could not be read. Raises UnfitName, SessionNotFound, SessionUnusable, PoolFull.
         """
-        self._check_name(session_id)
         self._import_export.export(session_id, dialogue, on_exported)
 
     def import_session(self, session_id: str, file: SessionFile, on_durable: OnDurable) -> None:
         """Make an exported session a new one here; `on_durable` is called once from `poll`.
 
-        Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull, SessionNotFound
-        (the database cannot hold the id).
+        Raises NotASession (another model or state layout), SessionBusy (the id is taken), PoolFull, UnfitName.
         """
-        self._check_name(session_id)
         self._import_export.import_session(session_id, file, on_durable)
-
-    def _check_name(self, session_id: str) -> None:
-        """Raises SessionNotFound for a name that the database cannot hold."""
-        if "\x00" in session_id and self._store is not None and self._store.is_server:
-            raise SessionNotFound("session ids with a NUL character cannot be stored in PostgreSQL")
 
     # -- prefixes --------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from sortedcontainers import SortedList
 
 from state_pool.adapters import HeldAdapter
 from state_pool.arena import ZERO_SLOT, HostState
-from state_pool.errors import SessionNotFound
+from state_pool.errors import UnfitName
 from state_pool.session_page import Tier
 from state_pool.tuned_state import Origin, TunedState
 
@@ -48,11 +48,13 @@ class Fence(NamedTuple):
 
 
 def checked_key(session_id: str) -> SessionKey:
-    """The plain session of that name. Raises SessionNotFound for text that no database can hold."""
+    """The plain session of that name. Raises UnfitName for text that not every database can hold."""
     try:
         session_id.encode()
     except UnicodeEncodeError:
-        raise SessionNotFound(f"session id {session_id!r} is not valid Unicode text") from None
+        raise UnfitName(f"session id {session_id!r} is not valid Unicode text") from None
+    if "\0" in session_id:  # PostgreSQL's text has none
+        raise UnfitName(f"session id {session_id!r} has the character U+0000; leave it out", session_id)
     return SessionKey(session_id)
 
 

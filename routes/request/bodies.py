@@ -30,6 +30,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 """Validation ends at the first wrong entry: a list of mistakes costs hundreds of times what the body did."""
 DEFAULT_STOPS: tuple[int | str, ...] = (0, 261, 24281)
 _WORDING = re.compile(r"^(Input|List|String|Dictionary) should")
+_BESIDE = re.compile(r" after validation, not .*")
 
 
 class Body(Fields):
@@ -344,7 +345,7 @@ def validate(model: type[Fields], data: Any) -> Any:
         first = _most_telling(data, error.errors(include_url=False, include_input=False))
     location, given = _place(data, first)
     if location:
-        wording = _WORDING.sub("must", first["msg"]).replace("Field required", "must be given")
+        wording = _BESIDE.sub("", _WORDING.sub("must", first["msg"])).replace("Field required", "must be given")
         message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {shown(given)}")
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
     field = first.get("ctx", {}).get("field") or _first_form(data)
@@ -352,9 +353,12 @@ def validate(model: type[Fields], data: Any) -> Any:
 
 
 def _most_telling(data: dict[str, Any], errors: list[Any]) -> Any:
-    """The first field's mistake; of the branches of a union that failed, the one that went deepest."""
+    """The first field's mistake; of the branches of a union that failed, the one that went deepest, if it can be one
+    whose type fits."""
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    return max(same, key=lambda error: sum(map(_place(data, error)[0].count, ".[")))
+    return max(
+        same, key=lambda error: (sum(map(_place(data, error)[0].count, ".[")), not error["type"].endswith("_type"))
+    )
 
 
 def _first_form(data: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,9 +18,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+_NUMBER_CHARACTERS = 32
+
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and len(value) <= 32 else value
+    if isinstance(value, str) and len(value) <= _NUMBER_CHARACTERS:
+        with contextlib.suppress(ValueError):  # what is no number is refused as in any other field of numbers
+            return float(value)
+    return value
 
 
 Number = Annotated[float, BeforeValidator(_number)]

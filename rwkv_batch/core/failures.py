@@ -9,6 +9,7 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
 from state_pool.errors import (
     AdapterNotFound,
     DatabaseSlow,
+    DialogueNotFound,
     DirectoryUnreachable,
     NameTaken,
     OtherAdapter,
@@ -23,6 +24,7 @@ from state_pool.errors import (
     StaleEpoch,
     StateNotFound,
     TurnInDoubt,
+    UnfitName,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 _KINDS: dict[type[PoolError], ErrorKind] = {
     SessionBusy: ErrorKind.SESSION_BUSY,
     SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
+    DialogueNotFound: ErrorKind.SESSION_NOT_FOUND,
+    UnfitName: ErrorKind.INVALID_FIELD,
     SessionUnusable: ErrorKind.SESSION_UNUSABLE,
     SessionUnread: ErrorKind.ENGINE_LOST,
     PoolFull: ErrorKind.OVERLOADED,
@@ -46,6 +50,7 @@ _KINDS: dict[type[PoolError], ErrorKind] = {
 }
 _RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0, SessionUnread: 2.0}
 _FIELDS: dict[type[PoolError], str] = {
+    DialogueNotFound: "dialogue_idx",
     StateNotFound: "state",
     OtherOrigin: "state",
     AdapterNotFound: "adapter",

@@ -163,12 +163,15 @@ class AdapterLibrary:
             if not self._put(lambda: attempt(reply, _as_told, lambda: self._finish(call, reply, adapter))):
                 reply(self._refusal())
 
-        self._thread.run(reply, lambda: self._read_within(path, call.scale), was_read)
+        self._thread.run(reply, lambda: self._read_within(path, call), was_read)
 
-    def _read_within(self, path: Path, scale: float | None) -> ServedAdapter:
-        """As `_read`, of files that are all within --models-dir. Raises ServiceError if one is not."""
+    def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
+        """As `_read`, of files that are all within --models-dir. Raises ServiceError if one is not; FileError."""
         check_adapter_within(self._config.models_dir, path, "file")
-        return self._read(path, scale)
+        try:
+            return self._read(path, call.scale)
+        except FileError as error:  # where that folder is, is nobody's business
+            raise FileError(str(error).replace(str(path), call.file)) from error
 
     def _finish(self, call: AddAdapter, reply: Reply[AdapterInfo], adapter: ServedAdapter) -> None:
         """Engine thread: from here on it is there. A client's file holds anything: raises anything."""

@@ -15,10 +15,10 @@ from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Acquire, Release, StoredSession
 from state_pool.disk.store import Store, session_of
 from state_pool.errors import (
+    DialogueNotFound,
     DirectoryUnreachable,
     PoolError,
     SessionBusy,
-    SessionNotFound,
     SessionUnusable,
 )
 from state_pool.sessions import ROOT, Fence, Lease, LeaseState, Session, SessionIndex, SessionKey
@@ -173,10 +173,10 @@ class Acquisition:
         self._supply.want(lease)
 
     def _begin_branch(self, lease: Lease, job: Acquire) -> None:
-        """Raises SessionNotFound, SessionUnusable, PoolFull."""
+        """Raises DialogueNotFound, SessionUnusable, PoolFull."""
         session_id = lease.session.key.session_id
-        if job.branch_from != ROOT and not job.stored:
-            raise SessionNotFound(f"session {session_id!r} has no dialogue {job.branch_from}; 0 is its empty root")
+        if job.branch_from is not None and job.branch_from != ROOT and not job.stored:
+            raise DialogueNotFound(session_id, job.branch_from)
         self._refuse_when_full()
         lease.reserved = job.dialogue
         if job.stored:

@@ -59,7 +59,7 @@ class ImportExport:
 
     def export(self, session_id: str, dialogue: int | None, on_exported: OnExported) -> None:
         """See `StatePool.export`."""
-        key = SessionKey(session_id, LINEAR if dialogue is None else dialogue)
+        key = checked_key(session_id)._replace(dialogue=LINEAR if dialogue is None else dialogue)
         if self._store is not None and self._store.shared:
             self._export_shared(self._store, key, on_exported)
             return
@@ -91,7 +91,6 @@ class ImportExport:
             session = session_of(stored[0])
             store.load(last.row, lambda result: self._read(session, on_exported, result))
 
-        checked_key(key.session_id)
         with self._place():
             store.find(key, found)
 

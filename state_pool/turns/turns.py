@@ -15,6 +15,7 @@ from state_pool.crash_points import reach
 from state_pool.disk.operations import Append, Delete, DeleteNamed
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import (
+    DialogueNotFound,
     PoolError,
     PoolFull,
     SessionBusy,
@@ -135,7 +136,7 @@ class Turns:
         if parent != ROOT and self.acquisition is None:
             source = self._index.get(SessionKey(session_id, parent)) if parent > ROOT else None
             if source is None or not source.exists:
-                raise SessionNotFound(f"session {session_id!r} has no dialogue {parent}; 0 is its empty root")
+                raise DialogueNotFound(session_id, parent)
             if source.unusable is not None:
                 raise SessionUnusable(f"session {source.key.shown!r}: {source.unusable}")
         self._check_origin(source, state, adapter, mixture)

@@ -265,7 +265,11 @@ def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes
         ({"name": "a+b", "file": "lora0.pth"}, ErrorKind.INVALID_FIELD, "name: must be"),
         ({"name": "new", "file": "../lora0.pth"}, ErrorKind.INVALID_FIELD, "within --models-dir"),
         ({"name": "new", "file": "a" * 300}, ErrorKind.INVALID_FIELD, "within --models-dir"),
-        ({"name": "new", "file": "nothing.pth"}, ErrorKind.INVALID_FIELD, "does not exist"),
+        (
+            {"name": "new", "file": "nothing.pth"},
+            ErrorKind.INVALID_FIELD,
+            "file nothing.pth does not exist; give a",
+        ),
         ({"name": "new", "file": "lora0.pth"}, ErrorKind.INVALID_FIELD, "does not say its scale"),
     ],
 )

@@ -262,6 +262,7 @@ def test_an_unknown_parent_is_404(service: Service, parent: int) -> None:
     body = {**EXACT, "contents": ["a"], "session_id": new_id(), "dialogue_idx": parent}
     refused = service.post(MULTI, body)
     assert refused.status_code == 404
+    assert (refused.json()["field"], refused.json()["given"]) == ("dialogue_idx", parent)
     assert str(parent) in refused.json()["error"]
     assert service.post(MULTI, {**body, "dialogue_idx": -1}).status_code == 422
 

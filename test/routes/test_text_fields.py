@@ -45,6 +45,20 @@ def test_a_text_that_does_not_fit_is_told_in_words(model: Any, body: dict[str, A
     assert "pattern" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"contents": ["a"], "mrss_gatingweight": ["abc"]}, "mrss_gatingweight[0]: must be a valid number, got abc"),
+        ({"contents": ["a"], "mrss_gatingweight": [1] * 17}, "mrss_gatingweight: must have at most 16 items, got [1"),
+        ({"contents": ["a"], "stop_tokens": [""]}, "stop_tokens[0]: must have at least 1 character, got "),
+    ],
+)
+def test_what_is_told_of_other_fields_is_in_the_same_words(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        validate(PromptBody, body)
+    assert str(caught.value).startswith(told)
+
+
 def test_no_name_is_the_default() -> None:
     assert validate(LoadBody, {"file": "a.pth", "dtype": "", "kernels": None, "devices": ["0", "cuda:1", "cpu"]})
 

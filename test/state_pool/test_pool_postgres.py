@@ -23,10 +23,10 @@ from state_pool.disk.database import open_writer
 from state_pool.errors import (
     DatabaseUnusable,
     DirectoryUnreachable,
-    SessionNotFound,
     SessionUnread,
     StaleEpoch,
     TurnInDoubt,
+    UnfitName,
 )
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LeaseState
@@ -416,7 +416,7 @@ def test_a_password_is_never_told(
 
 def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) -> None:
     one = opened(tmp_path, postgres.database())
-    with pytest.raises(SessionNotFound, match="NUL"):
+    with pytest.raises(UnfitName, match=r"U\+0000"):
         one.pool.checkout("a\x00b")
     one.turn("é🙂'; --%s?", [1])
     assert np.array_equal(one.state("é🙂'; --%s?"), state_of([1]))
@@ -431,7 +431,7 @@ def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) 
         lambda: one.pool.export("a\x00b", answers.append),
         lambda: one.pool.import_session("a\x00b", file, answers.append),
     ):
-        with pytest.raises(SessionNotFound, match="NUL"):
+        with pytest.raises(UnfitName, match=r"U\+0000"):
             ask()
     one.settle()
     assert answers == []

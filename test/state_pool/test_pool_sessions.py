@@ -11,7 +11,7 @@ import pytest
 
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
-from state_pool.errors import SessionBusy, SessionNotFound
+from state_pool.errors import DialogueNotFound, SessionBusy, SessionNotFound, UnfitName
 from state_pool.session_page import Tier
 from state_pool.sessions import LeaseState, Session, SessionIndex, SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of
@@ -81,7 +81,7 @@ def test_forks_never_change_their_parent(driver: Driver) -> None:
         assert np.array_equal(driver.state("s", number), state_of(history))
     driver.turn("s", [5])
     assert np.array_equal(driver.state("s"), state_of([5])), "the plain session stands beside its dialogues"
-    with pytest.raises(SessionNotFound, match="no dialogue 9"):
+    with pytest.raises(DialogueNotFound, match="no dialogue 9"):
         driver.pool.checkout("s", 9)
 
 
@@ -149,14 +149,17 @@ def test_what_a_delete_means(driver: Driver) -> None:
 
 
 def test_ids_are_opaque(driver: Driver) -> None:
-    names = ["../../etc/passwd", "'; DROP TABLE sessions; --", "s\x00t", "s", "S", "%", "_", "🙂" * 64, "s:1", " "]
+    names = ["../../etc/passwd", "'; DROP TABLE sessions; --", "s", "S", "%", "_", "🙂" * 64, "s:1", " "]
     for i, name in enumerate(names):
         driver.turn(name, [i])
     for i, name in enumerate(names):
         assert np.array_equal(driver.state(name), state_of([i]))
     assert driver.delete("%", prefix=True) == 1
-    with pytest.raises(SessionNotFound, match="not valid Unicode"):
-        driver.pool.checkout("\ud800")
+    for unfit, why in (("\ud800", "not valid Unicode"), ("s\x00t", r"U\+0000")):
+        with pytest.raises(UnfitName, match=why):
+            driver.pool.checkout(unfit)
+        with pytest.raises(UnfitName, match=why):
+            driver.delete(unfit, prefix=True)
 
 
 def test_status_lists_newest_first_in_pages(driver: Driver) -> None:

@@ -24,9 +24,7 @@ from rwkv_batch.model.tensor_files import MOST, FileError, Kind, read_tensors
 from rwkv_batch.model.weights import FLOATS
 from rwkv_batch.models_folder import ADAPTER_CONFIG
 
-ADAPTER_FILE = Kind(
-    "adapter file", "adapter file", "adapters", "give --adapter", (".pth", ".pt", ".bin", ".safetensors")
-)
+ADAPTER_FILE = Kind("adapter file", "adapter file", "adapters", "give", (".pth", ".pt", ".bin", ".safetensors"))
 _MODEL = "adapter_model"
 _NAME = re.compile(
     r"(?:^|\.)(?P<target>(?:blocks\.\d+\.|emb\b|head\b|ln_out\b).*?)"
