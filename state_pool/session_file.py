@@ -146,6 +146,8 @@ def decode(data: bytes) -> SessionFile:
 
 
 def _decode(data: bytes) -> SessionFile:
+    if len(data) < 8:
+        raise ValueError(f"it has {len(data)} bytes")
     (length,) = struct.unpack_from("<Q", data)
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise ValueError(f"its header claims {length} bytes of {len(data)}, at most {MAX_HEADER_BYTES}")

@@ -346,7 +346,8 @@ def validate(model: type[Fields], data: Any) -> Any:
     location, given = _place(data, first)
     if location:
         wording = _BESIDE.sub("", _WORDING.sub("must", first["msg"])).replace("Field required", "must be given")
-        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {shown(given)}")
+        told = shown(given) if given != "" else "an empty text"
+        message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {told}")
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=shown(given))
     field = first.get("ctx", {}).get("field") or _first_form(data)
     raise ServiceError(ErrorKind.INVALID_FIELD, first["msg"], field=field, given=shown(data.get(field)))
@@ -376,4 +377,6 @@ def _place(data: Any, error: Any) -> tuple[str, Any]:
             location, given = f"{location}[{step}]", given[step]
         elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
             location, given = f"{location}.{shown_name(step)}".lstrip("."), given.get(step)
+            if path[at + 1 :] == ("[key]",):  # it is the name that is wrong, and not what stands under it
+                given = step
     return location, given

@@ -8,7 +8,7 @@ import re
 
 import pydantic_core
 
-from routes.request.shown import shown_name
+from routes.request.shown import shown, shown_name
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 MAX_VALUES = 2_000_000
@@ -28,10 +28,11 @@ def parse_json(body: bytes) -> object:
         return pydantic_core.from_json(body, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
         reason = str(error)
-    field = _field_with_surrogate(body) if b"\\u" in body else None
-    if field is not None:
+    found = _field_with_surrogate(body) if b"\\u" in body else None
+    if found is not None:
+        field, given = found
         message = f"{field}: must be text with a UTF-8 form, but has a lone surrogate ({reason})"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=reason)
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field=field, given=shown(given))
     raise ServiceError(ErrorKind.NOT_JSON, f"the body is not JSON: {reason}")
 
 
@@ -61,15 +62,15 @@ def _check_size(body: bytes) -> None:
             )
 
 
-def _field_with_surrogate(body: bytes) -> str | None:
-    """The top-level field whose text cannot be encoded; None if the body is no JSON for another reason."""
+def _field_with_surrogate(body: bytes) -> tuple[str, object] | None:
+    """The top-level field whose text cannot be encoded, and its value; None if the body is no JSON anyway."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
         return None
     if not isinstance(data, dict):
-        return None if _has_utf8(data) else "body"
-    return next((shown_name(name) for name, value in data.items() if not _has_utf8([name, value])), None)
+        return None if _has_utf8(data) else ("body", data)
+    return next(((shown_name(name), value) for name, value in data.items() if not _has_utf8([name, value])), None)
 
 
 def _has_utf8(value: object) -> bool:

@@ -263,4 +263,4 @@ def _why_not(key: SessionKey, stored: list[StoredSession]) -> PoolError:
 
 def _gone(key: SessionKey) -> SessionNotFound:
     dialogue = "" if key.dialogue == LINEAR else f":{key.dialogue}"
-    return SessionNotFound(f"there is no session {key.session_id!r}{dialogue}")
+    return SessionNotFound(f"there is no session {key.session_id!r}{dialogue}", key.session_id)

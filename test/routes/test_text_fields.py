@@ -12,9 +12,11 @@ from routes.multi_state import BranchBody
 from routes.openai.request import ChatBody
 from routes.openai.responses_body import ResponsesBody
 from routes.request.bodies import PromptBody, validate
+from routes.request.json_body import parse_json
 from routes.session_files import ExportQuery, ImportQuery
 from routes.state import DeleteBody, TurnBody
 from rwkv_batch.errors import ServiceError
+from state_pool.session_file import NotASession, decode
 
 MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
@@ -28,7 +30,12 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
         (LoadBody, {"devices": ["0", "gpu"]}, "devices[1]", "must be a device like cuda:0, a GPU's number, "),
         (AddBody, {"devices": ["cuda:0\n"]}, "devices[0]", "must be a device like cuda:0, a GPU's number, "),
         (PromptBody, MESSAGES | {"template": {"user": "a:b"}}, "template.user", "must be a label of one line without"),
-        (ChatBody, MESSAGES | {"logit_bias": {"a": 1}}, "logit_bias.a", "must be a token id of at most five digits"),
+        (
+            ChatBody,
+            MESSAGES | {"logit_bias": {"a": 1}},
+            "logit_bias.a",
+            "must be a token id of at most five digits, got a",
+        ),
         (
             ChatBody,
             MESSAGES | {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -50,13 +57,24 @@ def test_a_text_that_does_not_fit_is_told_in_words(model: Any, body: dict[str, A
     [
         ({"contents": ["a"], "mrss_gatingweight": ["abc"]}, "mrss_gatingweight[0]: must be a valid number, got abc"),
         ({"contents": ["a"], "mrss_gatingweight": [1] * 17}, "mrss_gatingweight: must have at most 16 items, got [1"),
-        ({"contents": ["a"], "stop_tokens": [""]}, "stop_tokens[0]: must have at least 1 character, got "),
+        ({"contents": ["a"], "stop_tokens": [""]}, "stop_tokens[0]: must have at least 1 character, got an empty text"),
     ],
 )
 def test_what_is_told_of_other_fields_is_in_the_same_words(body: dict[str, Any], told: str) -> None:
     with pytest.raises(ServiceError) as caught:
         validate(PromptBody, body)
     assert str(caught.value).startswith(told)
+
+
+def test_what_is_told_of_text_without_a_utf8_form_is_the_text() -> None:
+    with pytest.raises(ServiceError, match="session_id: must be text with a UTF-8 form") as caught:
+        parse_json(b'{"contents": ["a"], "session_id": "a\\ud800"}')
+    assert (caught.value.info.field, caught.value.info.given) == ("session_id", "a\\ud800")
+
+
+def test_a_file_that_is_too_short_is_told_so() -> None:
+    with pytest.raises(NotASession, match="this is not a session file: it has 3 bytes"):
+        decode(b"abc")
 
 
 def test_no_name_is_the_default() -> None:
