@@ -112,9 +112,11 @@ def bench(arguments: list[str]) -> int:
     try:
         runpy.run_module(f"bench.{arguments[0]}", run_name="__main__")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != _NOT_INSTALLED:
-            raise
-        sys.stderr.write(f"error: bench {arguments[0]} needs the tests' fakes: run it in a clone of the repository\n")
+        package = (error.name or "").partition(".")[0]
+        wanted = f"needs {package}: pip install -r requirements-dev.txt, or make install-dev, brings it"
+        if package == _NOT_INSTALLED:
+            wanted = "needs the tests' fakes: run it in a clone of the repository"
+        sys.stderr.write(f"error: bench {arguments[0]} {wanted}\n")
         return 1
     return 0
 

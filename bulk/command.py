@@ -177,10 +177,10 @@ def _form(options: Options) -> Form:
     """Raises RunError where a name does not tell it, or the two do not go together."""
     source = options.form or form_of(options.input)
     if source is None:
-        raise unknown_form(options.input, "--format")
+        raise unknown_form(options.input, "name it by --format")
     target = source if options.output == STDOUT else form_of(options.output)
     if target is None:
-        raise unknown_form(options.output, "an --output that ends with a known suffix; --format")
+        raise unknown_form(options.output, "give an --output whose name ends like one, or name it by --format")
     if target in _SUBTITLES and options.order == "done":
         raise RunError("--order done would shuffle subtitles; leave it out, or write .jsonl")
     return combined(source, target, options.plan.field, options.out_field, options.plan.task in OF_JSON)

@@ -60,6 +60,6 @@ def why_unreadable(line: Line) -> str:
     return ""
 
 
-def unknown_form(path: str, flag: str) -> RunError:
+def unknown_form(path: str, remedy: str) -> RunError:
     """The refusal of a name that does not tell its form."""
-    return RunError(f"the form of {path} is not known by its name; give {flag} as one of {', '.join(NAMES)}")
+    return RunError(f"the form of {path} is not known by its name; {remedy}: {', '.join(NAMES)}")
