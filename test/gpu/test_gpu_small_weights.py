@@ -1,0 +1,175 @@
+"""Whole steps of small weights at other widths than 7.2B's, at the borders between all ways of multiplying rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.random_weights import random_weights
+from rwkv_batch.kernels.cuda_wide import has_wide, prepare_wide
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.model.loader import Precision
+from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.shape import ModelShape
+from rwkv_batch.model.state_form import StateForm
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.stage import Stage
+from test.gpu.test_gpu_forward import poisoned_memory  # noqa: F401  # for every test here too
+
+GPU = torch.device("cuda", 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+LAYERS, VOCAB = 2, 512
+SIZES = {
+    "0.1B": (768, (64, 64, 32, 128), 3072),
+    "1.5B": (2048, (96, 96, 64, 256), 8192),
+    "2.9B": (2560, (96, 96, 64, 320), 10240),
+    "13.3B": (4096, (192, 192, 128, 384), 16384),
+    "ffn of 3.5 widths": (1024, (64, 64, 32, 128), 3584),
+}
+"""Width, ranks, width of the channel mix."""
+ROWS = (
+    *(1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 81, 96, 112, 113, 128, 129, 132, 133),
+    *(240, 256, 257, 320, 321, 512, 513, 640, 641),
+)
+MOST = ROWS[-1]
+FEW = 64
+"""Rows whose inputs are not rounded to 8 bits."""
+SPARSE = 8
+"""Rows whose sums depend on which inputs of ffn.value are zero in all of them."""
+
+
+class Pair(NamedTuple):
+    """The same weights with the kernels and in plain torch."""
+
+    fast: Stage
+    true: Stage
+
+
+def weights_of(size: str) -> Weights:
+    width, ranks, ffn = SIZES[size]
+    tensors = random_weights(LAYERS, width, VOCAB, seed=3, ranks=ranks, first_v=False, device=GPU)
+    for i in range(LAYERS):
+        key, value = f"blocks.{i}.ffn.key.weight", f"blocks.{i}.ffn.value.weight"
+        tensors[key], tensors[value] = tensors[key][:ffn].contiguous(), tensors[value][:, :ffn].contiguous()
+    return Weights(Path("random"), tensors, ModelShape(LAYERS, width, VOCAB, ffn, *ranks), "")
+
+
+@pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in Format], ids=lambda param: " ".join(param))
+def pair(request: pytest.FixtureRequest) -> Pair:
+    from rwkv_batch.kernels.cuda import CudaOps
+
+    size, format_ = request.param
+    weights, half, full = weights_of(size), torch.float16, torch.float32
+    made = Pair(
+        Stage(weights, 0, LAYERS, Precision(GPU, half, half, StateForm.FP16, format_), CudaOps()),
+        Stage(weights, 0, LAYERS, Precision(GPU, full, full, StateForm.FP32, format_), NaiveOps()),
+    )
+    generator = torch.Generator(GPU).manual_seed(1)
+    for stage in made:
+        stage.allocate_slots(2 + 2 * MOST)
+    fast, true = (stage.state for stage in made)
+    assert fast is not None and true is not None
+    for to, like in ((fast.wkv, true.wkv), (fast.shift, true.shift)):
+        for layer in range(LAYERS):
+            read = to[2 : 2 + MOST, layer]
+            read.copy_(torch.randn(read.shape, device=GPU, generator=generator) * 0.3)
+            like[2 : 2 + MOST, layer] = read.float()
+    return made
+
+
+def step(rows: int, seed: int = 0) -> StepInputs:
+    """A token for each row, whose state is read from one slot and goes to another."""
+    tokens = torch.randint(VOCAB, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+    slots = list(range(2, 2 + rows))
+    return step_inputs([[token] for token in tokens], slots, [slot + MOST for slot in slots], list(range(rows))).to(GPU)
+
+
+class Left(NamedTuple):
+    """What a step gives, and leaves in the slots that it writes; by row."""
+
+    logits: Tensor
+    wkv: Tensor
+    shift: Tensor
+
+
+@torch.inference_mode()
+def forward(stage: Stage, inputs: StepInputs) -> Tensor:
+    x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
+    return stage.logits(x, inputs)
+
+
+def ran(stage: Stage, inputs: StepInputs) -> Left:
+    wipe(stage)
+    return left_by(stage, forward(stage, inputs))
+
+
+def wipe(stage: Stage) -> None:
+    assert stage.state is not None
+    stage.state.wkv[2 + MOST :] = torch.nan
+    stage.state.shift[2 + MOST :] = torch.nan
+
+
+def left_by(stage: Stage, logits: Tensor) -> Left:
+    assert stage.state is not None
+    written = slice(2 + MOST, 2 + MOST + len(logits))
+    return Left(logits.clone(), stage.state.wkv[written].clone(), stage.state.shift[written].clone())
+
+
+def is_same(one: Left, other: Left, kept: slice = slice(None)) -> bool:
+    return all(torch.equal(a[kept], b[kept]) for a, b in zip(one, other, strict=True))
+
+
+def worst(got: Left, true: Left) -> dict[str, float]:
+    """Of each of these the largest error of a row, relative to that row."""
+    errors = {}
+    for name, a, b in zip(Left._fields, got, true, strict=True):
+        a, b = a.float().flatten(1), b.float().flatten(1)
+        errors[name] = float(((a - b).norm(dim=1) / b.norm(dim=1)).nan_to_num(torch.inf).max())
+    return errors
+
+
+def test_steps_of_any_number_of_rows(pair: Pair) -> None:
+    """Near to plain torch; the same bits again, and whatever the other rows are."""
+    faults = []
+    for rows in ROWS:
+        inputs = step(rows)
+        got, true = ran(pair.fast, inputs), ran(pair.true, inputs)
+        rounded = rows > FEW and pair.fast.precision.storage is Format.FP8
+        errors = worst(got, true)
+        if max(errors.values()) > (0.2 if rounded else 0.03):
+            faults.append(f"{rows} rows: {errors}")
+        if not all(is_same(ran(pair.fast, inputs), got) for _ in range(3)):
+            faults.append(f"{rows} rows: other bits when run again")
+        if rows > SPARSE:
+            others = step(rows, seed=1)
+            others.tokens[::3] = inputs.tokens[::3]
+            if not is_same(ran(pair.fast, others), got, slice(None, None, 3)):
+                faults.append(f"{rows} rows: a row has other bits beside other rows")
+    assert not faults
+    assert not has_wide(GPU) or not prepare_wide(GPU).counters.any()
+
+
+def test_graphs_between_steps_of_other_shapes(pair: Pair) -> None:
+    """They share work space and counters with whatever runs between them."""
+    sizes, graphs = (1, 4, 8, 32, 96), []
+    for rows in sizes:
+        inputs = step(rows)
+        wanted = ran(pair.fast, inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = forward(pair.fast, inputs)
+        graphs.append((graph, inputs, logits, wanted))  # the graph reads these inputs where they are
+    for turn, between in enumerate((1, 641, 9, 64, 3, 257, 33, 128)):
+        graph, _, logits, wanted = graphs[turn % len(sizes)]
+        inputs = step(between)
+        eager = ran(pair.fast, inputs)
+        wipe(pair.fast)
+        graph.replay()
+        assert is_same(left_by(pair.fast, logits), wanted), f"graph of {sizes[turn % len(sizes)]} behind {between} rows"
+        assert is_same(ran(pair.fast, inputs), eager), f"{between} rows behind a graph"
