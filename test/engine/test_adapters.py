@@ -16,7 +16,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+    return tiny_model(tmp_path_factory.mktemp("model"), width=128)
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ class PromptPieces:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_state(folder / "poet.pth", random_state(1))
+    write_state(folder / "poet.pth", random_state(1, width=64))
     return tiny_model(folder)
 
 
@@ -244,7 +244,7 @@ def test_logits_that_wait_for_a_mask_are_those_of_their_rows(whole: Engine, engi
 def test_rows_that_no_graph_can_hold_go_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows under an adapter with experts, some held to a grammar, mixtures among them; a graph has the others."""
     monkeypatch.setattr(AdapterTable, "is_routed", lambda _table, number: number == 1)
-    write_adapter(model.parent / "experts.pth", random_experts(3, layers=3, width=128))
+    write_adapter(model.parent / "experts.pth", random_experts(3, layers=3, width=64))
     own: Any = {"served_adapters": (f"experts={model.parent / 'experts.pth'}:2.0",), "states": poet(model)}
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{30}")
     rows = [ask(f"plain {i}", max_tokens=25, ignore_eos=True) for i in range(4)]

@@ -38,8 +38,8 @@ GREEDY = {"ignore_eos": True, "max_tokens": 8}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtures")
     for seed, name in enumerate(NAMES):
-        write_state(folder / f"{name}.pth", random_state(seed))
-    write_random_model(folder / "oracle.pth", layers=3, width=128)
+        write_state(folder / f"{name}.pth", random_state(seed, width=64))
+    write_random_model(folder / "oracle.pth", layers=3, width=64)
     return tiny_model(folder)
 
 
@@ -65,7 +65,7 @@ def reference_text(model: Path, ids: list[int], mix: list[tuple[str, float]], pa
     states: list[list[Tensor]] = []
     for name, _ in mix:
         state = [torch.zeros_like(one) for one in zero]
-        for layer, wkv in enumerate(random_state(NAMES.index(name)) if name else ()):
+        for layer, wkv in enumerate(random_state(NAMES.index(name), width=64) if name else ()):
             state[3 * layer + 1] = wkv.clone()
         states.append(state)
     sampler = NaiveSampler(1, 65536, torch.device("cpu"), [])

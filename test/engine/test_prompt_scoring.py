@@ -19,7 +19,7 @@ from test.harness import TOKENIZER, Running, ask, call, run, started_engine, sub
 from test.logprob_oracle import LogprobOracle
 
 CLOSE = 1e-4
-LONG = TOKENIZER.encode("one two three, a long text over many chunks. " * 20)
+LONG = TOKENIZER.encode("one two three, a long text over many chunks. " * 12)
 SOME = [TOKENIZER.encode(text) for text in ("Hi", "The weather in Paris", "猫が好き", "x = f(a, b)\n\nreturn x" * 3)]
 ALL = PromptLogprobs(top=3)
 
@@ -168,7 +168,7 @@ def test_a_row_that_only_reads(engine: Engine) -> None:
 
 def test_cancelled_while_it_is_scored(engine: Engine) -> None:
     free = call(engine, "status")["free_slots"]
-    jobs = [submit(engine, *[score(LONG * 4, use_prefix_cache=False, n=2)] * 4) for _ in range(4)]
+    jobs = [submit(engine, *[score(LONG * 7, use_prefix_cache=False, n=2)] * 4) for _ in range(4)]
     assert jobs[0].started.wait(60)
     for job in jobs:
         engine.cancel(job.job.job_id)

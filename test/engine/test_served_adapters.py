@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_adapter(folder / f"{name}.pth", random_lora(seed, 3, 128, rank=(4, 16, 20)[seed % 3]))
     for seed, name in enumerate(STATES):
         write_state(folder / f"{name}.pth", random_state(seed))
-    return tiny_model(folder)
+    return tiny_model(folder, width=128)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ NAMES = [f"s{i}" for i in range(4)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+    return tiny_model(tmp_path_factory.mktemp("model"), width=128)
 
 
 def talk(engine: Engine, names: list[str], turns: range) -> dict[str, list[bytes]]:

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Path:
-    return tiny_model(folder)
+    return tiny_model(folder, width=128)
 
 
 @contextlib.contextmanager
