@@ -12,7 +12,7 @@ from state_pool.adapters import Adapters
 from state_pool.cache.prefix_cache import PrefixCache
 from test.simulation.world import OWN_WORLDS, Found, run
 
-SEEDS = 200
+SEEDS = 120
 PART = 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -45,8 +45,8 @@ def test_worlds_that_found_something(seed: int) -> None:
 
 def test_a_world_is_the_same_every_time() -> None:
     code = "from test.simulation.world import run; print([run(seed)['digest'] for seed in range(3)])"
-    ran = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
-    assert ran[0].stdout == ran[1].stdout != "", ran[0].stderr
+    elsewhere = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert elsewhere.stdout == f"{[run(seed)['digest'] for seed in range(3)]}\n", elsewhere.stderr
 
 
 def test_the_worlds_notice_a_cached_prefix_that_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,7 @@ TestLazy.settings = settings(_SETTINGS, max_examples=15)
 TestTight = TightMachine.TestCase
 TestTight.settings = settings(_SETTINGS, max_examples=20)
 TestPrefixes = PrefixMachine.TestCase
-TestPrefixes.settings = settings(_SETTINGS, max_examples=150, stateful_step_count=50)
+TestPrefixes.settings = settings(_SETTINGS, max_examples=90, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
