@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 SOURCES := app.py batch_store bulk cluster console library supervisor rwkv_batch routes sampling settings state_pool native test bench demo examples
 ARGS ?=
 TEST_ARGS ?=
+WORKERS ?= $$(($$(nproc) + 2))
 
 .PHONY: serve test cluster-demo lint format install install-dev install-gpu install-nvcc clean
 
@@ -21,7 +22,7 @@ serve: $(VENV)/.installed
 	exec $(BIN)/python app.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)  # much of the time is waiting
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)  # much of the time is waiting
 
 cluster-demo: $(VENV)/.installed-cluster
 	$(BIN)/python -m demo.cluster $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from state_pool.adapters import Adapters
 from state_pool.cache.prefix_cache import PrefixCache
 from test.simulation.world import OWN_WORLDS, Found, run
 
-SEEDS = 120
+SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 120
 PART = 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 
