@@ -53,6 +53,17 @@ def test_any_inputs(rows: int, n: int, k: int, inputs: str) -> None:
     assert torch.equal(map_.to_fp32(x[:2].contiguous()), out[:2]), "a row is the same in company"
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    map_, _ = linear(96, 768)
+    x = normal(3, 768)
+    expected = map_.to_fp32(x, torch.zeros(3, 96, device=GPU)).clone()
+    x[1, 300] = value
+    out = map_.to_fp32(x, torch.zeros(3, 96, device=GPU))
+    assert not torch.isfinite(out[1]).any()
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
+
+
 @pytest.mark.parametrize("width", [4096, 1024, 768])
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_maps_of_their_own_inputs_beside_halves(rows: int, width: int) -> None:

@@ -67,6 +67,16 @@ def test_any_inputs(format_: Format, n: int, k: int, inputs: str) -> None:
     assert error(map_.to_fp32(x, out), x.float() @ meant.T) < EXACT
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("format_", Format)
+def test_what_is_not_finite_stays_so(format_: Format, value: float) -> None:
+    """int8 and int4 took NaN for zero: it is larger than no number."""
+    map_, _ = linear(format_, 96, 768)
+    x = normal(1, 768)
+    x[0, 300] = value
+    assert not torch.isfinite(map_.to_fp32(x, torch.zeros(1, 96, device=GPU))).any()
+
+
 @pytest.mark.parametrize("width", [4096, 1024, 768])
 @pytest.mark.parametrize("format_", Format)
 def test_maps_of_their_own_inputs_beside_halves(format_: Format, width: int) -> None:

@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_parts(uint32_t x, FewRoom& room, int c, in
         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + part * MOST_ROWS * 16), "r"(codes[part][0] | codes[part][1] << 16),
                      "r"(codes[part][2] | codes[part][3] << 16) : "memory");
     }
-    if ((threadIdx.x & 15) == 0) room.scales[group][row] = __uint_as_float((exponent - 7u) << 23);
+    if ((threadIdx.x & 15) == 0) room.scales[group][row] = exponent < 255u ? __uint_as_float((exponent - 7u) << 23) : largest;  // infinite
 }
 
 // One lane: the tiles of a block's units into the ring.

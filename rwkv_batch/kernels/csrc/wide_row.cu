@@ -28,6 +28,7 @@
 // active rows and a group's scales in each block, and 8C of sums.
 #include "quant.cuh"
 #include "quant_maps.cuh"
+#include "ring_release.cuh"
 #include "row_sums.cuh"
 #include "wide_maps.cuh"
 
@@ -60,10 +61,7 @@ struct RowTile {
     static constexpr bool grouped = FORMAT != FP8;
     static constexpr int GROUPS = FORMAT == INT4 ? 2 * PIECES : PIECES;  // of 128 inputs
     static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
-    // Scales come by a bulk copy beside the codes, those of int8 by ordinary loads: with copies of them one launch in some ten
-    // thousand gave 16 outputs of a warp wrong sums, for a reason that is not known (docs/notebook.md).
-    static constexpr bool copies_scales = FORMAT == INT4;
-    static constexpr int BYTES = TILE_ROOM + (grouped ? 1024 : 0);  // of int8 with the room of copied scales, as it was run
+    static constexpr int BYTES = TILE_ROOM + (grouped ? 1024 : 0);  // scales beside the codes
 };
 
 struct RowRoom {
@@ -135,10 +133,16 @@ __device__ __forceinline__ void put_word(uint32_t at, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 
+// NaN where one of them is: a group with one has such a scale.
+__device__ __forceinline__ float larger(float a, float b) {
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
 // Of the half-warp, which holds 128 inputs.
 __device__ __forceinline__ float half_warp_max(float v) {
 #pragma unroll
-    for (int i = 8; i > 0; i >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, i));
+    for (int i = 8; i > 0; i >>= 1) v = larger(v, __shfl_xor_sync(FULL, v, i));
     return v;
 }
 __device__ __forceinline__ int half_warp_sum(int v) {
@@ -169,13 +173,13 @@ __device__ __forceinline__ void store_parts(uint32_t x, RowRoom& room, int c, co
     float f[8], largest = 0.0f;
     unpack8(given, f);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(f[j]));
+    for (int j = 0; j < 8; ++j) largest = larger(largest, fabsf(f[j]));
     largest = half_warp_max(largest);
     const int group = c / GROUP_INPUTS;
     const uint32_t to = x + group / 2 * PAIR_BYTES + group % 2 * 64;
     if constexpr (FORMAT == FP8) {
-        // The largest becomes 128 to 256.
-        const uint32_t exponent = largest > 0.0f ? __float_as_uint(largest) >> 23 : 127u;
+        // The largest becomes 128 to 256. What is not finite is the scale itself.
+        const uint32_t exponent = largest != 0.0f ? __float_as_uint(largest) >> 23 : 127u;
         const float inverse = __uint_as_float((261u - exponent) << 23);
         uint32_t codes[PARTS][4];
 #pragma unroll
@@ -195,7 +199,7 @@ __device__ __forceinline__ void store_parts(uint32_t x, RowRoom& room, int c, co
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
             put_words(to + c % 128 / 16 * 128 + part * 16 + (c & 8), codes[part][0] | codes[part][1] << 16, codes[part][2] | codes[part][3] << 16);
-        if ((threadIdx.x & 15) == 0) room.scales[group] = __uint_as_float((exponent - 7u) << 23);
+        if ((threadIdx.x & 15) == 0) room.scales[group] = exponent < 255u ? __uint_as_float((exponent - 7u) << 23) : largest;
     } else if constexpr (FORMAT == INT4) {
         // Two parts, as a lane has the codes of a word: the lower nibbles of its bytes, then the others. Codes are 16 times as large.
         constexpr float MOST = 127.0f * 256.0f;
@@ -313,7 +317,7 @@ __device__ __forceinline__ void fetch_units(const RowLaunch& p, RowRoom& room, u
             wait_barrier(empty + 8 * stage, parity);
             const uint32_t barrier = full + 8 * stage, to = ring + stage * Tile::BYTES;
             if (count++ == p.early) wait_barrier(asked + 8, 0);
-            const bool scaled = Tile::copies_scales && !half;
+            const bool scaled = Tile::grouped && !half;
             expect_bytes(barrier, TILE_ROOM + (scaled ? Tile::GROUPS * UNIT * Tile::SCALE_ITEM : 0));
             copy_box(to, &p.weights[share.map], 0, output, step * PIECES, barrier, EVICT_FIRST);
             if (scaled) copy_box(to + TILE_ROOM, &p.scales[share.map], output, step * Tile::GROUPS, 0, barrier, EVICT_FIRST);
@@ -414,9 +418,7 @@ __global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 102
     int stage = group, parity = 0;  // of the warpgroup's next tile
     // Its tiles are those whose number leaves it when divided by WARPGROUPS: who waits for a place to be filled again must have
     // seen it filled before, as a parity tells no more than that.
-    const auto release = [&] {
-        __syncwarp();
-        if (lane == 0) arrive(empty + 8 * stage);
+    const auto go_on = [&] {
         stage += WARPGROUPS;
         if (stage >= STAGES) stage -= STAGES, parity ^= 1;
     };
@@ -448,6 +450,11 @@ __global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 102
                 }
                 wait_barrier(full + 8 * stage, parity);
                 const uint32_t tile = ring + stage * Tile::BYTES, codes_at = tile + t * (UNIT * TILE_BYTES) + line * TILE_BYTES;
+                uint32_t items[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(items[i]) : "r"(tile + TILE_ROOM + (in_tile * UNIT + line + 8 * i) * Tile::SCALE_ITEM) : "memory");
+                }
                 int products[2][4] = {};
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
@@ -467,12 +474,8 @@ __global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 102
                 }
                 const int known = min(of_inputs, groups - 1);
                 const float unit_of_x = of_inputs < groups ? room.scales[known] : 0.0f, of_parts = room.input_sums[known][0];
-                uint32_t items[2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(items[i]) : "r"(tile + TILE_ROOM + (in_tile * UNIT + line + 8 * i) * Tile::SCALE_ITEM) : "memory");
-                }
-                release();
+                release_loaded_place(empty + 8 * stage, lane, items[0] | items[1] | products[0][0] | products[1][0]);
+                go_on();
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[i]));
@@ -500,7 +503,8 @@ __global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 102
                 }
                 commit_products();
                 wait_products<0>();
-                release();
+                release_place(empty + 8 * stage, lane);
+                go_on();
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i) asm volatile("" : "+f"(products[i])::"memory");
@@ -514,6 +518,18 @@ __global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 102
                 const uint32_t tile = ring + stage * Tile::BYTES;
                 Sum products[PAIRS][4];
                 const int first_pair = step * PAIRS;
+                const auto of_inputs = [&](int pair) { return min(2 * (first_pair + pair) + second, groups - 1); };
+                uint16_t items[PAIRS][2];  // loaded before the products: behind them they come late, and the place is released late
+                uint32_t loaded = 0;
+#pragma unroll
+                for (int pair = 0; pair < (Tile::grouped ? PAIRS : 0); ++pair) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const uint32_t at = tile + TILE_ROOM + ((of_inputs(pair) - step * Tile::GROUPS) * UNIT + output + 8 * i) * Tile::SCALE_ITEM;
+                        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(items[pair][i]) : "r"(at) : "memory");
+                        loaded |= items[pair][i];
+                    }
+                }
                 begin_products();
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
@@ -528,21 +544,14 @@ __global__ void __launch_bounds__(VALUED ? CONSUMERS + 32 : FORMAT == INT4 ? 102
                 commit_products();
                 // What the sums are multiplied by, and what their codes' zeros come to.
                 float unit_of_x[PAIRS], of_parts[PAIRS];
-                uint16_t items[PAIRS][2];
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
-                    const int of_inputs = min(2 * (first_pair + pair) + second, groups - 1);
-                    unit_of_x[pair] = room.scales[of_inputs];
-                    if constexpr (Tile::grouped) {
-                        of_parts[pair] = room.input_sums[of_inputs][low_part];
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            items[pair][i] = __ldg(static_cast<const uint16_t*>(m.scales) + static_cast<int64_t>(of_inputs) * m.n + unit * UNIT + output + 8 * i);
-                        }
-                    }
+                    unit_of_x[pair] = room.scales[of_inputs(pair)];
+                    if constexpr (Tile::grouped) of_parts[pair] = room.input_sums[of_inputs(pair)][low_part];
                 }
                 wait_products<0>();
-                release();
+                release_loaded_place(empty + 8 * stage, lane, loaded);
+                go_on();
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
 #pragma unroll
@@ -701,7 +710,7 @@ static int launch_format(const QuantArgs& args, void* stream) {
         if (!describe(&p.weights[i], m.codes, element, m.n, TILE_BYTES / element.bytes, row_bytes(i) / element.bytes, row_bytes(i) / TILE_BYTES, UNIT, PIECES)) {
             return static_cast<int>(cudaErrorInvalidValue);
         }
-        if (RowTile<FORMAT>::copies_scales && m.scales != nullptr && !describe_scales<FORMAT>(&p.scales[i], m)) return static_cast<int>(cudaErrorInvalidValue);
+        if (RowTile<FORMAT>::grouped && m.scales != nullptr && !describe_scales<FORMAT>(&p.scales[i], m)) return static_cast<int>(cudaErrorInvalidValue);
     }
     if constexpr (FORMAT != FP8) {
         if (args.value.codes != nullptr) return deal_value(p) ? launch_row<FORMAT, false, true>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
