@@ -212,7 +212,8 @@ def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> Non
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 def test_steps_of_a_row_have_the_same_bits_each_time(name: str) -> None:
-    """All layers of 7.2B. int8's had not, one launch in some ten thousand, while bulk copies brought its scales."""
+    """All layers of 7.2B. int8's had not, one launch in some ten thousand: the next copy into a place of the ring came
+    before the loads of this one's scales."""
     stage, vocab = random_stage("7.2b", GPU, StateForm.FP16, dtype=name), 65536
     stage.allocate_slots(4)
     tokens = torch.randint(vocab, (3, 1), device=GPU)
