@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.acceptance.engines import Engines
-from bench.serve import percentile, service
 from bench.tools.cpu_time import Used, cores, used
 from bench.tools.engine_load import Streams, run_streams
 from bench.tools.http_load import Load, fetch, over_http
 from bench.tools.origin import origin
+from bench.tools.service import percentile, service
 from bench.tools.step_watch import StepWatch
 from cluster.fleet import Fleet, FleetLimits
 from rwkv_batch.ipc.client import EngineClient, at_socket

@@ -31,9 +31,9 @@ from unittest import mock
 
 import torch
 
-from bench.gpu import commit
 from bench.stages.pipeline_trace import Trace, summary
 from bench.tools.gpu_model import SIZES, write_random_file
+from bench.tools.origin import commit
 from bench.traffic import measure, numbers
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import settle_garbage_collector

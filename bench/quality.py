@@ -28,7 +28,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.accuracy.compared import Compared, Text
+from bench.accuracy.quality_states import by_state_form, long_texts
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import Format, dequantise, is_quantised, quantise
@@ -48,14 +49,6 @@ from rwkv_batch.tokenizer import Tokenizer
 DTYPES = ("bf16", "fp16", "fp8", "int8", "int4")
 CHUNK = 256
 SLOT = 2
-
-
-@dataclass(slots=True)
-class Text:
-    """What is predicted."""
-
-    ids: list[int]
-    num_bytes: int
 
 
 class Reader:
@@ -91,37 +84,6 @@ class Reader:
             inputs = StepInputs(torch.tensor(ids[-1:]), torch.tensor([0, 1]), slots, slots, torch.tensor([0]), 1)
             ids.append(int(self.pipeline.forward(inputs)[0].argmax()))
         return ids
-
-
-@dataclass(slots=True)
-class Compared:
-    """Sums over positions, of one model beside the reference."""
-
-    tokens: int = 0
-    nats: float = 0.0
-    kl: float = 0.0
-    off: float = 0.0
-    size: float = 0.0
-    same: int = 0
-
-    def take(self, logits: Tensor, true: Tensor, following: Tensor) -> None:
-        """One chunk: logits [T, V] of both, and the token that follows each position."""
-        log_q, log_p = torch.log_softmax(logits, -1), torch.log_softmax(true, -1)
-        self.tokens += len(following)
-        self.nats -= log_q.gather(1, following.unsqueeze(1)).sum().item()
-        self.kl += (log_p.exp() * (log_p - log_q)).sum().item()
-        self.off += (logits - true).square().sum().item()
-        self.size += true.square().sum().item()
-        self.same += int((logits.argmax(-1) == true.argmax(-1)).sum())
-
-    def figures(self, text: Text) -> dict[str, float]:
-        """What is printed."""
-        return {
-            "bits_per_byte": self.nats / math.log(2) / text.num_bytes,
-            "kl": self.kl / self.tokens,
-            "logits_error": math.sqrt(self.off / self.size),
-            "same_token": self.same / self.tokens,
-        }
 
 
 def compare(reader: Reader, reference: Reader, text: Text) -> dict[str, float]:
@@ -243,7 +205,6 @@ def main() -> None:
 
 def compare_states(weights: Weights, args: argparse.Namespace) -> None:
     """Forms of the state instead of dtypes of the weights."""
-    from bench.accuracy.quality_states import by_state_form, long_texts  # which needs what this file has
 
     count, length = args.texts, args.max_tokens
     if args.text_file is None:

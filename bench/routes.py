@@ -16,8 +16,8 @@ import json
 import statistics
 from typing import Any
 
-from bench.serve import machine, service, service_cpu_s, summary
 from bench.tools.http_load import Load, fetch, over_http
+from bench.tools.service import machine, service, service_cpu_s, summary
 
 FIRST = "/v1/chat/completions"
 ROUTES = (

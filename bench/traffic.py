@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from app import with_model
-from bench.gpu import commit
+from bench.tools.origin import commit
 from rwkv_batch.calls import CancelJobs
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import settle_garbage_collector

@@ -22,8 +22,8 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from bench.serve import machine, percentile, service, summary
 from bench.tools.http_load import Load, drive, over_http
+from bench.tools.service import machine, percentile, service, summary
 
 LONG_LAUNCH_MS = 20.0
 _FIRST_TOKEN = re.compile(r"first token (\{.*\})")

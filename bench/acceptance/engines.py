@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.serve import service
 from bench.tools.http_load import fetch
+from bench.tools.service import service
 
 READY_S = 180.0
 LOOKS = 8

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.quality import Compared, Text
+from bench.accuracy.compared import Compared, Text
 from demo.corpus import mixture
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.step_inputs import StepInputs

@@ -35,9 +35,9 @@ from typing import Any
 
 import httpx
 
-from bench.serve import percentile, service
 from bench.tools.http_load import Load
 from bench.tools.origin import origin
+from bench.tools.service import percentile, service
 from bench.traffic import numbers
 from bench.ttft import ask
 from rwkv_batch.core.batch_share import LULL_S

@@ -28,8 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.serve import percentile
 from bench.tools.origin import origin
+from bench.tools.service import percentile
 from native.priority import stand_back
 
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.disturbances import PACKETS
-from bench.serve import service
 from bench.tools.origin import origin
+from bench.tools.service import service
 
 GAP_S = 0.05
 MOST_S, MOST_SHARE = 0.3, 0.02

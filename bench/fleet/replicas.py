@@ -34,9 +34,9 @@ from typing import Any
 import torch
 
 from app import with_model
-from bench.serve import machine
 from bench.tools.cpu_time import cpu_s
 from bench.tools.engine_load import Streams, run_streams
+from bench.tools.service import machine
 from cluster.actors.address import ClusterAddress, EngineAddress
 from cluster.actors.plan import ClusterPlan
 from cluster.fleet import Fleet, FleetLimits

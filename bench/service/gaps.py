@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.serve import percentile
+from bench.tools.service import percentile
 
 Gap = tuple[int, float, float]
 """Stream, when it ended (monotonic s), how long it was (s)."""

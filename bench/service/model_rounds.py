@@ -62,13 +62,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.serve import machine, percentile, service
 from bench.service.core_watch import around, samples, watch
 from bench.service.gap_clients import Beside, Receiver, address, receive, receive_from_engine
 from bench.service.gaps import Span, figures, longest
 from bench.service.scheduler_events import Buffers, KernelWork
 from bench.service.streams import ENGINE_FORKS, _parent, memory_mb
 from bench.tools.http_load import Load, fetch, served_tokens
+from bench.tools.service import machine, percentile, service
 from demo.random_weights import write_random_model
 
 PASSWORD = "rounds"

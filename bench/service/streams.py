@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.serve import machine, percentile, service
 from bench.tools.http_load import Load, fetch, over_http, served_tokens
+from bench.tools.service import machine, percentile, service
 from bench.ttft import ask
 from supervisor.engines import PRELOADED
 

@@ -25,8 +25,8 @@ from unittest import mock
 
 import torch
 
-from bench.gpu import commit
 from bench.tools.gpu_model import SIZES, write_random_file
+from bench.tools.origin import commit
 from bench.traffic import SAMPLING
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.limits import Limits

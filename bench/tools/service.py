@@ -1,0 +1,103 @@
+"""A service of our own under load: started and waited for, and what is told of a run over HTTP."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from bench.tools.http_load import Load, fetch
+from bench.tools.origin import commit
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 600.0
+
+
+@contextmanager
+def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str = "app") -> Iterator[str]:
+    """A service of our own, its log on our standard error or in a file; gives its URL when it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="rwkv-bench-")
+    flags = ["--port", str(port), "--state-db", str(Path(folder) / "served.db"), *arguments]
+    process = subprocess.Popen([sys.executable, "-m", module, *flags], cwd=ROOT, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(url, "", process)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None) -> None:
+    """Until the service has loaded its model."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            raise SystemExit(f"the service ended with code {process.returncode}")
+        try:
+            fetch(url, "/readyz", password)
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit(f"{url} was not ready within {START_S:.0f} s")
+
+
+def service_cpu_s(url: str) -> float:
+    """CPU seconds that the processes of a service on this machine have used."""
+    processes = json.loads(fetch(url, "/status", ""))["processes"]
+    used = 0
+    for process in (processes["engine"], *processes["http_workers"]):
+        fields = Path(f"/proc/{process['pid']}/stat").read_text().rsplit(")", 1)[1].split()
+        used += int(fields[11]) + int(fields[12])
+    return used / os.sysconf("SC_CLK_TCK")
+
+
+def percentile(values: Sequence[float], part: float) -> float | None:
+    """The value below which `part` of them lie, in milliseconds."""
+    return round(sorted(values)[min(len(values) - 1, int(part * len(values)))] * 1e3, 2) if values else None
+
+
+def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one run over HTTP."""
+    first = [figure[0] for figure in run["figures"] if figure[0]]
+    gaps = [gap for figure in run["figures"] for gap in figure[1]]
+    errors = [figure[2] for figure in run["figures"] if figure[2]]
+    return {
+        "tokens": int(run["tokens"]),
+        "seconds": round(run["seconds"], 3),
+        "tokens_per_s": round(run["tokens"] / run["seconds"], 1),
+        "ttft_ms_p50": percentile(first, 0.5),
+        "ttft_ms_p99": percentile(first, 0.99),
+        "between_deltas_ms_p50": percentile(gaps, 0.5),
+        "between_deltas_ms_p99": percentile(gaps, 0.99),
+        "inter_token_ms_p50": percentile([gap / load.chunk_size for gap in gaps], 0.5),
+        "inter_token_ms_p99": percentile([gap / load.chunk_size for gap in gaps], 0.99),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "robyn", "msgspec")}
+    cpus = len(os.sched_getaffinity(0))
+    return {"cpus": cpus, "machine": platform.machine(), "python": platform.python_version(), **versions} | {
+        "commit": commit()
+    }
