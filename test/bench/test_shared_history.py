@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import shared_history
+from bench.faults import shared_history
 from test.postgres import Server, missing
 
 
