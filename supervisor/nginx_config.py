@@ -25,7 +25,7 @@ _FILES_BESIDE = 64
 """Descriptors of an nginx process that are no connections."""
 _OPENAI_PREFIX = "/openai/"
 _UPSTREAM_IDLE_S = 10
-"""Shorter than the 20 s after which Robyn closes an idle connection: none is used while it is being closed."""
+"""Of a connection to a worker. Robyn closes none itself, so none is used while it is being closed."""
 
 
 def chosen_front(settings: Settings) -> str | None:
