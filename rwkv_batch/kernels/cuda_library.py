@@ -27,12 +27,14 @@ NAMES = (
     "sparse_few",
     "sparse_row",
     "quantise",
+    "turn_codes",
     "adapters",
 )
 HOPPER_NAMES = (
     "wide",
     "wide_entrance",
     "wide_fp8",
+    "wide_fp8_turned",
     "wide_parts",
     "wide_int8",
     "wide_codes_fp8",
@@ -182,7 +184,7 @@ class WideFp8Args(Structure):
 
     _fields_ = [
         ("maps", WideFp8Map * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "to_floats", "to_shares")],
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "to_floats", "turned", "to_shares")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]
@@ -266,12 +268,14 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_row_parts": [c_void_p, c_void_p, c_int, c_int, c_void_p],
     "rwkv_row_bytes": [c_void_p] * 3 + [c_int, c_int, c_int, c_int, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
+    "rwkv_turn_codes": [c_void_p, c_void_p, c_int, c_int, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide": [POINTER(WideArgs), c_void_p],
     "rwkv_wide_entrance": [POINTER(WideEntranceArgs), c_void_p],
     "rwkv_wide_fp8": [POINTER(WideFp8Args), c_void_p],
+    "rwkv_wide_fp8_turned": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_int8": [POINTER(WideInt8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],

@@ -58,6 +58,7 @@ SPLITS = (1, 2, 4)
 HALF_SPLITS = 4
 """Blocks that share a tile's k of maps of halves beside codes: a tile then takes half as long as one of codes."""
 CODES = torch.float8_e4m3fn
+FORCED: Plan | None = None
 PARTS = torch.float8_e5m2
 HalfMap = tuple[Tensor, Tensor, Tensor, Activation]
 """weight [n, k], x [rows, k], y [rows, n], all fp16; what follows"""
@@ -199,6 +200,8 @@ class Fp8Map(NamedTuple):
     """[rows, n] fp16, or fp32 of all maps of a launch; of inputs in parts also [rows, 2, n] e5m2, or of a map alone
     [`num_shares`, rows, n] fp32: their sum, of shares of k, is meant"""
     activation: int
+    turned: bool = False
+    """whether the weight is [k, n]"""
 
 
 def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
@@ -272,14 +275,15 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     rows, device, dtype = maps[0].x.shape[0], maps[0].x.device, maps[0].y.dtype
     count, parts = len(maps) + len(halves) + len(late), maps[0].x_scales is None
     to_shares = parts and dtype == torch.float32
-    most = MAX_PARTS_ROWS if parts else MAX_FP8_ROWS
+    most = MAX_PARTS_ROWS if parts else 1 << 20
     if count > MAX_WIDE_MAPS or rows > most:
         raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {most} rows, not {count} of {rows}")
     work = prepare_wide(device)
     args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32, to_shares=to_shares)
+    args.turned = maps[0].turned
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
-        n, k = m.weight.shape
+        n, k = reversed(m.weight.shape) if m.turned else m.weight.shape
         given, made = (rows, 2, k) if parts else (rows, k), (rows, 2, n) if m.y.dtype == PARTS else (rows, n)
         if to_shares:
             made = (num_shares(rows, n, k, len(work.partial)), rows, n)
@@ -307,4 +311,7 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
         plan = plan_fp8(rows, tuple(shapes), processors, may_wait)
     args.tile_rows, args.splits = plan.tile_rows, HALF_SPLITS if halves else plan.splits
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
-    hopper_library().call("rwkv_wide_parts" if parts else "rwkv_wide_fp8", ctypes.byref(args))
+    if FORCED is not None:
+        args.tile_rows, args.splits = FORCED
+    name = "rwkv_wide_parts" if parts else "rwkv_wide_fp8_turned" if args.turned else "rwkv_wide_fp8"
+    hopper_library().call(name, ctypes.byref(args))

@@ -33,17 +33,20 @@
 constexpr int MAX_WIDE_MAPS = 12;
 constexpr int OUTPUTS = 128;  // of a tile
 constexpr int TILE_BYTES = 128;  // of a tile along k
+constexpr int TURNED_TOGETHER = 2;  // steps of 32 inputs whose codes [k, n] are turned before they are multiplied
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
 
 // What W holds: halves as [n, k], of which y may be fp32, or as [k, n], or fp8 codes as [n, k], likewise; or the first maps' codes, the
 // others' halves [n, k]. With PARTS x is in two parts where W is in codes.
 // WIDE_ENTRANCE: halves, as WIDE_MIXED has codes and halves: the first maps' tiles are whole, of the next ones k is shared, and
 // the last ones, whole, read what those give.
-enum WideKind { WIDE_PLAIN, WIDE_TO_FLOATS, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED, WIDE_PARTS, WIDE_PARTS_MIXED, WIDE_ENTRANCE };
+enum WideKind { WIDE_PLAIN, WIDE_TO_FLOATS, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED, WIDE_PARTS, WIDE_PARTS_MIXED, WIDE_ENTRANCE, WIDE_FP8_TURNED, WIDE_PARTS_TURNED };
 template <WideKind KIND>
-constexpr bool ALL_CODES = KIND == WIDE_FP8 || KIND == WIDE_FP8_TO_FLOATS || KIND == WIDE_PARTS;
+constexpr bool TURNS_CODES = KIND == WIDE_FP8_TURNED || KIND == WIDE_PARTS_TURNED;
 template <WideKind KIND>
-constexpr bool HAS_PARTS = KIND == WIDE_PARTS || KIND == WIDE_PARTS_MIXED;
+constexpr bool ALL_CODES = TURNS_CODES<KIND> || KIND == WIDE_FP8 || KIND == WIDE_FP8_TO_FLOATS || KIND == WIDE_PARTS;
+template <WideKind KIND>
+constexpr bool HAS_PARTS = KIND == WIDE_PARTS || KIND == WIDE_PARTS_MIXED || KIND == WIDE_PARTS_TURNED;
 template <WideKind KIND>
 constexpr bool HAS_CODES = ALL_CODES<KIND> || KIND == WIDE_MIXED || KIND == WIDE_PARTS_MIXED;
 template <WideKind KIND>
@@ -97,6 +100,7 @@ __host__ __device__ __forceinline__ int wide_works(const WideLaunch& p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define WIDE_ON_DEVICE 1
 #include "hopper.cuh"
+#include "turned_codes.cuh"
 #include "wide_out.cuh"
 #endif
 
@@ -315,7 +319,9 @@ __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& 
             wait_barrier(block.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
             expect_bytes(barrier, HAS_PARTS<KIND> && work.half ? Tile::BYTES - Tile::INPUT_BYTES / 2 : Tile::BYTES);
-            if (KIND == WIDE_TURNED) {
+            if (TURNS_CODES<KIND>) {
+                copy_box(to, map, work.output, step * depth, 0, barrier, EVICT_FIRST);
+            } else if (KIND == WIDE_TURNED) {
                 copy_box(to, map, 0, step * depth, work.output / 64, barrier, EVICT_FIRST);
             } else {
                 copy_box(to, map, step * depth, work.output, 0, barrier, EVICT_FIRST);
@@ -359,7 +365,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
     constexpr int STAGES = Tile::STAGES;
     extern __shared__ unsigned char dynamic[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
-    const WideBlock<Tile, BLOCK_SPLITS<SPLITS, KIND>> block(dynamic, 2);
+    const WideBlock<Tile, BLOCK_SPLITS<SPLITS, KIND>> block(dynamic, TURNS_CODES<KIND> ? 8 : 2);
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = __shfl_sync(FULL, tid / 32, 0);
@@ -382,7 +388,12 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
         RingSlot<STAGES> slot(0);
         int add = 0;
         const auto release = [&](uint32_t barrier) {
-            if (tid == 0) arrive(barrier);
+            if constexpr (TURNS_CODES<KIND>) {  // each warp reads codes
+                __syncwarp();
+                if (lane == 0) arrive(barrier);
+            } else {
+                if (tid == 0) arrive(barrier);
+            }
         };
         // 64 outputs of ROWS rows more; a step of k in shared memory from these places on.
         const auto multiply_tile = [&](uint64_t weight, uint64_t input, auto halves) {
@@ -408,6 +419,35 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
             commit_products();
             wait_products<1>();
         };
+        const TurnedCodes codes(half * 4 + warp, lane);
+        // The same of codes [k, n] in shared memory at `tile`: some are turned while the ones before are multiplied. `before`: a
+        // slot that is free when these products are done.
+        const auto multiply_turned = [&](uint32_t tile, uint64_t input, uint32_t before) {
+#pragma unroll
+            for (int first = 0; first < TILE_BYTES / 32; first += TURNED_TOGETHER) {
+                uint32_t a[TURNED_TOGETHER][4];
+#pragma unroll
+                for (int j = 0; j < TURNED_TOGETHER; ++j) codes.read(a[j], tile, first + j);
+                begin_products();
+#pragma unroll
+                for (int j = 0; j < TURNED_TOGETHER; ++j) {
+#pragma unroll
+                    for (int part = 0; part < Tile::PARTS; ++part) {
+                        auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
+                        const uint64_t x = input + (part * Tile::PART * TILE_BYTES + (first + j) * 32) / 16;
+                        if constexpr (HAS_PARTS<KIND>) {
+                            multiply_parts<ROWS>(sums, a[j], x, add);
+                        } else {
+                            multiply_fp8<Tile::PART>(mine, a[j], x, add);
+                        }
+                    }
+                    add = 1;
+                }
+                commit_products();
+                wait_products<1>();
+                if (first == 0 && before != 0) release(before);
+            }
+        };
         for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
             const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
             uint32_t before = 0;  // the slot whose products may still run
@@ -415,14 +455,18 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
             const bool inside = first_output < p.n[work.map];  // the map's last tile may be narrower
             float of_output[2] = {};  // asked for now: at the end they would be waited for
             if (HAS_PARTS<KIND> && !work.half && inside) {
-                const float* const scales = p.weight_scales[work.map] + first_output + lane / 4;
-                of_output[0] = __ldg(scales), of_output[1] = __ldg(scales + 8);
+                const float* const scales = p.weight_scales[work.map] + first_output;
+#pragma unroll
+                for (int up = 0; up < 2; ++up) of_output[up] = __ldg(scales + output_of_lane<TURNS_CODES<KIND>>(lane, up));
             }
             for (int i = wide_steps<KIND, SPLITS>(p, work); i > 0; --i) {
                 wait_barrier(block.full + 8 * slot.stage, slot.parity);
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
-                if constexpr (HAS_CODES<KIND> && !ALL_CODES<KIND>) {
+                if constexpr (TURNS_CODES<KIND>) {
+                    multiply_turned(block.ring + slot.stage * Tile::BYTES, input, before);
+                    before = 0;
+                } else if constexpr (HAS_CODES<KIND> && !ALL_CODES<KIND>) {
                     if (work.half) {
                         multiply_tile(weight, input, std::true_type());
                     } else {
@@ -450,12 +494,12 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                     for (int i = 0; i < ALL / 2; ++i) of_rows[i] = fmaf(sums[ROWS / 2 - ALL / 2 + i], SECOND_PART, of_rows[i]);
                     scale_outputs<ALL / 8>(of_rows, of_output);
                 }
-                if constexpr (KIND == WIDE_PARTS) {
+                if constexpr (HAS_PARTS<KIND> && ALL_CODES<KIND>) {
                     if (p.to_shares) {
                         const int n = p.n[work.map];
                         const WideOut out = {nullptr, nullptr, n, 0, p.rows, nullptr, nullptr};
                         float* const share = reinterpret_cast<float*>(p.y[work.map]) + static_cast<int64_t>(work.split) * p.rows * n;
-                        if (inside) write_floats<ALL / 8>(of_rows, share + first_output, out, lane);
+                        if (inside) write_floats<ALL / 8, TURNS_CODES<KIND>>(of_rows, share + first_output, out, lane);
                         return;
                     }
                 }
@@ -467,19 +511,19 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                 if (HAS_PARTS<KIND> && p.parts[work.map] != nullptr) out.parts = p.parts[work.map] + first_output;
                 if (!HAS_PARTS<KIND> && !work.half) {
                     out.weight_scales = p.weight_scales[work.map] + first_output, out.input_scales = p.input_scales[work.map];
-                    scale_sums<CHUNKS>(of_rows, out, lane);
+                    scale_sums<CHUNKS, TURNS_CODES<KIND>>(of_rows, out, lane);
                 }
                 activate_sums<4 * CHUNKS>(of_rows, p.activation[work.map]);
                 if constexpr (HAS_PARTS<KIND>) {
                     if (out.parts != nullptr) {
-                        write_out<CHUNKS, true>(of_rows, out, mine, lane);
+                        write_out<CHUNKS, true, TURNS_CODES<KIND>>(of_rows, out, mine, lane);
                         return;
                     }
                 }
                 if constexpr (KIND == WIDE_FP8_TO_FLOATS || KIND == WIDE_TO_FLOATS) {
-                    write_floats<CHUNKS>(of_rows, reinterpret_cast<float*>(p.y[work.map]) + first_output, out, lane);
+                    write_floats<CHUNKS, TURNS_CODES<KIND>>(of_rows, reinterpret_cast<float*>(p.y[work.map]) + first_output, out, lane);
                 } else {
-                    write_out<CHUNKS, false>(of_rows, out, mine, lane);
+                    write_out<CHUNKS, false, TURNS_CODES<KIND>>(of_rows, out, mine, lane);
                 }
             };
             if (work.shared) {

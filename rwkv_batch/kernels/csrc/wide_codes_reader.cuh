@@ -25,9 +25,6 @@ __device__ __forceinline__ uint32_t shared_u32(uint32_t at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ void put_shared(uint32_t at, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
 __device__ __forceinline__ uint32_t times2(uint32_t a, uint32_t b) {
     const __half2 d = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
     return *reinterpret_cast<const uint32_t*>(&d);

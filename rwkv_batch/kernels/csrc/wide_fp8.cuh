@@ -22,6 +22,7 @@ struct WideFp8Args {
     int tile_rows;
     int splits;  // where there are maps of halves: of these alone, of none that is late
     int to_floats;  // y of all maps is fp32: codes only, of one split
+    int turned;     // the only map's weight is [k, n]
     int to_shares;  // y of the only map, of inputs in parts, is fp32 [splits, rows, n], whose sum over the splits is meant
     void* partial;  // see WideLaunch
     void* counters;
@@ -41,7 +42,7 @@ inline bool describe_fp8(WideLaunch& p, const WideFp8Args& args) {
         const bool parts = m.weight_scales != nullptr && m.input_scales == nullptr;
         const bool described = parts ? describe(&p.inputs[i], m.x, type, args.rows, m.k, 2 * m.k, 2, box_rows, 2, TILE_BYTES, m.k)
                                      : describe_rows(&p.inputs[i], m.x, type, args.rows, m.k, box_rows);
-        if (!described || !describe_rows(&p.weights[i], m.weight, type, m.n, m.k, OUTPUTS)) return false;
+        if (!described || !describe_rows(&p.weights[i], m.weight, type, args.turned ? m.k : m.n, args.turned ? m.n : m.k, args.turned ? 128 : OUTPUTS)) return false;
         p.weight_scales[i] = static_cast<const float*>(m.weight_scales);
         p.input_scales[i] = static_cast<const float*>(m.input_scales);
     }

@@ -4,6 +4,7 @@
 #include "activation.h"
 #include "common.cuh"
 #include "row_parts.cuh"
+#include "turned_codes.cuh"
 
 template <Activation ACTIVATION>
 __device__ __forceinline__ float wide_activate(float v) {
@@ -45,6 +46,9 @@ __device__ __forceinline__ uint4 shared_u128(uint32_t at) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+__device__ __forceinline__ void put_shared(uint32_t at, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
 // Whole: nvcc splits what it may.
 __device__ __forceinline__ void put_global(void* at, const uint4& v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -64,8 +68,12 @@ struct WideOut {
     const float* input_scales;   // of row 0
 };
 
+// Which of a warp's 16 outputs a lane's sums of the operand's row lane / 4, or of that 8 further, are.
+template <bool TURNED>
+__device__ __forceinline__ int output_of_lane(int lane, int up) { return TURNED ? turned_output(lane, up) : lane / 4 + 8 * up; }
+
 // fp8: the sums of 8 * CHUNKS rows times the scales of their outputs and rows. The rows' come from the kernel before.
-template <int CHUNKS, int SUMS>
+template <int CHUNKS, bool TURNED = false, int SUMS>
 __device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const WideOut& out, int lane) {
     constexpr bool AT_ONCE = CHUNKS <= 32;  // all are asked for at once; of more there are too few registers for that
     constexpr int TOGETHER = AT_ONCE ? CHUNKS : 2;
@@ -75,7 +83,7 @@ __device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const WideOut& o
 #pragma unroll
         for (int i = 0; i < CHUNKS * 8; i += 32) scale_of(out.first_row + i + lane);  // into L1
     }
-    const float of_output[2] = {__ldg(out.weight_scales + lane / 4), __ldg(out.weight_scales + lane / 4 + 8)};
+    const float of_output[2] = {__ldg(out.weight_scales + output_of_lane<TURNED>(lane, 0)), __ldg(out.weight_scales + output_of_lane<TURNED>(lane, 1))};
 #pragma unroll
     for (int first = 0; first < CHUNKS; first += TOGETHER) {
         float of_row[TOGETHER][2];
@@ -100,7 +108,7 @@ __device__ __forceinline__ void scale_outputs(float (&sums)[SUMS], const float (
 }
 
 // 8 * CHUNKS rows of 16 outputs, from a warp's sums through its buffers, 16 rows at a time, to memory: as halves or in parts.
-template <int CHUNKS, bool PARTS, int SUMS>
+template <int CHUNKS, bool PARTS, bool TURNED = false, int SUMS>
 __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideOut& out, uint32_t buffers, int lane) {
     constexpr int PITCH = STAGING_PITCH;
     const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
@@ -114,7 +122,13 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
         for (int d = 0; d < 2; ++d) {
             if (c + d < CHUNKS) {
                 const float* v = sums + 4 * (c + d);
-                store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+                if constexpr (TURNED) {  // a lane has two neighbouring outputs of two rows
+                    const uint32_t rows = buffers + buffer + (d * 8 + lane % 4 * 2) * PITCH + lane / 4 * 4;
+                    put_shared(rows, pack_half2(v[0], v[2]));
+                    put_shared(rows + PITCH, pack_half2(v[1], v[3]));
+                } else {
+                    store_turned(to + buffer + d * 8 * PITCH, pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+                }
             }
         }
         __syncwarp();
@@ -131,15 +145,21 @@ __device__ __forceinline__ void write_out(const float (&sums)[SUMS], const WideO
 }
 
 // The same as they are, y [rows, n] fp32 from its first output on: a warp stores 32 whole bytes of each of 4 rows at a time.
-template <int CHUNKS, int SUMS>
+template <int CHUNKS, bool TURNED = false, int SUMS>
 __device__ __forceinline__ void write_floats(const float (&sums)[SUMS], float* y, const WideOut& out, int lane) {
     int row = out.first_row + lane % 4 * 2;
-    y += static_cast<int64_t>(row) * out.pitch + lane / 4;
+    y += static_cast<int64_t>(row) * out.pitch + output_of_lane<TURNED>(lane, 0);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (row + i < out.rows) y[i * out.pitch] = sums[4 * c + i], y[i * out.pitch + 8] = sums[4 * c + 2 + i];
+            if (row + i >= out.rows) continue;
+            float* const at = y + i * out.pitch;
+            if constexpr (TURNED) {
+                *reinterpret_cast<float2*>(at) = make_float2(sums[4 * c + i], sums[4 * c + 2 + i]);
+            } else {
+                at[0] = sums[4 * c + i], at[8] = sums[4 * c + 2 + i];
+            }
         }
         row += 8, y += static_cast<int64_t>(out.pitch) * 8;
     }
