@@ -29,8 +29,16 @@ def of_parts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated("wide_parts", tmp_path_factory.mktemp("emulated"))
 
 
+@pytest.fixture(scope="module")
+def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Those of weights [k, n]."""
+    return emulated("wide_fp8_turned", tmp_path_factory.mktemp("emulated"))
+
+
 @pytest.fixture(autouse=True)
-def on_cpu(library: ctypes.CDLL, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(
+    library: ctypes.CDLL, of_parts: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
@@ -38,14 +46,15 @@ def on_cpu(library: ctypes.CDLL, of_parts: ctypes.CDLL, monkeypatch: pytest.Monk
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(of_parts if name.endswith("parts") else library, name, *args)
+            found = of_parts if name.endswith("parts") else of_turned if name.endswith("turned") else library
+            call(found, name, *args)
 
     monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
     monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
     monkeypatch.setattr(cuda_wide, "shares_processors", lambda: True)
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     monkeypatch.setattr(cuda_wide, "prepare_wide", lambda device: work)
-    for each in (library, of_parts):
+    for each in (library, of_parts, of_turned):
         each.emulation_set(2, 227 << 10)
 
 
@@ -61,6 +70,11 @@ def parts(x: Tensor) -> tuple[Tensor, Tensor]:
     second = ((x - first.half()) * 8).clamp(-57344, 57344).to(torch.float8_e5m2)
     found = torch.stack([first, second], dim=1)
     return found, meaning(found)
+
+
+def turned(weight: Tensor) -> Tensor:
+    """Codes [n, k] as [k, n]."""
+    return weight.view(torch.uint8).T.contiguous().view(weight.dtype)
 
 
 def meaning(found: Tensor) -> Tensor:
@@ -106,6 +120,39 @@ def test_codes_alone() -> None:
     y = torch.full((290, 144), torch.nan, dtype=torch.float16)
     launch_wide_fp8([Fp8Map(weight, weight_scales / 64, x, x_scales, y, Activation.NONE)])
     assert error(y, meant @ w.T / 64) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [90, 290])
+def test_codes_as_inputs_lie(rows: int) -> None:
+    """To the bit what codes [n, k] give."""
+    (weight, weight_scales, _), (x, x_scales, _) = codes(144, 256), codes(rows, 256)
+    ys = torch.full((2, rows, 144), torch.nan, dtype=torch.float16)
+    for is_turned, y in enumerate(ys):
+        w = turned(weight) if is_turned else weight
+        launch_wide_fp8([Fp8Map(w, weight_scales / 64, x, x_scales, y, Activation.NONE, bool(is_turned))])
+    assert torch.equal(*ys) and ys.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit what codes [n, k] give: as halves, in parts, and in shares of k."""
+    (weight, weight_scales, _), (x, _) = codes(144, 256), parts(torch.randn(rows, 256).half())
+    halves = torch.full((2, rows, 144), torch.nan, dtype=torch.float16)
+    in_parts = torch.full((2, rows, 2, 144), torch.nan).to(torch.float8_e5m2)
+    for of_orders in (halves, in_parts):
+        for is_turned, y in enumerate(of_orders):
+            w = turned(weight) if is_turned else weight
+            launch_wide_fp8([Fp8Map(w, weight_scales / 64, x, None, y, Activation.RELU_SQUARED, bool(is_turned))])
+    assert torch.equal(*halves) and halves.isfinite().all()
+    assert torch.equal(*in_parts.view(torch.uint8))
+    monkeypatch.setattr(cuda_wide, "shares_processors", lambda: False)
+    of_parts.emulation_set(8, 227 << 10)
+    (weight, weight_scales, w), (x, meant) = codes(144, 1024), parts(torch.randn(rows, 1024).half())
+    shares = torch.full((4, rows, 144), torch.nan)
+    launch_wide_fp8([Fp8Map(turned(weight), weight_scales, x, None, shares, Activation.NONE, True)])
+    for i, share in enumerate(shares):
+        of_share = slice(256 * i, 256 * (i + 1))
+        assert error(share, meant[:, of_share] @ w[:, of_share].T) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [90, 290])

@@ -13,6 +13,15 @@
 // The output of 16 that a lane's sums of the one or the other row of the operand are of.
 __device__ __forceinline__ int turned_output(int lane, int up) { return lane / 4 * 2 + up; }
 
+// Four matrices of 8 rows of 16 bytes, lane i giving the address of row i % 8 of matrix i / 8: a lane gets bytes 2g and 2g + 1 of
+// rows 2t and 2t + 1 of each.
+__device__ __forceinline__ void load_pairs(uint32_t (&pairs)[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+                 : "r"(at)
+                 : "memory");
+}
+
 class TurnedCodes {
 public:
     static constexpr int ROW_BYTES = 128;
@@ -30,10 +39,7 @@ public:
     // The operand's registers for inputs STEP * step .. of the tile at `tile`: (row, k), (row + 8, k), (row, k + 16), (row + 8, k + 16).
     __device__ __forceinline__ void read(uint32_t (&a)[4], uint32_t tile, int step) const {
         uint32_t pairs[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-                     : "r"(tile + offset + step * (STEP * ROW_BYTES))
-                     : "memory");
+        load_pairs(pairs, tile + offset + step * (STEP * ROW_BYTES));
 #pragma unroll
         for (int right = 0; right < 2; ++right) {
             a[2 * right] = __byte_perm(pairs[2 * right], pairs[2 * right + 1], even);

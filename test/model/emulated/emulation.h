@@ -245,6 +245,25 @@ void multiply_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int
   }
   meet_warp();
 }
+// The same of codes of 8 bits, m64nNk32: e4m3 in registers, b of e4m3 or of e5m2.
+template <int N, __nv_fp8_interpretation_t SECOND>
+void multiply_code_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  const auto number = [](uint32_t byte, auto kind) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte & 0xff, kind))); };
+  std::memcpy(threads[running].operands, a, sizeof a);
+  meet_warp();
+  for (int i = 0; i < N / 2; ++i) {
+    const int n = i / 4 * 8 + 2 * t + i % 2, low = i % 4 / 2;
+    float sum = add ? sums[i] : 0.0f;
+    for (int k = 0; k < 32; ++k) {
+      const uint32_t word = threads[first + g * 4 + k % 16 / 4].operands[low + k / 16 * 2];
+      const uint32_t at = swizzled(static_cast<uint32_t>(b) + n * 128 + k, false);
+      sum += number(word >> (8 * (k % 4)), __NV_E4M3) * number(shared<uint8_t>(at), SECOND);
+    }
+    sums[i] = sum;
+  }
+  meet_warp();
+}
 // The same with the first operand [64][32 bytes] in shared memory as well; of halves, or of e4m3 codes with such or with e5m2.
 enum Operands { WORDS, CODES, PARTS };
 inline float operand(Operands operands, uint64_t tile, int row, int k) {
@@ -273,6 +292,17 @@ void multiply_bytes(int (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
     int sum = add ? sums[i] : 0;
     for (int k = 0; k < 32; ++k) sum += shared<uint8_t>(at(a, m, k)) * shared<int8_t>(at(b, n, k));
     sums[i] = sum;
+  }
+  meet_warp();
+}
+// ldmatrix.x4.trans: four 8x8 matrices of pairs of bytes, lane i giving the address of a row of matrix i / 8.
+inline void load_pairs(uint32_t (&pairs)[4], uint32_t at) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  threads[running].operands[0] = at;
+  meet_warp();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const auto row = [&](int i) { return uint32_t(shared<uint16_t>(threads[first + matrix * 8 + i].operands[0] + 2 * g)); };
+    pairs[matrix] = row(2 * t) | row(2 * t + 1) << 16;
   }
   meet_warp();
 }

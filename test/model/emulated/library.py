@@ -46,6 +46,7 @@ BODIES = {
     "load_cached": "return *p;",
     "put_global": "*static_cast<uint4*>(at) = v;",
     "store_turned": "emulation::store_turned(to, low, high);",
+    "load_pairs": "emulation::load_pairs(pairs, at);",
     "encode_tiled": "return emulation::encode;",
     "load_stream": "return *static_cast<const uint4*>(p);",
     "mma": "emulation::multiply(c, a.x[0], a.x[1], a.x[2], a.x[3], b0, b1);",
@@ -92,6 +93,16 @@ void multiply_fp8(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
 template <int N>
 void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
   emulation::multiply_shared<N, emulation::CODES, emulation::PARTS>(sums, a << 4, b << 4, add);
+}
+"""
+    """
+template <int N>
+void multiply_fp8(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  emulation::multiply_code_rows<N, __NV_E4M3>(sums, a, b << 4, add);
+}
+template <int N>
+void multiply_parts(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  emulation::multiply_code_rows<N, __NV_E5M2>(sums, a, b << 4, add);
 }
 """
     """
