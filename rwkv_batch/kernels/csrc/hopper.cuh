@@ -168,25 +168,23 @@ HOPPER_FP8_PRODUCT(224, HOPPER_P7, 112, 113, 114, HOPPER_D64(0), HOPPER_D32(64),
 HOPPER_FP8_PRODUCT(240, HOPPER_P7_8, 120, 121, 122, HOPPER_D64(0), HOPPER_D32(64), HOPPER_D16(96), HOPPER_D8(112))
 HOPPER_FP8_PRODUCT(256, HOPPER_P8, 128, 129, 130, HOPPER_D64(0), HOPPER_D64(64))
 
-// The same with a in registers: as a warp's operand of mma.m16n8k32, 16 rows each.
-template <int N>
-__device__ __forceinline__ void multiply_fp8(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
-template <int N>
-__device__ __forceinline__ void multiply_parts(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
+// The same of e4m3 codes with a in registers: as a warp's operand of mma.m16n8k32, 16 rows each; b of e4m3, or of PARTS, of e5m2.
+template <int N, bool PARTS>
+__device__ __forceinline__ void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add);
 
-#define HOPPER_BYTE_REGISTER_PRODUCT(NAME, TYPE, N, PLACES, A0, A1, A2, A3, B, ADD, ...)                             \
+#define HOPPER_CODE_REGISTER_PRODUCT(PARTS, TYPE, N, PLACES, A0, A1, A2, A3, B, ADD, ...)                            \
     template <>                                                                                                  \
-    __device__ __forceinline__ void NAME<N>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {    \
+    __device__ __forceinline__ void multiply_registers<N, PARTS>(float (&s)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) { \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {" PLACES "}, {%" #A0 ",%" #A1 \
                      ",%" #A2 ",%" #A3 "}, %" #B ", add, 1, 1;\n}"                                                \
                      : __VA_ARGS__                                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                             \
     }
-#define HOPPER_FP8_REGISTER_PRODUCT(N, ...) HOPPER_BYTE_REGISTER_PRODUCT(multiply_fp8, "e4m3", N, __VA_ARGS__)
+#define HOPPER_FP8_REGISTER_PRODUCT(N, ...) HOPPER_CODE_REGISTER_PRODUCT(false, "e4m3", N, __VA_ARGS__)
 
-HOPPER_BYTE_REGISTER_PRODUCT(multiply_parts, "e5m2", 64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
-HOPPER_BYTE_REGISTER_PRODUCT(multiply_parts, "e5m2", 128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
+HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 64, HOPPER_P2, 32, 33, 34, 35, 36, 37, HOPPER_D32(0))
+HOPPER_CODE_REGISTER_PRODUCT(true, "e5m2", 128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
 HOPPER_FP8_REGISTER_PRODUCT(96, HOPPER_P3, 48, 49, 50, 51, 52, 53, HOPPER_D32(0), HOPPER_D16(32))
 HOPPER_FP8_REGISTER_PRODUCT(128, HOPPER_P4, 64, 65, 66, 67, 68, 69, HOPPER_D64(0))
 HOPPER_FP8_REGISTER_PRODUCT(160, HOPPER_P5, 80, 81, 82, 83, 84, 85, HOPPER_D64(0), HOPPER_D16(64))

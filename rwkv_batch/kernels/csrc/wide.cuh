@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
         const TurnedCodes codes(half * 4 + warp, lane);
         // The same of codes [k, n] in shared memory at `tile`: some are turned while the ones before are multiplied. `before`: a
         // slot that is free when these products are done.
-        const auto multiply_turned = [&](uint32_t tile, uint64_t input, uint32_t before) {
+        const auto multiply_turned = [&](uint32_t tile, uint64_t input, auto before) {
 #pragma unroll
             for (int first = 0; first < TILE_BYTES / 32; first += TURNED_TOGETHER) {
                 uint32_t a[TURNED_TOGETHER][4];
@@ -435,11 +435,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                     for (int part = 0; part < Tile::PARTS; ++part) {
                         auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
                         const uint64_t x = input + (part * Tile::PART * TILE_BYTES + (first + j) * 32) / 16;
-                        if constexpr (HAS_PARTS<KIND>) {
-                            multiply_parts<ROWS>(sums, a[j], x, add);
-                        } else {
-                            multiply_fp8<Tile::PART>(mine, a[j], x, add);
-                        }
+                        multiply_registers<Tile::PART, HAS_PARTS<KIND>>(mine, a[j], x, add);
                     }
                     add = 1;
                 }

@@ -96,13 +96,9 @@ void multiply_parts(float (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
 }
 """
     """
-template <int N>
-void multiply_fp8(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
-  emulation::multiply_code_rows<N, __NV_E4M3>(sums, a, b << 4, add);
-}
-template <int N>
-void multiply_parts(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
-  emulation::multiply_code_rows<N, __NV_E5M2>(sums, a, b << 4, add);
+template <int N, bool PARTS>
+void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  emulation::multiply_code_rows<N, PARTS ? __NV_E5M2 : __NV_E4M3>(sums, a, b << 4, add);
 }
 """
     """
