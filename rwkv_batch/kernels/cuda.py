@@ -49,6 +49,7 @@ from rwkv_batch.kernels.cuda_quant import (
     multiply_into,
     multiply_to_shares,
     quantise_rows,
+    turned_place,
 )
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters
@@ -60,8 +61,6 @@ from rwkv_batch.model.step_inputs import StepInputs
 MAX_WIDTH = 4096
 FFN_STEP, MAX_FFN = 64, 16384
 MAX_SPARSE_ROWS = 8
-SPARSE_ROWS_BESIDE_DENSE = 8
-"""Where the matrix is there in the other order as well."""
 SPARSE_SHARE = 512
 SPARSE_COLUMNS = 256
 SPARSE_FEW_COLUMNS = 128
@@ -88,6 +87,8 @@ class Workspace:
     """[1] int32, likewise"""
     row_sums: Tensor
     """[8, C / 8] int64: of one row, from a channel mix to what adds it to the residual stream"""
+    turned: Tensor | None = None
+    """[bytes] uint8: ffn.value in the other order, of the layer that runs; None: no product wants that"""
 
 
 class CudaOps:
@@ -126,6 +127,8 @@ class CudaOps:
         check_sizes(width, layer.ffn_key.weight.shape[0])
         if device not in self.workspaces:
             self.prepare_device(device, width, layer.ffn_key.weight.shape[0])
+        if isinstance(layer.ffn_value, CudaQuantValue) and layer.ffn_value.is_turned:
+            self.workspaces[device].turned = turned_place(layer.ffn_value.packed.codes)
         return prepare_layer(layer)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
@@ -374,12 +377,11 @@ class CudaOps:
         key, value = layer.ffn_key, layer.ffn_value
         assert isinstance(key, CudaQuantLinear) and isinstance(value, CudaQuantValue), "the layer is in codes"
         rows = len(x.codes)
-        if x.in_parts and rows > SPARSE_ROWS_BESIDE_DENSE:
-            assert value.dense is not None, "what takes parts has it in both orders"
-            parts = value.dense.empty_parts(rows, key.packed.rows)
+        if x.in_parts and rows > MAX_SPARSE_ROWS:
+            parts = value.of_codes.empty_parts(rows, key.packed.rows)
             multiply_codes([CodeMap(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
-            return multiply_to_shares(value.dense, parts)
-        is_squared = value.dense is None or rows <= MAX_WIDE_ROWS
+            return multiply_to_shares(value.of_codes, parts)
+        is_squared = rows <= MAX_WIDE_ROWS or not value.takes_codes(rows)
         activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
         hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
         multiply_codes([CodeMap(key, *x, hidden, activation)])
@@ -412,7 +414,7 @@ class CudaOps:
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        many = rows > MAX_WIDE_ROWS and value.dense is not None and value.dense.takes_codes(rows)
+        many = rows > MAX_WIDE_ROWS and value.takes_codes(rows)
         multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else _activation(adapters))])
         if not many:
             _finish(adapters, x, hidden)
@@ -422,12 +424,12 @@ class CudaOps:
 
     def _value_quantised(self, value: CudaQuantValue, hidden: Tensor, is_squared: bool) -> Tensor | Shares:
         rows = len(hidden)
-        if rows <= (MAX_SPARSE_ROWS if value.dense is None else SPARSE_ROWS_BESIDE_DENSE):
+        if rows <= MAX_SPARSE_ROWS:
             return self.sparse_value_quantised(value, hidden)
-        if value.dense is None or not value.dense.takes_codes(rows):
+        if not value.takes_codes(rows):
             return value(hidden)
-        y = torch.empty(rows, value.dense.packed.rows, dtype=hidden.dtype, device=hidden.device)
-        multiply_codes([CodeMap(value.dense, *quantise_rows(hidden, relu_square=not is_squared), y)])
+        y = torch.empty(rows, value.packed.outputs, dtype=hidden.dtype, device=hidden.device)
+        multiply_codes([CodeMap(value, *quantise_rows(hidden, relu_square=not is_squared), y)])
         return y
 
     def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor | Shares:

@@ -184,7 +184,8 @@ class WideFp8Args(Structure):
 
     _fields_ = [
         ("maps", WideFp8Map * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "to_floats", "turned", "to_shares")],
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("to_floats", "turned", "to_shares")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -91,15 +92,32 @@ class Packed:
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
+    def outputs(self) -> int:
+        """n."""
+        return self.columns if self.transposed else self.rows
+
+    @property
+    def inputs(self) -> int:
+        """k."""
+        return self.rows if self.transposed else self.columns
+
     def fits_codes(self, rows: int) -> bool:
         """Whether Hopper's kernel multiplies so many rows of halves by it."""
-        n, k = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
-        return rows <= CODES_ROWS[self.format] and fits_codes(rows, n, k, self.codes.device)
+        return rows <= CODES_ROWS[self.format] and fits_codes(rows, self.outputs, self.inputs, self.codes.device)
 
     def codes_map(self, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> CodesMap:
         """For a launch of that kernel: x [B, k] fp16 is multiplied into y [B, n] fp16."""
-        n, k = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        n, k = self.outputs, self.inputs
         return CodesMap(self.format, self.transposed, n, k, self.codes, self.scales, x, y, activation)
+
+    def as_stored(self) -> Tensor:
+        """Codes [n, k] of 8 bits; of one that is transposed in the place that all of a device share."""
+        if not self.transposed:
+            return self.codes
+        turned = turned_place(self.codes)[: self.codes.nbytes].view(self.codes.dtype).view(self.outputs, self.inputs)
+        library().call("rwkv_turn_codes", self.codes.data_ptr(), turned.data_ptr(), self.inputs, self.outputs)
+        return turned
 
     def dequantised(self) -> Tensor:
         """[rows, columns] fp16."""
@@ -225,15 +243,15 @@ class CodeMap:
 
 
 class CudaQuantLinear(Linear):
-    """Codes [out, in] on a GPU, fp32 sums."""
+    """Codes [out, in] on a GPU, or [in, out] if transposed, fp32 sums."""
 
-    def __init__(self, stored: Quantised, group: int = BYTES_GROUP) -> None:
+    def __init__(self, stored: Quantised, group: int = BYTES_GROUP, transposed: bool = False) -> None:
         """group: inputs that share a scale where they are bytes.
 
         Raises ValueError for sizes that the kernels do not take.
         """
         check_shape(stored)
-        self.packed, self.group = pack(stored), group
+        self.packed, self.group = pack(stored, transposed), group
         self.weight = self.packed.codes
         self.in_features = stored.in_features
 
@@ -248,7 +266,9 @@ class CudaQuantLinear(Linear):
         return self.packed.format
 
     def is_few(self, rows: int) -> bool:
-        """Whether so many rows are the streaming kernel's."""
+        """Whether so many rows are the streaming kernel's, which takes what is not transposed."""
+        if self.packed.transposed:
+            return False
         most = FEW_ROWS_ON_HOPPER if self.packed.fits_codes(rows) else FEW_ROWS
         return rows <= most[self.format]
 
@@ -264,9 +284,9 @@ class CudaQuantLinear(Linear):
         """Whether so many rows are multiplied in two parts, unless results are fp32."""
         p = self.packed
         return (
-            self.format is not Format.INT4
+            (self.format is Format.FP8 or (self.format is Format.INT8 and not p.transposed))
             and not self.is_few(rows)
-            and fits_wide_parts(rows, p.rows, p.columns, p.codes.device)
+            and fits_wide_parts(rows, p.outputs, p.inputs, p.codes.device)
         )
 
     def empty_parts(self, rows: int, width: int, *count: int) -> RowCodes:
@@ -292,7 +312,7 @@ class CudaQuantLinear(Linear):
     def __call__(self, x: Tensor | RowCodes) -> Tensor:
         """[T, in] fp16, or in two parts, -> [T, out] fp16."""
         rows = x.codes if isinstance(x, RowCodes) else x
-        y = torch.empty(len(rows), self.packed.rows, dtype=torch.float16, device=rows.device)
+        y = torch.empty(len(rows), self.packed.outputs, dtype=torch.float16, device=rows.device)
         if isinstance(x, RowCodes):
             multiply_codes([CodeMap(self, *x, y)])
         else:
@@ -301,7 +321,7 @@ class CudaQuantLinear(Linear):
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, in] fp16 -> [T, out] fp32; into `out` if that is given. Raises ValueError if it does not fit."""
-        shape = x.shape[0], self.packed.rows
+        shape = x.shape[0], self.packed.outputs
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
         elif out.shape != shape:
@@ -311,37 +331,50 @@ class CudaQuantLinear(Linear):
         return out
 
 
-class CudaQuantValue(Linear):
+class CudaQuantValue(CudaQuantLinear):
     """ffn.value: transposed, so that rows whose input is zero need not be read.
 
-    As stored as well, `dense`, where many rows are multiplied by codes as they are: of fp8, and of int8 on Hopper.
+    Of int8 on Hopper as stored as well, for rows in bytes.
     """
 
     def __init__(self, stored: Quantised) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
-        check_shape(stored)
-        device = stored.codes.device
-        both = (
-            scaled_types(device) if stored.format is Format.FP8 else stored.format is Format.INT8 and has_wide(device)
-        )
-        self.dense = CudaQuantLinear(stored) if both else None
-        self.packed = pack(stored, transposed=True)
-        self.weight = self.packed.codes
+        super().__init__(stored, transposed=True)
+        in_bytes = stored.format is Format.INT8 and has_wide(stored.codes.device)
+        self.as_stored = CudaQuantLinear(stored) if in_bytes else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of codes and scales, of both where there are two."""
-        return self.packed.num_bytes + (0 if self.dense is None else self.dense.num_bytes)
+        return self.packed.num_bytes + (0 if self.as_stored is None else self.as_stored.num_bytes)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
-        if self.dense is not None and (self.dense.format is Format.FP8 or self.dense.takes_parts(len(x))):
-            return self.dense(x)
-        if self.packed.fits_codes(len(x)):
-            y = x.new_empty(len(x), self.packed.columns)
-            launch_codes([self.packed.codes_map(x, y)])
-            return y
-        return torch.mm(x, self.packed.dequantised())
+    @property
+    def is_turned(self) -> bool:
+        """Whether some products want it in the other order."""
+        return self.format is Format.FP8 and bool(scaled_types(self.packed.codes.device))
+
+    @property
+    def of_codes(self) -> CudaQuantLinear:
+        """What rows in codes are multiplied by."""
+        return self.as_stored or self
+
+    def __call__(self, x: Tensor | RowCodes) -> Tensor:
+        """[T, in] fp16, or in two parts, -> [T, out] fp16, nothing skipped."""
+        if self.as_stored is not None and (isinstance(x, RowCodes) or self.as_stored.takes_parts(len(x))):
+            return self.as_stored(x)
+        return super().__call__(x)
+
+
+_TURNED: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()
+
+
+def turned_place(codes: Tensor) -> Tensor:
+    """[bytes] uint8 on the device of some codes, at least as many as they take: the same for all, while one has it."""
+    place = _TURNED.get(codes.device)
+    if place is None or place.nbytes < codes.nbytes:
+        place = torch.empty(codes.nbytes, dtype=torch.uint8, device=codes.device)
+        _TURNED[codes.device] = place
+    return place
 
 
 def make_quantised(name: str, stored: Quantised) -> Linear:
@@ -398,7 +431,8 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
         multiply_codes([CodeMap(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in maps])
     else:
         for m in maps:
-            torch.mm(m.x, m.linear.packed.dequantised().T, out_dtype=m.y.dtype, out=m.y)
+            meant = m.linear.packed.dequantised()
+            torch.mm(m.x, meant if m.linear.packed.transposed else meant.T, out_dtype=m.y.dtype, out=m.y)
             apply_activation(m.y, m.activation)
 
 
@@ -428,10 +462,10 @@ def multiply_to_shares(linear: CudaQuantLinear, x: RowCodes) -> Tensor | Shares:
     """Rows [T, 2, in] in two parts -> [T, out] fp16, as shares where blocks share a product's k."""
     rows, packed = len(x.codes), linear.packed
     device = x.codes.device
-    count = num_shares(rows, packed.rows, packed.columns, len(prepare_wide(device).partial))
+    count = num_shares(rows, packed.outputs, packed.inputs, len(prepare_wide(device).partial))
     if count == 1:
         return linear(x)
-    shares = torch.empty(count, rows, packed.rows, dtype=torch.float32, device=device)
+    shares = torch.empty(count, rows, packed.outputs, dtype=torch.float32, device=device)
     multiply_codes([CodeMap(linear, *x, shares)])
     return Shares(shares)
 
@@ -457,19 +491,27 @@ def multiply_codes(maps: Sequence[CodeMap], halves: Sequence[HalfMap] = (), late
     if first.codes.dtype == BYTES:
         launch_wide_int8([_int8_map(m) for m in maps], halves, late)
         return
-    rows, n, k = len(first.codes), first.linear.packed.rows, first.linear.packed.columns
-    fits = fits_wide_fp8 if first.y.dtype == torch.float16 else floats_by_wide_fp8
-    if first.scales is None or fits(rows, n, k, first.y.device):
-        launch_wide_fp8(
-            [Fp8Map(m.linear.packed.codes, m.linear.packed.scales, m.codes, m.scales, m.y, m.activation) for m in maps],
-            halves,
-            late,
-        )
+    if first.scales is None or _fits_wide(first):
+        launch_wide_fp8([_fp8_map(m) for m in maps], halves, late)
         return
     for m in maps:
         assert m.scales is not None, "parts are multiplied above"
         scaled_product(m.linear, m.codes, m.scales, m.y)
         apply_activation(m.y, m.activation)
+
+
+def _fits_wide(m: CodeMap) -> bool:
+    """Whether our own kernel multiplies such rows of fp8 codes."""
+    packed = m.linear.packed
+    rows, n, k, device = len(m.codes), packed.outputs, packed.inputs, m.y.device
+    if m.y.dtype == torch.float16:
+        return fits_wide_fp8(rows, n, k, device, packed.transposed)
+    return not packed.transposed and floats_by_wide_fp8(rows, n, k, device)
+
+
+def _fp8_map(m: CodeMap) -> Fp8Map:
+    packed = m.linear.packed
+    return Fp8Map(packed.codes, packed.scales, m.codes, m.scales, m.y, m.activation, packed.transposed)
 
 
 def _int8_map(m: CodeMap) -> Int8Map:
@@ -567,14 +609,14 @@ def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:
 
 def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """fp8 rows [T, K] with scales [T] times an fp8 matrix -> out [T, N]."""
-    weight, types = linear.packed, scaled_types(out.device)
+    weight, types = linear.packed.as_stored(), scaled_types(out.device)
     dtype = out.dtype if out.dtype in types else types[0]
     place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
     torch._scaled_mm(
         codes,
-        weight.codes.T,
+        weight.T,
         scale_a=scales.unsqueeze(1),
-        scale_b=weight.scales.unsqueeze(0),
+        scale_b=linear.packed.scales.unsqueeze(0),
         out_dtype=dtype,
         use_fast_accum=True,
         out=place,

@@ -52,13 +52,16 @@ MAX_PARTS_ROWS = PARTS_TILE_ROWS[-1]
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
+TURNED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256)
+"""The same of codes [k, n] where rows are several tiles."""
+MAX_TURNED_ROWS = 1024
+"""Of those: beyond, cuBLAS is given them turned."""
 HALVED_ROWS = 256
 """Of fp8 codes: of more, blocks that would share a tile's k by four have half its rows, by two (`plan_fp8`)."""
 SPLITS = (1, 2, 4)
 HALF_SPLITS = 4
 """Blocks that share a tile's k of maps of halves beside codes: a tile then takes half as long as one of codes."""
 CODES = torch.float8_e4m3fn
-FORCED: Plan | None = None
 PARTS = torch.float8_e5m2
 HalfMap = tuple[Tensor, Tensor, Tensor, Activation]
 """weight [n, k], x [rows, k], y [rows, n], all fp16; what follows"""
@@ -204,9 +207,10 @@ class Fp8Map(NamedTuple):
     """whether the weight is [k, n]"""
 
 
-def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether the kernel of fp8 codes multiplies so many rows by [n, k]."""
-    worth_it = rows <= MAX_FP8_ROWS and rows not in FP8_ROWS_OF_CUBLAS
+def fits_wide_fp8(rows: int, n: int, k: int, device: torch.device, turned: bool = False) -> bool:
+    """Whether the kernel of fp8 codes multiplies so many rows by [n, k]; `turned`: stored as [k, n]."""
+    of_cublas = () if turned else FP8_ROWS_OF_CUBLAS
+    worth_it = rows <= (MAX_TURNED_ROWS if turned else MAX_FP8_ROWS) and rows not in of_cublas
     return worth_it and k % FP8_DEPTH == 0 and n % 16 == 0 and has_wide(device)
 
 
@@ -254,6 +258,17 @@ def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait
     return plan
 
 
+@functools.cache
+def plan_turned(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
+    """As `plan_fp8`, of codes [k, n]: beyond 320 rows as many tiles of rows as find processors."""
+    if rows <= FP8_TILE_ROWS[-1]:
+        return plan_fp8(rows, shapes, processors, may_wait)
+    tiles = sum(-(-shape.n // OUTPUTS) for shape in shapes)
+    blocks = max(processors // tiles, -(-rows // TURNED_TILE_ROWS[-1]))
+    tile_rows = next(size for size in TURNED_TILE_ROWS if size * blocks >= rows)
+    return plan_wide(tile_rows, shapes, processors // -(-rows // tile_rows), may_wait, FP8_DEPTH, TURNED_TILE_ROWS)
+
+
 def place_halves(slots: Sequence[WideFp8Map] | Sequence[WideInt8Map], halves: Sequence[HalfMap], rows: int) -> None:
     """Maps of halves into their places beside codes. Raises ValueError for shapes that do not fit each other."""
     for slot, (weight, x, y, activation) in zip(slots, halves, strict=True):
@@ -273,14 +288,14 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     inputs are the results of these. Raises ValueError for more maps or rows, or shapes that do not fit each other.
     """
     rows, device, dtype = maps[0].x.shape[0], maps[0].x.device, maps[0].y.dtype
-    count, parts = len(maps) + len(halves) + len(late), maps[0].x_scales is None
+    count, parts, turned = len(maps) + len(halves) + len(late), maps[0].x_scales is None, maps[0].turned
     to_shares = parts and dtype == torch.float32
-    most = MAX_PARTS_ROWS if parts else 1 << 20
+    most = MAX_PARTS_ROWS if parts else MAX_TURNED_ROWS if turned else MAX_FP8_ROWS
     if count > MAX_WIDE_MAPS or rows > most:
         raise ValueError(f"a grouped launch takes {MAX_WIDE_MAPS} maps of {most} rows, not {count} of {rows}")
     work = prepare_wide(device)
     args = WideFp8Args(count=count, late=len(late), rows=rows, to_floats=dtype == torch.float32, to_shares=to_shares)
-    args.turned = maps[0].turned
+    args.turned = turned
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
         n, k = reversed(m.weight.shape) if m.turned else m.weight.shape
@@ -308,10 +323,8 @@ def launch_wide_fp8(maps: Sequence[Fp8Map], halves: Sequence[HalfMap] = (), late
     elif args.to_floats:
         plan = plan_wide(rows, tuple(shapes), processors, may_wait, FP8_DEPTH, FLOAT_TILE_ROWS)
     else:
-        plan = plan_fp8(rows, tuple(shapes), processors, may_wait)
+        plan = (plan_turned if turned else plan_fp8)(rows, tuple(shapes), processors, may_wait)
     args.tile_rows, args.splits = plan.tile_rows, HALF_SPLITS if halves else plan.splits
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
-    if FORCED is not None:
-        args.tile_rows, args.splits = FORCED
     name = "rwkv_wide_parts" if parts else "rwkv_wide_fp8_turned" if args.turned else "rwkv_wide_fp8"
     hopper_library().call(name, ctypes.byref(args))
