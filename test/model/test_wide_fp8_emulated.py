@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +154,15 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
     for i, share in enumerate(shares):
         of_share = slice(256 * i, 256 * (i + 1))
         assert error(share, meant[:, of_share] @ w[:, of_share].T) < 1e-5
+
+
+@pytest.mark.parametrize("n", [256, 144])
+def test_codes_are_turned(n: int, tmp_path: Path) -> None:
+    """[k, n] -> [n, k]; the last tile of outputs may be narrower."""
+    given = torch.randint(256, (256, n), dtype=torch.uint8)
+    found = torch.zeros(n, 256, dtype=torch.uint8)
+    call(emulated("turn_codes", tmp_path), "rwkv_turn_codes", given.data_ptr(), found.data_ptr(), 256, n)
+    assert torch.equal(found, given.T)
 
 
 @pytest.mark.parametrize("rows", [90, 290])

@@ -355,6 +355,34 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
         }
     }
 }
+
+// 64 outputs of a tile of rows more, by codes [k, n] in shared memory at `tile` and x at `input`: some are turned while the ones
+// before are multiplied. `release`: called when the products of the tile before are done. One group of products may still run.
+template <typename Tile, bool IN_PARTS, int SUMS, typename Release>
+__device__ __forceinline__ void multiply_turned(
+    float (&sums)[SUMS], const TurnedCodes& codes, uint32_t tile, uint64_t input, int& add, const Release& release) {
+    using namespace hopper;
+#pragma unroll
+    for (int first = 0; first < TILE_BYTES / TurnedCodes::STEP; first += TURNED_TOGETHER) {
+        uint32_t a[TURNED_TOGETHER][4];
+#pragma unroll
+        for (int j = 0; j < TURNED_TOGETHER; ++j) codes.read(a[j], tile, first + j);
+        begin_products();
+#pragma unroll
+        for (int j = 0; j < TURNED_TOGETHER; ++j) {
+#pragma unroll
+            for (int part = 0; part < Tile::PARTS; ++part) {
+                auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
+                const uint64_t x = input + (part * Tile::PART * TILE_BYTES + (first + j) * TurnedCodes::STEP) / 16;
+                multiply_registers<Tile::PART, IN_PARTS>(mine, a[j], x, add);
+            }
+            add = 1;
+        }
+        commit_products();
+        wait_products<1>();
+        if (first == 0) release();
+    }
+}
 #endif
 
 template <int ROWS, int SPLITS, WideKind KIND>
@@ -385,6 +413,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
         const uint32_t mine = block.staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
         const uint64_t weights_at = describe_tile(block.ring + half * (64 * TILE_BYTES));
         const uint64_t inputs_at = describe_tile(block.ring + Tile::WEIGHT_BYTES);
+        const TurnedCodes codes(half * 4 + warp, lane);
         RingSlot<STAGES> slot(0);
         int add = 0;
         const auto release = [&](uint32_t barrier) {
@@ -419,31 +448,6 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
             commit_products();
             wait_products<1>();
         };
-        const TurnedCodes codes(half * 4 + warp, lane);
-        // The same of codes [k, n] in shared memory at `tile`: some are turned while the ones before are multiplied. `before`: a
-        // slot that is free when these products are done.
-        const auto multiply_turned = [&](uint32_t tile, uint64_t input, auto before) {
-#pragma unroll
-            for (int first = 0; first < TILE_BYTES / 32; first += TURNED_TOGETHER) {
-                uint32_t a[TURNED_TOGETHER][4];
-#pragma unroll
-                for (int j = 0; j < TURNED_TOGETHER; ++j) codes.read(a[j], tile, first + j);
-                begin_products();
-#pragma unroll
-                for (int j = 0; j < TURNED_TOGETHER; ++j) {
-#pragma unroll
-                    for (int part = 0; part < Tile::PARTS; ++part) {
-                        auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
-                        const uint64_t x = input + (part * Tile::PART * TILE_BYTES + (first + j) * 32) / 16;
-                        multiply_registers<Tile::PART, HAS_PARTS<KIND>>(mine, a[j], x, add);
-                    }
-                    add = 1;
-                }
-                commit_products();
-                wait_products<1>();
-                if (first == 0 && before != 0) release(before);
-            }
-        };
         for (WideTurn<KIND, SPLITS> turn(p, block); turn.has_work(); turn.advance()) {
             const WideWork work = wide_work<KIND, SPLITS>(p, turn.number, block.my_split);
             uint32_t before = 0;  // the slot whose products may still run
@@ -460,7 +464,9 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                 if constexpr (TURNS_CODES<KIND>) {
-                    multiply_turned(block.ring + slot.stage * Tile::BYTES, input, before);
+                    multiply_turned<Tile, HAS_PARTS<KIND>>(sums, codes, block.ring + slot.stage * Tile::BYTES, input, add, [&] {
+                        if (before != 0) release(before);
+                    });
                     before = 0;
                 } else if constexpr (HAS_CODES<KIND> && !ALL_CODES<KIND>) {
                     if (work.half) {

@@ -2,6 +2,6 @@
 #include "wide_codes.cuh"
 
 RWKV_API int rwkv_wide_codes_fp8(const WideCodesArgs* args, void* stream) {
-    // ffn.value is there as stored too: fp8 times fp8 wants it that way.
+    // ffn.value, [k, n], is multiplied by rows in two parts or by fp8 codes (wide.cuh).
     return args->transposed ? static_cast<int>(cudaErrorInvalidValue) : launch_codes<Codes<FP8, false>>(*args, stream);
 }
