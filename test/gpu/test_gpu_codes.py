@@ -12,11 +12,20 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda_entrance
 from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_quant import CodedMix, RowCodes, Shares, added_up, quantise_rows, scaled_types
+from rwkv_batch.kernels.cuda_quant import (
+    CodedMix,
+    CudaQuantLinear,
+    CudaQuantValue,
+    RowCodes,
+    Shares,
+    added_up,
+    quantise_rows,
+    scaled_types,
+)
 from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.shape import ModelShape
 from rwkv_batch.model.state_arena import StateArena
 from rwkv_batch.model.state_form import StateForm
@@ -32,6 +41,9 @@ FULL = (65, 96, 128, 200, 257, 320)
 """Rows whose entrance is one launch on a GPU of 132 processors"""
 PARTED = (5, 9, 16, 32, 33, 64)
 """Rows that are multiplied in two parts."""
+SAME_PLAN = (5, 9, 33, 64, 65, 130, 257, 320)
+"""Rows that are dealt to blocks in one way, whichever way a matrix lies."""
+VALUE_ROWS = (*SAME_PLAN, 400, 600, 1000, 1100)
 ROUNDED_IN_PARTS = 6e-3
 """What that adds to a product's error, also twice after each other."""
 
@@ -174,6 +186,24 @@ def test_maps_of_rows_in_parts(stage: Stage, rows: int, index: int) -> None:
     assert ((y.float() - z).norm() / z.norm()).item() < ROUNDED_IN_PARTS
     if rows > MAX_SPARSE_ROWS:  # those of fewer are read as sparse as all are
         assert torch.equal(added_up(stage.ops.channel_mix(layer, RowCodes(others, None)))[kept], y[kept])
+
+
+@pytest.mark.parametrize("rows", VALUE_ROWS)
+@pytest.mark.parametrize("n", [WIDTH, 1056])
+def test_value_is_multiplied_as_its_inputs_lie(rows: int, n: int) -> None:
+    """To the bit what the same codes give where they lie by outputs, each time, whatever the other rows hold."""
+    stored = quantise(torch.randn(n, 4096, device=GPU) / 64, Format.FP8)
+    value, by_outputs = CudaQuantValue(stored), CudaQuantLinear(stored)
+    assert value.num_bytes == by_outputs.num_bytes
+    hidden = torch.relu(normal(rows, 4096))
+    held = torch.full((1 << 24,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
+    del held
+    y, wanted = value(hidden), by_outputs(hidden)
+    same = torch.equal(y, wanted) if rows in SAME_PLAN else True
+    assert same and ((y.float() - wanted.float()).norm() / wanted.float().norm()).item() < 1e-3
+    kept = torch.arange(rows, device=GPU) % 3 == 0
+    others = torch.where(kept[:, None], hidden, torch.relu(normal(rows, 4096)))
+    assert all(torch.equal(value(others)[kept], y[kept]) for _ in range(20))
 
 
 @pytest.mark.parametrize("rows", PARTED)

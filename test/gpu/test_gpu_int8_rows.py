@@ -193,7 +193,7 @@ def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
     """What ffn.key's launch writes stands for the halves that it writes otherwise."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_value, CudaQuantValue)
-    dense = layer.ffn_value.dense
+    dense = layer.ffn_value.as_stored
     assert dense is not None and isinstance(layer.ffn_key, CudaQuantLinear)
     x = normal(rows, WIDTH)
     hidden, _ = stage.ops._hidden_quantised(layer, layer.ffn_value, x, None)
