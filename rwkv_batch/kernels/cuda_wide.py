@@ -52,10 +52,10 @@ MAX_PARTS_ROWS = PARTS_TILE_ROWS[-1]
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
-TURNED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256)
-"""The same of codes [k, n] where rows are several tiles."""
-MAX_TURNED_ROWS = 1024
-"""Of those: beyond, cuBLAS is given them turned."""
+TURNED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256, 320)
+"""The same of codes [k, n]."""
+MAX_TURNED_ROWS = 4096
+"""Of those: for more, cuBLAS is given them turned."""
 HALVED_ROWS = 256
 """Of fp8 codes: of more, blocks that would share a tile's k by four have half its rows, by two (`plan_fp8`)."""
 SPLITS = (1, 2, 4)
@@ -260,13 +260,22 @@ def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait
 
 @functools.cache
 def plan_turned(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
-    """As `plan_fp8`, of codes [k, n]: beyond 320 rows as many tiles of rows as find processors."""
-    if rows <= FP8_TILE_ROWS[-1]:
-        return plan_fp8(rows, shapes, processors, may_wait)
+    """Of codes [k, n], the quickest by how many rows' products of all k a processor makes; of equals the tallest tile.
+
+    k of a tile is shared by blocks only where all run at once.
+    """
     tiles = sum(-(-shape.n // OUTPUTS) for shape in shapes)
-    blocks = max(processors // tiles, -(-rows // TURNED_TILE_ROWS[-1]))
-    tile_rows = next(size for size in TURNED_TILE_ROWS if size * blocks >= rows)
-    return plan_wide(tile_rows, shapes, processors // -(-rows // tile_rows), may_wait, FP8_DEPTH, TURNED_TILE_ROWS)
+
+    def cost(plan: Plan) -> tuple[float, int]:
+        units = -(-rows // plan.tile_rows) * tiles * plan.splits
+        return -(-units // processors) * plan.tile_rows / plan.splits, -plan.tile_rows
+
+    row_blocks = {size: -(-rows // size) for size in TURNED_TILE_ROWS}
+    plans = (
+        plan_wide(size, shapes, processors // blocks, may_wait, FP8_DEPTH, (size,))
+        for size, blocks in row_blocks.items()
+    )
+    return min(plans, key=cost)
 
 
 def place_halves(slots: Sequence[WideFp8Map] | Sequence[WideInt8Map], halves: Sequence[HalfMap], rows: int) -> None:
