@@ -54,6 +54,10 @@ MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
 TURNED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256, 320)
 """The same of codes [k, n]."""
+CYCLES_OF_ROW = 4
+"""In which a processor multiplies 128 inputs of a row by 128 outputs in fp8."""
+BYTES_OF_CYCLE = 50
+"""That a processor brings in where all do, out of L2: what times of tiles of 128 to 320 rows amount to."""
 MAX_TURNED_ROWS = 4096
 """Of those: for more, cuBLAS is given them turned."""
 HALVED_ROWS = 256
@@ -260,7 +264,7 @@ def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait
 
 @functools.cache
 def plan_turned(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
-    """Of codes [k, n], the quickest by how many rows' products of all k a processor makes; of equals the tallest tile.
+    """Of codes [k, n], the quickest by what a processor multiplies and brings in; of equals the tallest tile.
 
     k of a tile is shared by blocks only where all run at once.
     """
@@ -268,7 +272,8 @@ def plan_turned(rows: int, shapes: tuple[WideShape, ...], processors: int, may_w
 
     def cost(plan: Plan) -> tuple[float, int]:
         units = -(-rows // plan.tile_rows) * tiles * plan.splits
-        return -(-units // processors) * plan.tile_rows / plan.splits, -plan.tile_rows
+        of_step = max(plan.tile_rows * CYCLES_OF_ROW, (OUTPUTS + plan.tile_rows) * FP8_DEPTH / BYTES_OF_CYCLE)
+        return -(-units // processors) * of_step / plan.splits, -plan.tile_rows
 
     row_blocks = {size: -(-rows // size) for size in TURNED_TILE_ROWS}
     plans = (
