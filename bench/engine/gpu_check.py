@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.tools.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
+from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_entrance import finished
 from rwkv_batch.kernels.cuda_layer import GROUPED_ORDER
 from rwkv_batch.kernels.cuda_quant import (
@@ -59,8 +59,7 @@ def limit_of(name: str) -> float:
     if not name.startswith("fp8"):
         return EXACT
     if not has_wide(GPU):
-        has_value = " ffn " in name or " value " in name  # which no streaming kernel takes
-        return ROUNDED if rows > (MAX_SPARSE_ROWS if has_value else FEW_ROWS[Format.FP8]) else EXACT
+        return ROUNDED if rows > FEW_ROWS[Format.FP8] else EXACT
     return ROUNDED if rows > CODES_ROWS[Format.FP8] else IN_PARTS if rows > FEW_ROWS_ON_HOPPER[Format.FP8] else EXACT
 
 

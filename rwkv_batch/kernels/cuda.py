@@ -381,7 +381,7 @@ class CudaOps:
             parts = value.of_codes.empty_parts(rows, key.packed.rows)
             multiply_codes([CodeMap(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
             return multiply_to_shares(value.of_codes, parts)
-        is_squared = rows <= MAX_WIDE_ROWS or not value.takes_codes(rows)
+        is_squared = rows <= MAX_WIDE_ROWS or not value.of_codes.takes_codes(rows)
         activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
         hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
         multiply_codes([CodeMap(key, *x, hidden, activation)])
@@ -414,7 +414,7 @@ class CudaOps:
         assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
         rows = len(x)
         hidden = torch.empty(rows, key.packed.rows, dtype=x.dtype, device=x.device)
-        many = rows > MAX_WIDE_ROWS and value.takes_codes(rows)
+        many = rows > MAX_WIDE_ROWS and value.of_codes.takes_codes(rows)
         multiply_into([QuantMap(key, x, hidden, Activation.NONE if many else _activation(adapters))])
         if not many:
             _finish(adapters, x, hidden)
@@ -426,10 +426,11 @@ class CudaOps:
         rows = len(hidden)
         if rows <= MAX_SPARSE_ROWS:
             return self.sparse_value_quantised(value, hidden)
-        if not value.takes_codes(rows):
+        linear = value.of_codes
+        if not linear.takes_codes(rows):
             return value(hidden)
-        y = torch.empty(rows, value.packed.outputs, dtype=hidden.dtype, device=hidden.device)
-        multiply_codes([CodeMap(value, *quantise_rows(hidden, relu_square=not is_squared), y)])
+        y = torch.empty(rows, linear.packed.outputs, dtype=hidden.dtype, device=hidden.device)
+        multiply_codes([CodeMap(linear, *quantise_rows(hidden, relu_square=not is_squared), y)])
         return y
 
     def sparse_value_quantised(self, value: CudaQuantValue, hidden: Tensor) -> Tensor | Shares:

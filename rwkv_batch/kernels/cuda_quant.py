@@ -111,7 +111,7 @@ class Packed:
         n, k = self.outputs, self.inputs
         return CodesMap(self.format, self.transposed, n, k, self.codes, self.scales, x, y, activation)
 
-    def as_stored(self) -> Tensor:
+    def by_outputs(self) -> Tensor:
         """Codes [n, k] of 8 bits; of one that is transposed in the place that all of a device share."""
         if not self.transposed:
             return self.codes
@@ -278,7 +278,7 @@ class CudaQuantLinear(Linear):
 
     def takes_codes(self, rows: int) -> bool:
         """Whether so many rows are multiplied as fp8 codes."""
-        return not self.takes_halves(rows) and self.format is Format.FP8 and bool(scaled_types(self.weight.device))
+        return not self.takes_halves(rows) and is_multiplied_by_codes(self.format, self.weight.device)
 
     def takes_parts(self, rows: int) -> bool:
         """Whether so many rows are multiplied in two parts, unless results are fp32."""
@@ -334,14 +334,16 @@ class CudaQuantLinear(Linear):
 class CudaQuantValue(CudaQuantLinear):
     """ffn.value: transposed, so that rows whose input is zero need not be read.
 
-    Of int8 on Hopper as stored as well, for rows in bytes.
+    As stored as well where products of rows in codes want that: of int8 on Hopper (rows in bytes), and of fp8
+    elsewhere, where every product would have to turn it.
     """
 
     def __init__(self, stored: Quantised) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
         super().__init__(stored, transposed=True)
-        in_bytes = stored.format is Format.INT8 and has_wide(stored.codes.device)
-        self.as_stored = CudaQuantLinear(stored) if in_bytes else None
+        device = stored.codes.device
+        both = stored.format is Format.INT8 if has_wide(device) else is_multiplied_by_codes(stored.format, device)
+        self.as_stored = CudaQuantLinear(stored) if both else None
 
     @property
     def num_bytes(self) -> int:
@@ -350,8 +352,8 @@ class CudaQuantValue(CudaQuantLinear):
 
     @property
     def is_turned(self) -> bool:
-        """Whether some products want it in the other order."""
-        return self.format is Format.FP8 and bool(scaled_types(self.packed.codes.device))
+        """Whether products of very many rows want it in the other order."""
+        return self.as_stored is None and is_multiplied_by_codes(self.format, self.packed.codes.device)
 
     @property
     def of_codes(self) -> CudaQuantLinear:
@@ -359,9 +361,12 @@ class CudaQuantValue(CudaQuantLinear):
         return self.as_stored or self
 
     def __call__(self, x: Tensor | RowCodes) -> Tensor:
-        """[T, in] fp16, or in two parts, -> [T, out] fp16, nothing skipped."""
-        if self.as_stored is not None and (isinstance(x, RowCodes) or self.as_stored.takes_parts(len(x))):
-            return self.as_stored(x)
+        """[T, in] fp16 -> [T, out] fp16, nothing skipped."""
+        if isinstance(x, RowCodes):
+            return super().__call__(x)
+        of_codes = self.of_codes
+        if of_codes is not self and (of_codes.format is Format.FP8 or of_codes.takes_parts(len(x))):
+            return of_codes(x)
         return super().__call__(x)
 
 
@@ -609,7 +614,7 @@ def quantise_rows(x: Tensor, relu_square: bool = False) -> RowCodes:
 
 def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """fp8 rows [T, K] with scales [T] times an fp8 matrix -> out [T, N]."""
-    weight, types = linear.packed.as_stored(), scaled_types(out.device)
+    weight, types = linear.packed.by_outputs(), scaled_types(out.device)
     dtype = out.dtype if out.dtype in types else types[0]
     place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
     torch._scaled_mm(
@@ -622,6 +627,11 @@ def scaled_product(linear: CudaQuantLinear, codes: Tensor, scales: Tensor, out: 
         out=place,
     )
     return out if place is out else out.copy_(place)
+
+
+def is_multiplied_by_codes(format_: Format, device: torch.device) -> bool:
+    """Whether a device has products of rows of fp8 codes with weights of this format."""
+    return format_ is Format.FP8 and bool(scaled_types(device))
 
 
 @functools.cache

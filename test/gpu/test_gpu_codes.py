@@ -194,7 +194,7 @@ def test_value_is_multiplied_as_its_inputs_lie(rows: int, n: int) -> None:
     """As the same codes where they lie by outputs, to the bit where blocks share k alike; whatever other rows hold."""
     stored = quantise(torch.randn(n, 4096, device=GPU) / 64, Format.FP8)
     value, by_outputs = CudaQuantValue(stored), CudaQuantLinear(stored)
-    assert value.num_bytes == by_outputs.num_bytes
+    assert value.num_bytes == by_outputs.num_bytes, "it is held once"
     hidden = torch.relu(normal(rows, 4096))
     held = torch.full((1 << 24,), torch.nan, device=GPU, dtype=torch.float16)  # what comes out of it is poisoned
     del held
