@@ -52,7 +52,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 
 // Bulk tensor copies -----------------------------------------------------------------------------------------------
 
-constexpr uint64_t EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
+constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
 
 // A box of a stack of matrices, its first element at (inner, outer, plane), into this block's shared memory.
 __device__ __forceinline__ void copy_box(

@@ -1,4 +1,4 @@
-// Codes of 8 bits [k, n] -> [n, k], for products by cuBLAS, which wants the inputs of an output side by side.
+// Codes of 8 bits [k, n] -> [n, k], for products of very many rows by cuBLAS, which wants the inputs of an output side by side.
 //
 // A block turns 128 inputs of 128 outputs: a thread 4 inputs of 16 outputs, in registers, four bytes by four, then through shared
 // memory [128 outputs][128 inputs], whose words of four inputs are swizzled over the banks. k a multiple of 128, n of 16. Bytes 2nk.

@@ -4,7 +4,8 @@
 // transposed), k of 64 times the splits. Or W [n, k] and x [rows, k] of e4m3 codes with a scale for each output and each
 // row, k a multiple of 128 times the splits: the same bytes along k, multiplied by the fp8 units; then ROWS may be 320, two
 // products of 160. Or such a W and x [rows, 2, k], two e5m2 parts of a half (row_parts.cuh), without scales: ROWS / 2 rows, whose
-// first parts are a product's first columns, and whose sums are added up at the end. A block makes 128 outputs of all rows, so that W is read once (of more rows than ROWS, several tiles):
+// first parts are a product's first columns, and whose sums are added up at the end. Codes may also lie as [k, n], n a multiple of
+// 16, one map a launch: a tile's then become the wgmma's first operand in registers (turned_codes.cuh). A block makes 128 outputs of all rows, so that W is read once (of more rows than ROWS, several tiles):
 // two warps keep a ring of tiles (128 of W, ROWS of x, 64 of k each) filled by bulk tensor copies, two warpgroups multiply
 // 64 outputs each. W is the wgmma's first operand, so that ROWS, its second, may be any multiple of 8 up to 256 (of 16 here).
 //
@@ -33,11 +34,10 @@
 constexpr int MAX_WIDE_MAPS = 12;
 constexpr int OUTPUTS = 128;  // of a tile
 constexpr int TILE_BYTES = 128;  // of a tile along k
-constexpr int TURNED_TOGETHER = 2;  // steps of 32 inputs whose codes [k, n] are turned before they are multiplied
 constexpr int STAGING_PITCH = 48;  // bytes; 32 would put every fourth row into the same banks
 
 // What W holds: halves as [n, k], of which y may be fp32, or as [k, n], or fp8 codes as [n, k], likewise; or the first maps' codes, the
-// others' halves [n, k]. With PARTS x is in two parts where W is in codes.
+// others' halves [n, k]; or codes as [k, n]. With PARTS x is in two parts where W is in codes.
 // WIDE_ENTRANCE: halves, as WIDE_MIXED has codes and halves: the first maps' tiles are whole, of the next ones k is shared, and
 // the last ones, whole, read what those give.
 enum WideKind { WIDE_PLAIN, WIDE_TO_FLOATS, WIDE_TURNED, WIDE_FP8, WIDE_FP8_TO_FLOATS, WIDE_MIXED, WIDE_PARTS, WIDE_PARTS_MIXED, WIDE_ENTRANCE, WIDE_FP8_TURNED, WIDE_PARTS_TURNED };
@@ -319,8 +319,8 @@ __device__ __forceinline__ void fetch_weights(const WideLaunch& p, const Block& 
             wait_barrier(block.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
             expect_bytes(barrier, HAS_PARTS<KIND> && work.half ? Tile::BYTES - Tile::INPUT_BYTES / 2 : Tile::BYTES);
-            if (TURNS_CODES<KIND>) {
-                copy_box(to, map, work.output, step * depth, 0, barrier, EVICT_FIRST);
+            if (TURNS_CODES<KIND>) {  // what the L2 cache brings in with it is another block's, perhaps not at once
+                copy_box(to, map, work.output, step * depth, 0, barrier, EVICT_NORMAL);
             } else if (KIND == WIDE_TURNED) {
                 copy_box(to, map, 0, step * depth, work.output / 64, barrier, EVICT_FIRST);
             } else {
@@ -356,20 +356,20 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     }
 }
 
-// 64 outputs of a tile of rows more, by codes [k, n] in shared memory at `tile` and x at `input`: some are turned while the ones
-// before are multiplied. `release`: called when the products of the tile before are done. One group of products may still run.
-template <typename Tile, bool IN_PARTS, int SUMS, typename Release>
+// 64 outputs of a tile of rows more, by codes [k, n] in shared memory at `tile` and x at `input`: TOGETHER steps' are turned while
+// the ones before are multiplied. `release`: called when the products of the tile before are done. One group of products may still run.
+template <typename Tile, bool IN_PARTS, int TOGETHER, int SUMS, typename Release>
 __device__ __forceinline__ void multiply_turned(
     float (&sums)[SUMS], const TurnedCodes& codes, uint32_t tile, uint64_t input, int& add, const Release& release) {
     using namespace hopper;
 #pragma unroll
-    for (int first = 0; first < TILE_BYTES / TurnedCodes::STEP; first += TURNED_TOGETHER) {
-        uint32_t a[TURNED_TOGETHER][4];
+    for (int first = 0; first < TILE_BYTES / TurnedCodes::STEP; first += TOGETHER) {
+        uint32_t a[TOGETHER][4];
 #pragma unroll
-        for (int j = 0; j < TURNED_TOGETHER; ++j) codes.read(a[j], tile, first + j);
+        for (int j = 0; j < TOGETHER; ++j) codes.read(a[j], tile, first + j);
         begin_products();
 #pragma unroll
-        for (int j = 0; j < TURNED_TOGETHER; ++j) {
+        for (int j = 0; j < TOGETHER; ++j) {
 #pragma unroll
             for (int part = 0; part < Tile::PARTS; ++part) {
                 auto& mine = reinterpret_cast<float(&)[Tile::PART / 2]>(sums[part * Tile::PART / 2]);
@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                 if constexpr (TURNS_CODES<KIND>) {
-                    multiply_turned<Tile, HAS_PARTS<KIND>>(sums, codes, block.ring + slot.stage * Tile::BYTES, input, add, [&] {
+                    multiply_turned<Tile, HAS_PARTS<KIND>, IS_LEAN<ROWS, KIND> ? 2 : 4>(sums, codes, block.ring + slot.stage * Tile::BYTES, input, add, [&] {
                         if (before != 0) release(before);
                     });
                     before = 0;

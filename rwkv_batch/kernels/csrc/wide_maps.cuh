@@ -34,14 +34,15 @@ constexpr ElementType HALVES = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2}, BYTES = {CU
 // of columns, or plane_pitch, apart, `columns` wide; swizzled over as many bytes (128 or 64).
 inline bool describe(
     CUtensorMap* map, const void* matrix, ElementType element, int rows, int columns, int pitch, int planes, int box_rows,
-    int box_planes, int box_bytes = TILE_BYTES, cuuint64_t plane_pitch = TILE_BYTES) {
+    int box_planes, int box_bytes = TILE_BYTES, cuuint64_t plane_pitch = TILE_BYTES,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     const cuuint64_t size[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(planes)};
     const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch) * element.bytes, plane_pitch};
     const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / element.bytes), static_cast<cuuint32_t>(box_rows),
                                static_cast<cuuint32_t>(box_planes)};
     const cuuint32_t step[3] = {1, 1, 1};
     return encode_tiled()(map, element.type, 3, const_cast<void*>(matrix), size, strides, box, step,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, box_bytes == TILE_BYTES ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, box_bytes == TILE_BYTES ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, promotion,
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
