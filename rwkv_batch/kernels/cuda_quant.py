@@ -112,10 +112,10 @@ class Packed:
         return CodesMap(self.format, self.transposed, n, k, self.codes, self.scales, x, y, activation)
 
     def by_outputs(self) -> Tensor:
-        """Codes [n, k] of 8 bits; of one that is transposed in the place that all of a device share."""
+        """Codes [n, k] of 8 bits; of one that is transposed in the place that all of its size share."""
         if not self.transposed:
             return self.codes
-        turned = turned_place(self.codes)[: self.codes.nbytes].view(self.codes.dtype).view(self.outputs, self.inputs)
+        turned = turned_place(self.codes).view(self.codes.dtype).view(self.outputs, self.inputs)
         library().call("rwkv_turn_codes", self.codes.data_ptr(), turned.data_ptr(), self.inputs, self.outputs)
         return turned
 
@@ -370,15 +370,15 @@ class CudaQuantValue(CudaQuantLinear):
         return super().__call__(x)
 
 
-_TURNED: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()
+_TURNED: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()
 
 
 def turned_place(codes: Tensor) -> Tensor:
-    """[bytes] uint8 on the device of some codes, at least as many as they take: the same for all, while one has it."""
-    place = _TURNED.get(codes.device)
-    if place is None or place.nbytes < codes.nbytes:
-        place = torch.empty(codes.nbytes, dtype=torch.uint8, device=codes.device)
-        _TURNED[codes.device] = place
+    """[bytes] uint8, as many as some codes take and on their device: the same for all of a size, while one has it."""
+    key = codes.device, codes.nbytes
+    place = _TURNED.get(key)
+    if place is None:
+        place = _TURNED[key] = torch.empty(codes.nbytes, dtype=torch.uint8, device=codes.device)
     return place
 
 

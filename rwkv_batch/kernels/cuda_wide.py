@@ -1,7 +1,7 @@
 """Products of few rows on Hopper's tensor cores (csrc/wide.cuh): plans and launches.
 
-Weights [k, n] take up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS, fp8 codes up to 640, those of
-rows in two parts up to 64.
+Weights [k, n] take up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS, fp8 codes up to 640 ([k, n] up
+to 4,096), those of rows in two parts up to 64.
 """
 
 from __future__ import annotations
