@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_wide
+from rwkv_batch.kernels import cuda_quant, cuda_wide
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_wide import Fp8Map, Workspace, launch_wide_fp8
+from rwkv_batch.model.quant.formats import Format, quantise
 from test.model.emulated.library import call, emulated
 
 pytestmark = pytest.mark.skipif(cuda_check.why_not() is not None, reason="no CUDA headers")
@@ -156,13 +157,25 @@ def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pyte
         assert error(share, meant[:, of_share] @ w[:, of_share].T) < 1e-5
 
 
-@pytest.mark.parametrize("n", [256, 144])
-def test_codes_are_turned(n: int, tmp_path: Path) -> None:
+def test_matrices_of_a_size_are_turned_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """[k, n] -> [n, k]; the last tile of outputs may be narrower."""
-    given = torch.randint(256, (256, n), dtype=torch.uint8)
-    found = torch.zeros(n, 256, dtype=torch.uint8)
-    call(emulated("turn_codes", tmp_path), "rwkv_turn_codes", given.data_ptr(), found.data_ptr(), 256, n)
-    assert torch.equal(found, given.T)
+    kernels = emulated("turn_codes", tmp_path)
+
+    class Kernels:
+        """As cuda_library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(kernels, name, *args)
+
+    monkeypatch.setattr(cuda_quant, "library", Kernels)
+    for n in (256, 160):
+        matrices = [quantise(torch.randn(n, 256), Format.FP8) for _ in range(2)]
+        place = cuda_quant.turned_place(matrices[0].codes)
+        for stored in matrices:
+            found = cuda_quant.pack(stored, transposed=True).by_outputs()
+            assert torch.equal(found.view(torch.uint8), stored.codes.view(torch.uint8))
+            assert found.data_ptr() == place.data_ptr()
 
 
 @pytest.mark.parametrize("rows", [90, 290])
