@@ -356,14 +356,15 @@ __device__ __forceinline__ void fetch_inputs(const WideLaunch& p, const Block& b
     }
 }
 
-// 64 outputs of a tile of rows more, by codes [k, n] in shared memory at `tile` and x at `input`: TOGETHER steps' are turned while
-// the ones before are multiplied. `release`: called when the products of the tile before are done. One group of products may still run.
-template <typename Tile, bool IN_PARTS, int TOGETHER, int SUMS, typename Release>
+// 64 outputs of a tile of rows more, by codes [k, n] in shared memory at `tile` and x at `input`: half of them are turned while the
+// half before is multiplied, which reads its registers meanwhile: two halves, so that neither writes the other's. `release`: called when the products of the tile before are done. One group of products may still run.
+template <typename Tile, bool IN_PARTS, int SUMS, typename Release>
 __device__ __forceinline__ void multiply_turned(
     float (&sums)[SUMS], const TurnedCodes& codes, uint32_t tile, uint64_t input, int& add, const Release& release) {
     using namespace hopper;
+    constexpr int STEPS = TILE_BYTES / TurnedCodes::STEP, TOGETHER = STEPS / 2;
 #pragma unroll
-    for (int first = 0; first < TILE_BYTES / TurnedCodes::STEP; first += TOGETHER) {
+    for (int first = 0; first < STEPS; first += TOGETHER) {
         uint32_t a[TOGETHER][4];
 #pragma unroll
         for (int j = 0; j < TOGETHER; ++j) codes.read(a[j], tile, first + j);
@@ -464,7 +465,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) wide_kernel(
                 const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
                 const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                 if constexpr (TURNS_CODES<KIND>) {
-                    multiply_turned<Tile, HAS_PARTS<KIND>, IS_LEAN<ROWS, KIND> ? 2 : 4>(sums, codes, block.ring + slot.stage * Tile::BYTES, input, add, [&] {
+                    multiply_turned<Tile, HAS_PARTS<KIND>>(sums, codes, block.ring + slot.stage * Tile::BYTES, input, add, [&] {
                         if (before != 0) release(before);
                     });
                     before = 0;

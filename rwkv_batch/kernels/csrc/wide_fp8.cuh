@@ -44,7 +44,7 @@ inline bool describe_fp8(WideLaunch& p, const WideFp8Args& args) {
         const bool parts = m.weight_scales != nullptr && m.input_scales == nullptr;
         const bool described = parts ? describe(&p.inputs[i], m.x, type, args.rows, m.k, 2 * m.k, 2, box_rows, 2, TILE_BYTES, m.k)
                                      : describe_rows(&p.inputs[i], m.x, type, args.rows, m.k, box_rows);
-        const bool weights = args.turned ? describe(&p.weights[i], m.weight, type, m.k, m.n, m.n, 1, TURNED_INPUTS, 1)
+        const bool weights = args.turned ? describe(&p.weights[i], m.weight, type, m.k, m.n, m.n, 1, TURNED_INPUTS, 1, TILE_BYTES, TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_NONE)
                                          : describe_rows(&p.weights[i], m.weight, type, m.n, m.k, OUTPUTS);
         if (!described || !weights) return false;
         p.weight_scales[i] = static_cast<const float*>(m.weight_scales);
