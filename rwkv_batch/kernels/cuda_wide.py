@@ -264,9 +264,9 @@ def plan_fp8(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait
 
 @functools.cache
 def plan_turned(rows: int, shapes: tuple[WideShape, ...], processors: int, may_wait: bool = True) -> Plan:
-    """Of codes [k, n], beyond 320 rows the quickest by what a processor multiplies and brings in; of equals the tallest tile.
+    """As `plan_fp8` of codes [k, n]; beyond 320 rows the quickest by what a processor multiplies and brings in.
 
-    k of a tile is shared by blocks only where all run at once.
+    Of equals the tallest tile. k of a tile is shared by blocks only where all run at once.
     """
     if rows <= FP8_TILE_ROWS[-1]:
         return plan_fp8(rows, shapes, processors, may_wait)
