@@ -363,6 +363,7 @@ __device__ __forceinline__ void multiply_turned(
     float (&sums)[SUMS], const TurnedCodes& codes, uint32_t tile, uint64_t input, int& add, const Release& release) {
     using namespace hopper;
     constexpr int STEPS = TILE_BYTES / TurnedCodes::STEP, TOGETHER = STEPS / 2;
+    static_assert(STEPS == 2 * TOGETHER, "one group of products would run while its registers are written");
 #pragma unroll
     for (int first = 0; first < STEPS; first += TOGETHER) {
         uint32_t a[TOGETHER][4];
