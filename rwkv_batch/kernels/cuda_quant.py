@@ -281,13 +281,20 @@ class CudaQuantLinear(Linear):
         return not self.takes_halves(rows) and is_multiplied_by_codes(self.format, self.weight.device)
 
     def takes_parts(self, rows: int) -> bool:
-        """Whether so many rows are multiplied in two parts, unless results are fp32."""
+        """Whether so many rows are multiplied in two parts, unless results are fp32 (`gives_floats`)."""
         p = self.packed
         return (
             (self.format is Format.FP8 or (self.format is Format.INT8 and not p.transposed))
             and not self.is_few(rows)
             and fits_wide_parts(rows, p.outputs, p.inputs, p.codes.device)
         )
+
+    def gives_floats(self, rows: int) -> bool:
+        """Whether rows in bytes give results in fp32: those of int8, where no blocks share a product's k."""
+        p = self.packed
+        if self.format is not Format.INT8 or not self.takes_parts(rows):
+            return False
+        return num_shares(rows, p.outputs, p.inputs, len(prepare_wide(p.codes.device).partial)) == 1
 
     def empty_parts(self, rows: int, width: int, *count: int) -> RowCodes:
         """Room for rows [width] in two parts as its format has them; `count` times, with that many before its sizes."""
@@ -430,6 +437,9 @@ def multiply_into(maps: Sequence[QuantMap]) -> None:
         multiply_few(maps)
     elif first.takes_parts(rows) and maps[0].y.dtype == torch.float16:
         multiply_codes([CodeMap(m.linear, *m.linear.row_parts(m.x), m.y, m.activation) for m in maps])
+    elif maps[0].y.dtype == torch.float32 and all(m.linear.gives_floats(rows) for m in maps):
+        for m in maps:  # a share that is the whole product
+            multiply_codes([CodeMap(m.linear, *m.linear.row_parts(m.x), m.y.unsqueeze(0))])
     elif first.packed.fits_codes(rows):
         launch_codes([m.linear.packed.codes_map(m.x, m.y, m.activation) for m in maps])
     elif first.takes_codes(rows):

@@ -189,6 +189,21 @@ def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [9, 32, 64])
+def test_logits_of_bytes(stage: Stage, rows: int) -> None:
+    """The head's, in fp32, against fp32; a row's the same bits in every tile."""
+    stored = quantise(torch.randn(1 << 15, WIDTH, device=GPU) / WIDTH**0.5, Format.INT8)
+    head = make_quantised("head.weight", stored)
+    assert isinstance(head, CudaQuantLinear) and head.gives_floats(rows)
+    x = normal(rows, WIDTH)
+    given = head.row_parts(x)
+    poison_memory()
+    logits = head.to_fp32(x)
+    assert logits.dtype == torch.float32
+    assert error(logits, meaning(*given) @ dequantise(stored).T) < 1e-5
+    assert torch.equal(head.to_fp32(x[:9].contiguous()), logits[:9])
+
+
+@pytest.mark.parametrize("rows", [9, 32, 64])
 def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
     """What ffn.key's launch writes stands for the halves that it writes otherwise."""
     layer = stage.layers[1]

@@ -10,6 +10,7 @@
 // splits; x [rows, 2, k] with its scales; y [rows, n] fp16, or likewise in bytes, or what each share of k comes to in fp32. Bytes: W
 // and scales once; x 2k * rows per tile of outputs, from the L2 cache. Shared memory besides wide.cuh's: scales of a place of the
 // ring; what the warps of a tile tell each other where its results are made bytes.
+#include "ring_release.cuh"
 #include "row_bytes.cuh"
 #include "wide_codes_reader.cuh"
 #include "wide_maps.cuh"
@@ -30,11 +31,13 @@ struct Int8Tile : WideRing<(OUTPUTS + 2 * ROWS) * TILE_BYTES + (ROWS <= 32 ? 102
     using Ring = WideRing<(OUTPUTS + 2 * ROWS) * TILE_BYTES + (ROWS <= 32 ? 1024 : 2048)>;
     static constexpr int WEIGHT_BYTES = OUTPUTS * TILE_BYTES, INPUT_BYTES = 2 * ROWS * TILE_BYTES;
     static constexpr int SCALES_AT = WEIGHT_BYTES + INPUT_BYTES, WEIGHT_SCALES_AT = SCALES_AT + 2 * ROWS * 8;
-    static constexpr int TOLD_BYTES = 8 * ROWS * 6;  // each warp's largest values, each warp's sums
-    static constexpr int SHARED_BYTES = Ring::SHARED_BYTES + TOLD_BYTES;
+    static constexpr int TOLD_BYTES = 8 * ROWS * 6;  // each warp's largest values, each warp's sums; two rooms, which take turns
+    static constexpr int SHARED_BYTES = Ring::SHARED_BYTES + 2 * TOLD_BYTES;
     static_assert(WEIGHT_SCALES_AT + OUTPUTS * 2 <= Ring::BYTES && SHARED_BYTES <= 227 * 1024);
 };
 
+// Few enough registers of up to 32 rows that blocks of shift_mix come up beside it: 96 a thread, as many as 640 threads can have, which is
+// how that is said; 120 of those that multiply.
 template <int ROWS>
 constexpr bool IS_LEAN_INT8 = ROWS <= 32;
 
@@ -43,7 +46,7 @@ namespace hopper {
 
 // Of whole numbers: sums [64 x N] += a [64 x 32] of u8 * b [N x 32]^T of s8, both with k inner.
 template <int N>
-__device__ __forceinline__ void multiply_bytes(int (&sums)[N / 2], uint64_t a, uint64_t b, int add);
+__device__ __forceinline__ void multiply_bytes(int (&sums)[N / 2], uint32_t a, uint32_t b, int add);
 
 #define HOPPER_R8(i)                                                                                    \
     "+r"(s[i]), "+r"(s[i + 1]), "+r"(s[i + 2]), "+r"(s[i + 3]), "+r"(s[i + 4]), "+r"(s[i + 5]), "+r"(s[i + 6]), \
@@ -51,11 +54,12 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[N / 2], uint64_t a, u
 #define HOPPER_R32(i) HOPPER_R8(i), HOPPER_R8(i + 8), HOPPER_R8(i + 16), HOPPER_R8(i + 24)
 #define HOPPER_INTEGER_PRODUCT(N, PLACES, A, B, ADD, ...)                                                        \
     template <>                                                                                                  \
-    __device__ __forceinline__ void multiply_bytes<N>(int (&s)[N / 2], uint64_t a, uint64_t b, int add) {        \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 {" PLACES "}, %" #A ", %" #B ", add;\n}" \
+    __device__ __forceinline__ void multiply_bytes<N>(int (&s)[N / 2], uint32_t a, uint32_t b, int add) {        \
+        asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                       \
+                     "mov.b64 a, {%" #A ", 0x40000040};\nmov.b64 b, {%" #B ", 0x40000040};\n"                    \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 {" PLACES "}, a, b, add;\n}"          \
                      : __VA_ARGS__                                                                               \
-                     : "l"(a), "l"(b), "r"(add));                                                                \
+                     : "r"(a), "r"(b), "r"(add));                                                                \
     }
 
 HOPPER_INTEGER_PRODUCT(64, HOPPER_P2, 32, 33, 34, HOPPER_R32(0))
@@ -69,6 +73,62 @@ __device__ __forceinline__ void meet_warpgroups() { asm volatile("bar.sync 1, 25
 __device__ __forceinline__ float4 shared_float4(uint32_t at) {
     const uint4 v = shared_u128(at);
     return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+// While weights stream, a way to memory and back takes a microsecond and more. So what blocks tell each other takes as few of them, one
+// after the other, as can be: one thread makes known what all have stored, and counters are put back when results are out.
+__device__ __forceinline__ void add_behind_stores(int* at) {
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+}
+__device__ __forceinline__ void wait_for_number(const int* at, int wanted) {
+    int found;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
+    } while (found < wanted);
+}
+// One thread of each block that has seen a number: the last of `count` puts both counters back.
+__device__ __forceinline__ void put_back(int* counters, int count) {
+    if (atomicAdd(counters + 1, 1) == count - 1) counters[0] = counters[1] = 0;
+}
+
+// As add_splits (wide.cuh), but for the counters, which put_back_splits clears.
+template <int ROWS, int SPLITS>
+__device__ __forceinline__ void exchange_splits(float (&sums)[ROWS / 2], const WideLaunch& p, int tile, int my_split) {
+    constexpr int CHUNKS = ROWS / 8, MINE = SHARE_CHUNKS<ROWS, SPLITS>;
+    static_assert(CHUNKS % MINE == 0);
+    const int thread = threadIdx.x - 128;
+    float4* const partial = p.partial + static_cast<int64_t>(tile) * SPLITS * CHUNKS * 256 + thread;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+        if (j / MINE == my_split) continue;
+        __stcg(partial + (my_split * CHUNKS + j) * 256, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
+    }
+    meet_warpgroups();
+    if (thread == 0) {
+        add_behind_stores(p.counters + 2 * tile);
+        wait_for_number(p.counters + 2 * tile, SPLITS);
+    }
+    meet_warpgroups();
+#pragma unroll
+    for (int c = 0; c < MINE; ++c) {
+        float4 parts[SPLITS];
+#pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {
+            const int j = 4 * (s * MINE + c);
+            parts[s] = s == my_split ? make_float4(sums[j], sums[j + 1], sums[j + 2], sums[j + 3])
+                                     : __ldcg(partial + (s * CHUNKS + my_split * MINE + c) * 256);
+        }
+#pragma unroll
+        for (int s = 1; s < SPLITS; ++s) {
+            parts[0].x += parts[s].x, parts[0].y += parts[s].y, parts[0].z += parts[s].z, parts[0].w += parts[s].w;
+        }
+        const int j = 4 * c;  // of split 0: its own, or written out above
+        sums[j] = parts[0].x, sums[j + 1] = parts[0].y, sums[j + 2] = parts[0].z, sums[j + 3] = parts[0].w;
+    }
+}
+template <int SPLITS>
+__device__ __forceinline__ void put_back_splits(const WideLaunch& p, int tile) {
+    if (threadIdx.x == 128) put_back(p.counters + 2 * tile, SPLITS);
 }
 
 // One lane: W's tiles and scales of all of this block's work into the ring.
@@ -104,11 +164,15 @@ __device__ __forceinline__ void fetch_row_bytes(const Int8Launch& p, const Block
     using namespace hopper;
     using Tile = Int8Tile<ROWS>;
     RingSlot<Tile::STAGES> slot(1);
-    bool has_waited = false;
+    int waiting = 0;  // blocks that wait for maps of halves, once this one has
     wait_for_inputs();
     for (WideTurn<KIND, SPLITS> turn(p.wide, block); turn.has_work(); turn.advance()) {
         const WideWork work = wide_work<KIND, SPLITS>(p.wide, turn.number, block.my_split);
-        if (IS_MIXED<KIND> && work.late && !has_waited) wait_for_early<SPLITS>(p.wide, turn.waiting), has_waited = true;
+        if (IS_MIXED<KIND> && work.late && waiting == 0) {
+            waiting = turn.waiting;
+            wait_for_number(late_counters(p.wide), wide_shared_tiles(p.wide) * SPLITS);
+            publish_to_copies();
+        }
         const CUtensorMap* map = &p.wide.inputs[work.map];
         const int steps = wide_steps<KIND, SPLITS>(p.wide, work);
         for (int step = work.split * steps; step < (work.split + 1) * steps; ++step) {
@@ -122,39 +186,55 @@ __device__ __forceinline__ void fetch_row_bytes(const Int8Launch& p, const Block
             slot.advance();
         }
     }
+    if (waiting > 0) put_back(late_counters(p.wide), waiting);
 }
 
 // 64 outputs of ROWS rows more, by 128 inputs in shared memory: at these places, scales of a lane's two rows and two outputs at those.
+// Its place is given back (`empty`) before they are scaled.
 template <int ROWS, int GROUPS>
 __device__ __forceinline__ void add_step(
-    float (&sums)[ROWS / 2], uint64_t weight, uint64_t input, uint32_t of_rows, int pitch, uint32_t of_outputs) {
+    float (&sums)[ROWS / 2], uint32_t weight, uint32_t input, uint32_t of_rows, int pitch, uint32_t of_outputs, uint32_t empty, int lane) {
     using namespace hopper;
     constexpr int STEPS = 4 / GROUPS;  // of 32 inputs
     float of_output[2];
+    uint32_t loaded = 0;
 #pragma unroll
     for (int up = 0; up < 2; ++up) {
-        of_output[up] = __half2float(__ushort_as_half(static_cast<unsigned short>(shared_u16(of_outputs + 16 * up))));
+        const uint32_t bits = shared_u16(of_outputs + 16 * up);
+        loaded |= bits;
+        of_output[up] = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
     }
+    int numbers[GROUPS][ROWS];  // all products are on their way before the first are waited for
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-        int numbers[ROWS];
         begin_products();
 #pragma unroll
         for (int j = 0; j < STEPS; ++j) {
-            multiply_bytes<2 * ROWS>(numbers, weight + (group * STEPS + j) * 2, input + (group * STEPS + j) * 2, j > 0);
+            multiply_bytes<2 * ROWS>(numbers[group], weight + (group * STEPS + j) * 2, input + (group * STEPS + j) * 2, j > 0);
         }
         commit_products();
+    }
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
         float4 of_row[ROWS / 8];  // scale and what 128 adds, of two rows
 #pragma unroll
-        for (int c = 0; c < ROWS / 8; ++c) of_row[c] = shared_float4(of_rows + (group * pitch + 8 * c) * 8);
-        wait_products<0>();
+        for (int c = 0; c < ROWS / 8; ++c) {
+            of_row[c] = shared_float4(of_rows + (group * pitch + 8 * c) * 8);
+            loaded |= __float_as_uint(of_row[c].x);
+        }
+        if (group + 1 < GROUPS) {
+            wait_products<1>();
+        } else {
+            wait_products<0>();
+            release_loaded_place(empty, lane, loaded);
+        }
 #pragma unroll
-        for (int j = 0; j < ROWS; ++j) asm volatile("" : "+r"(numbers[j])::"memory");
+        for (int j = 0; j < ROWS; ++j) asm volatile("" : "+r"(numbers[group][j])::"memory");
 #pragma unroll
         for (int c = 0; c < ROWS / 8; ++c) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float number = static_cast<float>(256 * numbers[4 * c + j] + numbers[ROWS / 2 + 4 * c + j]);
+                const float number = static_cast<float>(256 * numbers[group][4 * c + j] + numbers[group][ROWS / 2 + 4 * c + j]);
                 const float value = j % 2 ? fmaf(number, of_row[c].z, of_row[c].w) : fmaf(number, of_row[c].x, of_row[c].y);
                 sums[4 * c + j] = fmaf(value, of_output[j / 2], sums[4 * c + j]);
             }
@@ -183,14 +263,12 @@ __device__ __forceinline__ void write_bytes(
     }
     if (lane < 4) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) put_shared(told + ((warp * CHUNKS + c) * 4 + t) * 4, largest[c]);
+        for (int c = 0; c < CHUNKS; ++c) put_shared(told + ((c * 4 + t) * 8 + warp) * 4, largest[c]);
     }
     meet_warpgroups();
     const auto largest_of_all = [&](int place) {
-        uint32_t found = 0;
-#pragma unroll
-        for (int w = 0; w < 8; ++w) found = __vmaxu2(found, shared_u32(told + (w * CHUNKS * 4 + place) * 4));
-        return found;
+        const uint4 a = shared_u128(told + place * 32), b = shared_u128(told + place * 32 + 16);
+        return __vmaxu2(__vmaxu2(__vmaxu2(a.x, a.y), __vmaxu2(a.z, a.w)), __vmaxu2(__vmaxu2(b.x, b.y), __vmaxu2(b.z, b.w)));
     };
     const uint32_t to = buffers + (lane & 7) * PITCH + (lane >> 3 & 1) * 16, from = buffers + (lane / 2) * PITCH + (lane & 1) * 16;
 #pragma unroll
@@ -216,7 +294,7 @@ __device__ __forceinline__ void write_bytes(
         int sum = bytes.sum();
         sum += __shfl_xor_sync(FULL, sum, 1);
         if (c + 2 <= CHUNKS || lane < 16) {
-            if ((lane & 1) == 0) put_shared(told_sums + (warp * 8 * CHUNKS + row) * 4, static_cast<uint32_t>(sum));
+            if ((lane & 1) == 0) put_shared(told_sums + (row * 8 + warp) * 4, static_cast<uint32_t>(sum));
             uint8_t* const at = out.parts + static_cast<int64_t>(out.first_row + row) * 2 * out.pitch + (lane & 1) * 8;
             if (out.first_row + row < out.rows) bytes.store(at, out.pitch);
         }
@@ -224,18 +302,16 @@ __device__ __forceinline__ void write_bytes(
     }
     meet_warpgroups();
     if (tid < 8 * CHUNKS && out.first_row + tid < out.rows) {
-        int sum = 0;
-#pragma unroll
-        for (int w = 0; w < 8; ++w) sum += static_cast<int>(shared_u32(told_sums + (w * 8 * CHUNKS + tid) * 4));
+        const uint4 a = shared_u128(told_sums + tid * 32), b = shared_u128(told_sums + tid * 32 + 16);
+        const int sum = static_cast<int>(a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w);
         const uint32_t found = largest_of_all(tid / 2);
         items[out.first_row + tid] = group_item(NumberScale(tid & 1 ? found >> 16 : found & 0xffffu).scale, sum);
     }
-    meet_warpgroups();  // what was told may be written over
 }
 #endif
 
 template <int ROWS, int SPLITS, WideKind KIND>
-__global__ void __launch_bounds__(384, IS_LEAN_INT8<ROWS> ? 2 : 1) wide_int8_kernel(const __grid_constant__ Int8Launch p) {
+__global__ void __launch_bounds__(IS_LEAN_INT8<ROWS> ? 640 : 384, 1) wide_int8_kernel(const __grid_constant__ Int8Launch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     using Tile = Int8Tile<ROWS>;
@@ -253,21 +329,22 @@ __global__ void __launch_bounds__(384, IS_LEAN_INT8<ROWS> ? 2 : 1) wide_int8_ker
         }
     } else {
         if constexpr (IS_LEAN_INT8<ROWS>) {
-            asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 120;");
         } else {
             asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         }
         const int half = group - 1, warp = tid / 32, lane = tid % 32, t = lane & 3;
         float sums[ROWS / 2];
+        uint32_t told_room = 0;
         const uint32_t mine = block.staging + (half * 4 + warp) * 2 * 16 * STAGING_PITCH;
         const uint32_t told = block.full + 512;
-        const uint64_t weights_at = describe_tile(block.ring + half * (64 * TILE_BYTES));
-        const uint64_t inputs_at = describe_tile(block.ring + Tile::WEIGHT_BYTES);
+        // Of the places of the first stage, kept in registers: nvcc makes them anew in every stage otherwise. Low words of descriptors.
+        uint32_t weights_at = static_cast<uint32_t>(describe_tile(block.ring + half * (64 * TILE_BYTES)));
+        uint32_t inputs_at = static_cast<uint32_t>(describe_tile(block.ring + Tile::WEIGHT_BYTES));
+        uint32_t of_rows_at = block.ring + Tile::SCALES_AT + 16 * t;
+        uint32_t of_outputs_at = block.ring + Tile::WEIGHT_SCALES_AT + (half * 64 + warp * 16 + lane / 4) * 2, full_at = block.full;
+        asm volatile("" : "+r"(weights_at), "+r"(inputs_at), "+r"(of_rows_at), "+r"(of_outputs_at), "+r"(full_at));
         RingSlot<STAGES> slot(0);
-        const auto release = [&] {
-            __syncwarp();
-            if (lane == 0) arrive(block.empty + 8 * slot.stage);
-        };
         const auto settle = [&] {
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
@@ -276,28 +353,36 @@ __global__ void __launch_bounds__(384, IS_LEAN_INT8<ROWS> ? 2 : 1) wide_int8_ker
             const WideWork work = wide_work<KIND, SPLITS>(p.wide, turn.number, block.my_split);
 #pragma unroll
             for (int i = 0; i < ROWS / 2; ++i) sums[i] = 0.0f;
-            for (int i = wide_steps<KIND, SPLITS>(p.wide, work); i > 0; --i) {
-                wait_barrier(block.full + 8 * slot.stage, slot.parity);
-                const uint64_t weight = weights_at + slot.stage * (Tile::BYTES >> 4);
-                const uint64_t input = inputs_at + slot.stage * (Tile::BYTES >> 4);
-                if (IS_MIXED<KIND> && work.half) {
-                    settle();
+            int i = wide_steps<KIND, SPLITS>(p.wide, work);
+            if (IS_MIXED<KIND> && work.half) {
+                uint32_t before = 0;  // of the place whose products may still run
+                settle();
+                for (; i > 0; --i) {
+                    wait_barrier(full_at + 8 * slot.stage, slot.parity);
+                    const uint32_t weight = weights_at + slot.stage * (Tile::BYTES >> 4), input = inputs_at + slot.stage * (Tile::BYTES >> 4);
                     begin_products();
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) multiply<ROWS, false>(sums, weight + j * 32 / 16, input + j * 32 / 16, 1);
+                    for (int j = 0; j < 4; ++j) multiply<ROWS, false>(sums, describe_tile(0) | (weight + j * 2), describe_tile(0) | (input + j * 2), 1);
                     commit_products();
-                    wait_products<0>();
-                    settle();
-                } else {
-                    const uint32_t scales = block.ring + slot.stage * Tile::BYTES + Tile::SCALES_AT;
-                    const uint32_t of_outputs = scales + Tile::WEIGHT_SCALES_AT - Tile::SCALES_AT + (half * 64 + warp * 16 + lane / 4) * 2;
-                    if (p.groups == 1) {
-                        add_step<ROWS, 1>(sums, weight, input, scales + 16 * t, p.pitch, of_outputs);
-                    } else {
-                        add_step<ROWS, 2>(sums, weight, input, scales + 16 * t, p.pitch, of_outputs);
-                    }
+                    wait_products<1>();
+                    if (before != 0) release_place(before, lane);
+                    before = full_at + 8 * (STAGES + slot.stage);
+                    slot.advance();
                 }
-                release();
+                wait_products<0>();
+                settle();
+                release_place(before, lane);
+            }
+            for (; i > 0; --i) {
+                wait_barrier(full_at + 8 * slot.stage, slot.parity);
+                const uint32_t weight = weights_at + slot.stage * (Tile::BYTES >> 4), input = inputs_at + slot.stage * (Tile::BYTES >> 4);
+                const uint32_t empty = full_at + 8 * (STAGES + slot.stage);
+                const uint32_t of_rows = of_rows_at + slot.stage * Tile::BYTES, of_outputs = of_outputs_at + slot.stage * Tile::BYTES;
+                if (p.groups == 1) {
+                    add_step<ROWS, 1>(sums, weight, input, of_rows, p.pitch, of_outputs, empty, lane);
+                } else {
+                    add_step<ROWS, 2>(sums, weight, input, of_rows, p.pitch, of_outputs, empty, lane);
+                }
                 slot.advance();
             }
             // A share's sums added to the others', scaled, activated and written.
@@ -316,7 +401,7 @@ __global__ void __launch_bounds__(384, IS_LEAN_INT8<ROWS> ? 2 : 1) wide_int8_ker
                         return;
                     }
                 }
-                if constexpr (splits.value > 1) add_splits<ROWS, splits.value>(sums, p.wide, work.exchange, work.split);
+                if constexpr (splits.value > 1) exchange_splits<ROWS, splits.value>(sums, p.wide, work.exchange, work.split);
                 if (first_output >= n) return;  // the map's last tile may be narrower, but for results in bytes
                 WideOut out = {p.wide.y[work.map] + first_output, nullptr, n, work.split * CHUNKS * 8, p.wide.rows, nullptr, nullptr};
                 activate_sums<4 * CHUNKS>(sums, p.wide.activation[work.map]);
@@ -326,11 +411,17 @@ __global__ void __launch_bounds__(384, IS_LEAN_INT8<ROWS> ? 2 : 1) wide_int8_ker
                 }
                 out.parts = p.wide.parts[work.map] + first_output;
                 float2* const items = p.y_scales[work.map] + static_cast<int64_t>(work.output / BYTES_GROUP) * p.pitch;
-                write_bytes<CHUNKS>(sums, out, items, mine, told);
+                write_bytes<CHUNKS>(sums, out, items, mine, told + told_room), told_room ^= Tile::TOLD_BYTES;
             };
             if (work.shared) {
                 finish(std::integral_constant<int, SPLITS>());
-                if (IS_MIXED<KIND> && p.wide.early < p.wide.count) tell_early_is_done(p.wide);
+                if (IS_MIXED<KIND> && p.wide.early < p.wide.count) {
+                    meet_warpgroups();
+                    if (threadIdx.x == 128) add_behind_stores(late_counters(p.wide));
+                }
+                if constexpr (SPLITS > 1) {
+                    if (!p.to_shares) put_back_splits<SPLITS>(p.wide, work.exchange);
+                }
             } else {
                 finish(std::integral_constant<int, 1>());
             }

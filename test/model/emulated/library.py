@@ -20,6 +20,8 @@ BODIES = {
     "init_barrier": ("emulation::barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals), 0, 0};"),
     "publish_barriers": "",
     "wait_for_count": "while (*at < wanted) emulation::yield();",
+    "wait_for_number": "while (*at < wanted) emulation::yield();",
+    "add_behind_stores": "++*at;",
     "publish_to_copies": "",
     "meet_warpgroups": "emulation::meet_warpgroups();",
     "expect_bytes": "emulation::arrive(barrier, bytes);",
@@ -103,7 +105,7 @@ void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b
 """
     """
 template <int N>
-void multiply_bytes(int (&sums)[N / 2], uint64_t a, uint64_t b, int add) {
+void multiply_bytes(int (&sums)[N / 2], uint32_t a, uint32_t b, int add) {
   emulation::multiply_bytes<N>(sums, a << 4, b << 4, add);
 }
 """
@@ -165,7 +167,7 @@ def _without_ptx(text: str) -> str:
     text = re.sub(r"#define HOPPER_REGISTER_PRODUCT\(.*?\n\n", REGISTER_PRODUCT, text, flags=re.DOTALL)
     text = re.sub(r"^HOPPER_\w*PRODUCT\((?!N,).*?\)\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
-    text = re.sub(r'asm volatile\("" : "\+[fr]"\(\w+\[\w\]\)::"memory"\);', ";", text)
+    text = re.sub(r'asm volatile\("" : "\+[fr]"[^;]*;', ";", text)
     text = text.replace("#include <cuda_pipeline.h>", "")
     text = re.sub(r"extern __shared__ [^;]*\bdynamic\[\];", "auto* dynamic = emulation::dynamic_shared.data();", text)
     return re.sub(r"cudaFuncSetAttribute\([^;]*\);", "cudaSuccess;", text)
