@@ -52,6 +52,8 @@ MAX_PARTS_ROWS = PARTS_TILE_ROWS[-1]
 FP8_ROWS_OF_CUBLAS = range(321, 513)
 MAX_FP8_ROWS = 640
 """Of fp8 codes: up to 320 rows are a tile, more are two; where these are not full, cuBLAS is faster."""
+MAX_COLUMNS = 256
+"""Of a product: a tile of more rows is two products of half of them."""
 TURNED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256, 320)
 """The same of codes [k, n]."""
 CYCLES_OF_ROW = 4
@@ -277,7 +279,10 @@ def plan_turned(rows: int, shapes: tuple[WideShape, ...], processors: int, may_w
         of_step = max(plan.tile_rows * CYCLES_OF_ROW, (OUTPUTS + plan.tile_rows) * FP8_DEPTH / BYTES_OF_CYCLE)
         return -(-units // processors) * of_step / plan.splits, -plan.tile_rows
 
-    row_blocks = {size: -(-rows // size) for size in TURNED_TILE_ROWS}
+    # a tile of more columns than a product has is two products: one that begins behind the last row would be idle
+    row_blocks = {
+        size: -(-rows // size) for size in TURNED_TILE_ROWS if size <= MAX_COLUMNS or (rows - 1) % size >= size // 2
+    }
     plans = (
         plan_wide(size, shapes, processors // blocks, may_wait, FP8_DEPTH, (size,))
         for size, blocks in row_blocks.items()

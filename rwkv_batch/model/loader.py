@@ -25,6 +25,8 @@ from rwkv_batch.model.weights import Weights
 PROGRESS_FROM_BYTES = 256 << 20
 FOLD_ROWS = 8192
 NORM_EPS = 1e-5
+HOPPER = 9
+"""Compute capability, whose kernels want ffn.value in one order of fp8 and in both of int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,11 @@ class Precision:
         """Bytes of a number of a large matrix, with its share of scales and of what is kept twice."""
         if self.storage is None:
             return self.weights.itemsize
-        on_gpu = self.device.type == "cuda"
-        small = {Format.FP8: 1.4 if on_gpu else 2.0, Format.INT8: 1.05, Format.INT4: 0.6 if on_gpu else 1.05}
-        return small[self.storage]
+        if self.device.type != "cuda":
+            return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05}[self.storage]
+        if torch.cuda.get_device_capability(self.device)[0] == HOPPER:
+            return {Format.FP8: 1.1, Format.INT8: 1.4, Format.INT4: 0.6}[self.storage]
+        return {Format.FP8: 1.4, Format.INT8: 1.05, Format.INT4: 0.6}[self.storage]
 
     @property
     def weights_name(self) -> str:

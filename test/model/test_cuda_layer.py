@@ -12,6 +12,7 @@ from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.linear import Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state_form import StateForm
 from rwkv_batch.model.weights import Weights, weights_from
 
@@ -28,6 +29,19 @@ def stored(dtype: torch.dtype = torch.float16) -> Weights:
 def loaded(weights: Weights, index: int, device: torch.device = CPU) -> Layer:
     precision = Precision(device, torch.float16, torch.float16, StateForm.FP16)
     return LayerLoader(weights, precision, moves_matrices=False).layer(index)
+
+
+@pytest.mark.parametrize(
+    ("capability", "twice"), [((9, 0), Format.INT8), ((8, 9), Format.FP8), ((12, 0), Format.FP8)], ids=str
+)
+def test_layers_are_dealt_by_what_a_card_keeps_twice(
+    capability: tuple[int, int], twice: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ffn.value, a third of the numbers: of int8 on Hopper, of fp8 elsewhere."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    half, states = torch.float16, StateForm.FP16
+    sizes = {f: Precision(torch.device("cuda"), half, half, states, f).weight_bytes for f in Format}
+    assert sizes[twice] > 1.35 and all(size < 1.15 for format_, size in sizes.items() if format_ is not twice)
 
 
 def linears(layer: Layer) -> dict[str, Linear]:

@@ -12,13 +12,17 @@ from rwkv_batch.kernels.cuda_wide import (
     DEPTH,
     FP8_DEPTH,
     FP8_TILE_ROWS,
+    MAX_COLUMNS,
+    MAX_TURNED_ROWS,
     OUTPUTS,
     TILE_ROWS,
+    TURNED_TILE_ROWS,
     Plan,
     WideShape,
     Workspace,
     fits_wide,
     plan_fp8,
+    plan_turned,
     plan_wide,
     why_no_wide,
 )
@@ -44,6 +48,19 @@ def test_every_plan_has_a_kernel_and_room(rows: int, name: str) -> None:
     tiles = sum(-(-shape.n // OUTPUTS) for shape in SHAPES[name])
     assert plan.splits == 1 or tiles * plan.splits <= PROCESSORS
     assert all(shape.k % (DEPTH * plan.splits) == 0 for shape in SHAPES[name])
+
+
+@pytest.mark.parametrize("width", [768, 1024, 2048, 2560, 4096])
+def test_every_plan_of_turned_codes_has_a_kernel_and_no_idle_product(width: int) -> None:
+    value = (WideShape(width, 4 * width),)
+    for rows in range(65, MAX_TURNED_ROWS + 1, 5):
+        plan = plan_turned(rows, value, PROCESSORS)
+        blocks = -(-rows // plan.tile_rows)
+        assert plan.tile_rows in TURNED_TILE_ROWS, f"{rows} rows"
+        assert 4 * width % (FP8_DEPTH * plan.splits) == 0
+        assert plan.splits == 1 or blocks * -(-width // OUTPUTS) * plan.splits <= PROCESSORS
+        if plan.tile_rows > MAX_COLUMNS:  # two products
+            assert rows - (blocks - 1) * plan.tile_rows > plan.tile_rows // 2, f"{rows} rows: one has none"
 
 
 def test_groups_of_four_gpus_fill_their_tiles() -> None:
