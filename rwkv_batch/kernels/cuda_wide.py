@@ -55,13 +55,13 @@ MAX_FP8_ROWS = 640
 MAX_COLUMNS = 256
 """Of a product: a tile of more rows is two products of half of them."""
 TURNED_TILE_ROWS = (96, 128, 160, 192, 224, 240, 256, 320)
-"""The same of codes [k, n]."""
+"""Of a tile of fp8 codes [k, n]."""
 CYCLES_OF_ROW = 4
 """In which a processor multiplies 128 inputs of a row by 128 outputs in fp8."""
 BYTES_OF_CYCLE = 50
 """That a processor brings in where all do, out of L2: what times of tiles of 128 to 320 rows amount to."""
 MAX_TURNED_ROWS = 4096
-"""Of those: for more, cuBLAS is given them turned."""
+"""Of fp8 codes [k, n]: for more, cuBLAS is given them turned."""
 HALVED_ROWS = 256
 """Of fp8 codes: of more, blocks that would share a tile's k by four have half its rows, by two (`plan_fp8`)."""
 SPLITS = (1, 2, 4)
