@@ -96,8 +96,12 @@ def run() -> NoReturn:
 
 
 def measuring_programs(folder: Path) -> list[str]:
-    """Names of the programs in a folder, as `python -m bench.NAME` takes them: a room's own is called as the room."""
-    files = [file for file in folder.rglob("*.py") if 'if __name__ == "__main__"' in file.read_text("utf-8")]
+    """Names of the programs in a folder, as `python -m bench.NAME` takes them: a room's own is called as the room.
+
+    What they print is JSON; processes that some of them start print none.
+    """
+    texts = {file: file.read_text("utf-8") for file in folder.rglob("*.py")}
+    files = [file for file, text in texts.items() if 'if __name__ == "__main__"' in text and "json.dumps(" in text]
     paths = [file.relative_to(folder).with_suffix("").parts for file in files]
     return sorted(".".join(path[:-1] if path[-1] == "__main__" else path) for path in paths)
 

@@ -181,12 +181,12 @@ def networks(text: str) -> tuple[str, ...]:
 
 def layer_counts(text: str) -> tuple[float, ...]:
     """`9,8,8,7` or `8.5,8.5,8,7`, also in brackets. Raises SettingsError."""
-    count = whole(1, 1000)
+    count = number(1, 1000)
 
     def one(part: str) -> float:
         if not part.removesuffix(".5").isdecimal():
             raise SettingsError(f"must be whole numbers or halves of layers, like 9,8,8,7 or 8.5,8,8.5,7, got {part!r}")
-        return count(part.removesuffix(".5")) + 0.5 if part.endswith(".5") else count(part)
+        return count(part)
 
     return tuple(one(part.strip()) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
 

@@ -58,7 +58,7 @@ class Adapters:
     def check_new(self, name: str) -> None:
         """Raises NameTaken or PoolFull if no adapter of that name could be added."""
         if name in self._by_name:
-            raise NameTaken(f"there is an adapter {name!r} already; delete it first, or choose another name")
+            raise NameTaken("an adapter", name)
         if not self._free:
             leaving = f", {len(self._leaving)} of them removed and still in use" if self._leaving else ""
             raise PoolFull(

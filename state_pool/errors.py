@@ -49,6 +49,9 @@ class AdapterNotFound(PoolError):  # noqa: N818 - names what happened, as the me
 class NameTaken(PoolError):  # noqa: N818 - names what happened, as the message does
     """A tuned state or an adapter has that name already."""
 
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"there is {what} {name!r} already; delete it first, or choose another name", name)
+
 
 class SessionUnusable(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session exists and must not be fed to this model: other model, damaged rows, unreadable disk."""

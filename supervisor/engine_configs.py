@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from native.cores import cores
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.served_model import ModelWish
+from settings import FLAGS
 
 SPARE_CORES = 4
 """That compute threads have to leave: on fewer, whatever else runs may want all of them for a long time."""
@@ -52,6 +54,21 @@ def model_config(base: EngineConfig, wish: ModelWish, own_engines: int = 1) -> E
         max_running=base.max_running if wish.max_running is None else wish.max_running,
         pool=msgspec.structs.replace(base.pool, state_db=database, engine="", service=""),
     )
+
+
+def as_asked(reason: str, is_own: bool) -> str:
+    """Why an engine that a request asked for cannot start, with the request's fields where it speaks of their flags.
+
+    `is_own`: it was to serve the service's own model, of which a request says the devices alone.
+    """
+    fields = {flag.option: "file" if flag.field == "model_path" else flag.field for flag in FLAGS[EngineConfig]}
+    said = {"devices"} if is_own else set(ModelWish.__struct_fields__)
+
+    def named(option: re.Match[str]) -> str:
+        field = fields.get(option[0], "")
+        return f"`{field}`" if field in said else option[0]
+
+    return re.sub("--[a-z0-9-]+", named, reason)
 
 
 def _leaves_cores(config: EngineConfig, engines: int) -> bool:

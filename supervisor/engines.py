@@ -24,7 +24,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import USUAL_NAME, ModelCommand, ModelStatus, ModelWish, ServedModel
 from supervisor.child import Child
-from supervisor.engine_configs import model_config, replica_config
+from supervisor.engine_configs import as_asked, model_config, replica_config
 from supervisor.engine_process import EngineProcess
 from supervisor.forks import ForkedContext
 
@@ -337,7 +337,7 @@ class Engines:
                 case "failed" if not engine.told.has_served:
                     if self._was_there(engine):
                         raise StartupError(value)
-                    engine.tell(ModelStatus.FAILED, error=value)
+                    engine.tell(ModelStatus.FAILED, error=as_asked(value, engine.told.is_own))
                 case "failed":
                     logger.error("%s did not start again: %s", engine.child.name, value)
                 case "drained":

@@ -100,7 +100,7 @@ class FakeEngine:
         """
         name = Path(self._config.model_path).stem
         if name == "broken":
-            raise StartupError(f"{self._config.model_path} is not a model")
+            raise StartupError(f"{self._config.model_path} is not a model; give another --model-path")
         if name == "imports":
             raise StartupError(f"imported: {sorted(set(sys.modules) - IMPORTED)}")
         if name == "dying":

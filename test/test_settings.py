@@ -134,6 +134,7 @@ def test_shared_values_reach_both_sides() -> None:
         (["serve"], {}, "serve"),
         (["--port"], {}, "--port"),
         (["--pp-layers", "2.3,4"], {}, "--pp-layers must be whole numbers or halves"),
+        (["--pp-layers", "5.5,0.5"], {}, r"--pp-layers must be 1\.\.1000, got 0\.5$"),
     ],
 )
 def test_refusals_name_the_flag(arguments: list[str], environment: dict[str, str], named: str) -> None:
@@ -151,6 +152,15 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_word_that_is_no_command_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sreve"]) == 2
     assert capsys.readouterr().err == "error: no command is called 'sreve'; there are serve, batch, chat, bench\n"
+
+
+def test_the_bench_command_lists_what_measures_and_no_process_that_it_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "nothing"]) == 2
+    names = capsys.readouterr().err.removeprefix("error: bench wants the name of a measuring program: ").strip()
+    assert {"gpu", "serve", "batch", "acceptance", "batch.kills", "service.streams"} <= set(names.split(", "))
+    assert not [name for name in names.split(", ") if name.endswith(("_engine", "memory_redis", "warm"))]
 
 
 @pytest.mark.parametrize(("wanted", "reason"), [("cuda", "do not run on cpu"), ("x", "one of auto, cuda, cpu, naive")])

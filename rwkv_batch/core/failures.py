@@ -84,7 +84,8 @@ def as_table(what: str, fields: Mapping[type[Exception], str] | None = None) -> 
             return error
         field = next((field for kind, field in of_fields.items() if isinstance(error, kind)), None)
         if field is not None:
-            return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field)
+            given = getattr(error, "given", None)
+            return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field, given=given)
         if isinstance(error, PoolError):
             return as_service_error(error)
         logger.error("%s", what, exc_info=error)

@@ -20,7 +20,11 @@ MOST = torch.finfo(torch.float16).max
 
 
 class FileError(ValueError):
-    """A file of tensors cannot be read; the message names it and the remedy."""
+    """A file of tensors cannot be read; the message names it and the remedy, `given` is the request's name of it."""
+
+    def __init__(self, message: str, given: str | None = None) -> None:
+        super().__init__(message)
+        self.given = given
 
 
 @dataclass(frozen=True, slots=True)

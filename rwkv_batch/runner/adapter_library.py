@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply, attempt
-from rwkv_batch.config import STATE_NAME, EngineConfig
-from rwkv_batch.core.failures import as_service_error, as_table
-from rwkv_batch.core.file_thread import FileThread
-from rwkv_batch.errors import ServiceError, StartupError, invalid
+from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.failures import as_service_error
+from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.served import ServedAdapter, served
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.models_folder import check_adapter_within, path_within
+from rwkv_batch.runner.file_library import FileLibrary, check_name, named_as_asked
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.adapters import Adapters
 from state_pool.errors import NameTaken, PoolError
@@ -30,22 +30,16 @@ from state_pool.tuned_state import Origin
 
 logger = logging.getLogger(__name__)
 
-_as_told = as_table("the adapter could not be loaded", {FileError: "file"})
 
-
-class AdapterLibrary:
+class AdapterLibrary(FileLibrary[AdapterInfo]):
     """What is loaded, by name. Engine thread, but for reading."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
     ) -> None:
-        """`put` runs a command on the engine's thread, or says that it takes none; `refusal` says why."""
-        self._config = config
-        self._put = put
-        self._refusal = refusal
-        self._thread = FileThread("adapter-files", refusal, _as_told)
+        """See FileLibrary."""
+        super().__init__(config, "adapter", put, refusal)
         self._list = Path(f"{config.pool.files_stem}.adapters.json") if config.pool.state_db else None
-        self._infos: dict[str, AdapterInfo] = {}
 
     def open(self, adapters: Adapters, pipeline: Pipeline) -> None:
         """Load what --adapter-serve names, and what requests had loaded before. Raises StartupError for the former."""
@@ -141,48 +135,38 @@ class AdapterLibrary:
 
     # Calls ---------------------------------------------------------------------------------------------------
 
-    def list(self) -> list[AdapterInfo]:
-        """What is loaded, and what was and cannot be."""
-        return list(self._infos.values())
-
     def add(self, call: AddAdapter, reply: Reply[AdapterInfo]) -> None:
         """Read, check and enter an adapter; replies when requests may name it, or with what is wrong (NameTaken, …)."""
         try:
-            if not STATE_NAME.fullmatch(call.name):
-                message = "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first"
-                raise invalid("name", message, call.name)
+            check_name(call.name)
             if call.name in self._infos:
-                raise NameTaken(f"there is an adapter {call.name!r} already; delete it first, or choose another name")
+                raise NameTaken("an adapter", call.name)
             self._adapters.check_new(call.name)
             path = path_within(self._config.models_dir, call.file, "file")
         except (PoolError, ServiceError) as error:
-            reply(_as_told(error))
+            reply(self._as_told(error))
             return
-
-        def was_read(adapter: ServedAdapter) -> None:
-            if not self._put(lambda: attempt(reply, _as_told, lambda: self._finish(call, reply, adapter))):
-                reply(self._refusal())
-
-        self._thread.run(reply, lambda: self._read_within(path, call), was_read)
+        self._read_and_enter(
+            reply, lambda: self._read_within(path, call), lambda adapter: self._finish(call, path, adapter)
+        )
 
     def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
         """As `_read`, of files that are all within --models-dir. Raises ServiceError if one is not; FileError."""
         check_adapter_within(self._config.models_dir, path, "file")
-        try:
+        with named_as_asked(path, call.file):
             return self._read(path, call.scale)
-        except FileError as error:  # where that folder is, is nobody's business
-            raise FileError(str(error).replace(str(path), call.file)) from error
 
-    def _finish(self, call: AddAdapter, reply: Reply[AdapterInfo], adapter: ServedAdapter) -> None:
+    def _finish(self, call: AddAdapter, path: Path, adapter: ServedAdapter) -> AdapterInfo:
         """Engine thread: from here on it is there. A client's file holds anything: raises anything."""
-        info = self._enter(call.name, adapter, call.scale, is_kept=self._list is not None)
+        with named_as_asked(path, call.file):
+            info = self._enter(call.name, adapter, call.scale, is_kept=self._list is not None)
         try:
             self._keep()
         except OSError:
             self._adapters.remove(call.name)
             del self._infos[call.name]
             raise
-        reply(info)
+        return info
 
     def remove(self, name: str) -> AdapterInfo:
         """Forget an adapter; rows that have it keep it to their end. Raises ServiceError."""
@@ -197,9 +181,5 @@ class AdapterLibrary:
         try:
             self._keep()
         except OSError as error:
-            raise _as_told(error) from error
+            raise self._as_told(error) from error
         return info
-
-    def close(self) -> None:
-        """Begin to read nothing more."""
-        self._thread.close()

@@ -183,7 +183,8 @@ def resolve_device(name: str) -> torch.device:
         found = torch.cuda.device_count()
         if (device.index or 0) >= found:
             raise ValueError(
-                f"device {name} was asked for, but this machine has {found} CUDA device(s); use --pp-devices cpu"
+                f"device {name} was asked for, but this machine has {found} CUDA device(s); "
+                "name another in --pp-devices, like cpu"
             )
         return torch.device("cuda", device.index or 0)
     return device

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from rwkv_batch.calls import AddState, Reply, StateInfo, attempt
+from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
-from rwkv_batch.core.failures import as_service_error, as_table
-from rwkv_batch.core.file_thread import FileThread
+from rwkv_batch.core.failures import as_service_error
 from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError, StartupError, invalid
@@ -29,6 +28,7 @@ from rwkv_batch.model.tensor_files import FileError, metadata_of
 from rwkv_batch.model.tuned_state import AUTO, KEY_VALUE, VALUE_KEY, TunedTensor, read_tuned_state, write_tuned_state
 from rwkv_batch.models_folder import path_within
 from rwkv_batch.request import Job
+from rwkv_batch.runner.file_library import FileLibrary, check_name, named_as_asked
 from rwkv_batch.runner.state_copy import HostTensors, PipelineArena
 from state_pool.errors import NameTaken, PoolError
 from state_pool.pool import StatePool
@@ -40,7 +40,6 @@ _KEPT = ".safetensors"
 _MIXTURE = ".mixture.json"
 _DEFAULTS = "decode_defaults"
 """Key in a kept state's metadata."""
-_as_told = as_table("the tuned state could not be loaded", {FileError: "file"})
 
 
 class _KeptMixture(msgspec.Struct):
@@ -50,19 +49,15 @@ class _KeptMixture(msgspec.Struct):
     defaults: DecodeDefaults = DecodeDefaults()
 
 
-class StateLibrary:
+class StateLibrary(FileLibrary[StateInfo]):
     """What is loaded, by name. Engine thread, but for reading and writing."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
     ) -> None:
-        """`put` runs a command on the engine's thread, or says that it takes none; `refusal` says why."""
-        self._config = config
-        self._put = put
-        self._refusal = refusal
-        self._thread = FileThread("state-files", refusal, _as_told)
+        """See FileLibrary."""
+        super().__init__(config, "state", put, refusal)
         self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
-        self._infos: dict[str, StateInfo] = {}
 
     def open(self, pool: StatePool, arena: PipelineArena, shape: ModelShape) -> None:
         """Load what --state names and what was kept. Raises StartupError for a state of --state that cannot be had."""
@@ -160,26 +155,22 @@ class StateLibrary:
                 return
             path = path_within(self._config.models_dir, call.file, "file", ", or send the file") if call.file else None
         except (OSError, PoolError, ServiceError) as error:
-            reply(_as_told(error))
+            reply(self._as_told(error))
             return
         half = None if self._folder is None else _half_in(self._folder)
-
-        def was_read(found: tuple[TunedTensor, HostTensors]) -> None:
-            def finish() -> None:
-                attempt(reply, _as_told, lambda: self._finish(call, reply, half, *found))
-
-            if not self._put(finish):
-                _unlink(half)
-                reply(self._refusal())
-
-        self._thread.run(reply, lambda: self._read_sent(call, path, half), was_read)
+        self._read_and_enter(
+            reply,
+            lambda: self._read_sent(call, path, half),
+            lambda found: self._finish(call, half, *found),
+            lambda: _unlink(half),
+        )
 
     def _check_new(self, call: AddState) -> None:
         """Raises PoolError if no state of that name could be added."""
         self._pool.tuned.check_new(call.name)
         is_mixture = call.name in self._infos and bool(self._infos[call.name].mixture)
         if is_mixture and not (call.replace and call.mixture):
-            raise NameTaken(f"there is a mixture {call.name!r} already; delete it first, or choose another name")
+            raise NameTaken("a mixture", call.name)
 
     def _add_mixture(self, call: AddState) -> StateInfo:
         """Enter a mixture of states that there are. Raises ServiceError, PoolError; OSError if it cannot be kept."""
@@ -206,17 +197,13 @@ class StateLibrary:
         """Read what a request brings, and keep it in `half`. Raises FileError; OSError if it cannot be kept."""
         with contextlib.ExitStack() as stack:
             source = path or stack.enter_context(_as_file(call.content, self._folder))
-            try:
-                state, host = self._read(source, call.orientation)
-            except FileError as error:  # of a file that was sent, the name is nobody's business
-                raise FileError(str(error).replace(str(source), call.file or "that was sent")) from error
+            stack.enter_context(named_as_asked(source, call.file))
+            state, host = self._read(source, call.orientation)
         if half is not None:
             _write(half, state, {"file": call.file, _DEFAULTS: msgspec.json.encode(call.defaults).decode()})
         return state, host
 
-    def _finish(
-        self, call: AddState, reply: Reply[StateInfo], half: Path | None, state: TunedTensor, host: HostTensors
-    ) -> None:
+    def _finish(self, call: AddState, half: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
         """Engine thread: the state is read and written; from here on it is there. Raises PoolError, OSError."""
         try:
             info = self._enter(call.name, state, host, call.file or "sent", half is not None, call.defaults)
@@ -224,7 +211,7 @@ class StateLibrary:
                 self._keep(half, call.name)
         finally:
             _unlink(half)  # it is there no longer if it was kept
-        reply(info)
+        return info
 
     def _keep(self, half: Path, name: str) -> None:
         """Give a state's file its name. Raises OSError if that cannot be; then the state is not there either."""
@@ -249,10 +236,6 @@ class StateLibrary:
         del self._infos[name]
         assert info is not None, "what the pool has is listed"
         return info
-
-    def close(self) -> None:
-        """Begin to read nothing more."""
-        self._thread.close()
 
 
 @contextlib.contextmanager
@@ -297,10 +280,7 @@ def _unlink(path: Path | None) -> None:
 
 def _check(call: AddState) -> None:
     """Raises ServiceError for a name or an orientation that there cannot be."""
-    if not STATE_NAME.fullmatch(call.name):
-        raise invalid(
-            "name", "must be 1..64 letters, digits, '.', '_' or '-', beginning with one of the first", call.name
-        )
+    check_name(call.name)
     if call.orientation not in (AUTO, VALUE_KEY, KEY_VALUE):
         raise invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)
     if [bool(call.file), bool(call.content), bool(call.mixture)].count(True) != 1:

@@ -51,7 +51,7 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
     _narrow_format(schema)
     for name in LIMITS:
         limit = schema.get(name)
-        if isinstance(limit, int | float) and not -LARGEST <= limit <= LARGEST:
+        if isinstance(limit, int | float) and LARGEST < abs(limit) < math.inf:  # of others, see `check_numbers`
             if strict:
                 raise GrammarError(f"{name} is beyond 2^53, where numbers are not exact: {limit}", place)
             del schema[name]

@@ -42,7 +42,7 @@ class TunedStates:
     def check_new(self, name: str) -> None:
         """Raises NameTaken or PoolFull if no state of that name could be added."""
         if name in self._by_name:
-            raise NameTaken(f"there is a tuned state {name!r} already; delete it first, or choose another name")
+            raise NameTaken("a tuned state", name)
         if len(self._by_name) >= self._config.max_states:
             raise PoolFull(
                 f"{len(self._by_name)} tuned states are loaded, the limit is {self._config.max_states} (--max-states); "

@@ -18,7 +18,7 @@ def test_a_failure_of_a_request_names_its_field() -> None:
 
 
 def test_the_pools_failures_keep_their_kind() -> None:
-    info = as_table("the state could not be loaded")(NameTaken("there is one")).info
+    info = as_table("the state could not be loaded")(NameTaken("a state", "poet")).info
     assert (info.kind, info.field) == (ErrorKind.NAME_TAKEN, "name")
 
 

@@ -276,7 +276,8 @@ def test_a_fault_while_one_is_put_beside_the_weights_is_told_and_the_engine_goes
 def test_wishes_that_cannot_be(engine: Engine, arguments: dict[str, Any], kind: ErrorKind, why: str) -> None:
     with pytest.raises(ServiceError, match=why) as refused:
         call(engine, "adapter_add", **arguments)
-    assert refused.value.info.kind is kind
+    info = refused.value.info
+    assert info.kind is kind and info.field is not None and info.given == arguments[info.field]
 
 
 def test_their_number_is_limited(model: Path) -> None:

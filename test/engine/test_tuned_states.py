@@ -353,7 +353,9 @@ def test_what_cannot_be_loaded(engine: Engine, fields: dict[str, str], kind: Err
     before = [info.name for info in call(engine, "state_list")]
     with pytest.raises(ServiceError) as refused:
         call(engine, "state_add", **fields)
-    assert refused.value.info.kind is kind and why in refused.value.info.message
+    info = refused.value.info
+    assert info.kind is kind and why in info.message
+    assert info.field is not None and (info.given or None) == fields.get(info.field)
     assert [info.name for info in call(engine, "state_list")] == before
 
 

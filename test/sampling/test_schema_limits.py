@@ -92,6 +92,11 @@ def test_numbers_that_are_not_served_are_refused_by_their_place(
         with pytest.raises(GrammarError, match=r"^(NaN|integers).* are not served") as refusal:
             compiler.compile(Constraint(form=Form.JSON_SCHEMA, source=source % number, strict=strict))
         assert refusal.value.place == place
+    if number in ("NaN", "-Infinity", "1e999"):
+        source = '{"properties": {"a": {"type": "number", "minimum": %s}}}'
+        with pytest.raises(GrammarError, match=r"^NaN.* are not served") as refusal:
+            compiler.compile(Constraint(form=Form.JSON_SCHEMA, source=source % number, strict=strict))
+        assert refusal.value.place == ".properties.a.minimum"
     for value in (2**53, -(2**53), 0.1, {"const": 2**53 - 1}):
         assert takes(compiler, schema({"const": value, "title": 2**60}, strict=strict), value)
     with pytest.raises(GrammarError, match=r"^integers of 20 digits") as refusal:

@@ -18,7 +18,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus, ModelWish
 from state_pool.config import PoolConfig
-from supervisor.engine_configs import model_config
+from supervisor.engine_configs import as_asked, model_config
 from supervisor.engines import SPARE_S, Engines, ModelLimits
 from test.serving import Service, children, wait_for
 
@@ -124,6 +124,13 @@ def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: S
     unload(fake, "near")
 
 
+def test_why_an_engine_cannot_start_is_told_in_words_of_the_request() -> None:
+    reason = "no GPU; name another in --pp-devices, like cpu, or lower --max-running; check --model-path and --max-rows"
+    told = "no GPU; name another in `devices`, like cpu, or lower `max_running`; check `file` and --max-rows"
+    assert as_asked(reason, is_own=False) == told
+    assert as_asked(reason, is_own=True) == reason.replace("--pp-devices", "`devices`")
+
+
 def test_who_does_not_wait_is_told_that_a_model_leaves(fake: Service) -> None:
     load(fake, "good.pth", "going")
     answer = fake.post("/v1/models/unload", {"name": "going"}, headers=ADMIN)
@@ -141,7 +148,9 @@ def test_an_unknown_name_is_404_with_the_list(fake: Service) -> None:
 @pytest.mark.parametrize("name", ["broken", "dying"])
 def test_a_model_that_cannot_be_loaded_says_why_and_harms_nothing(fake: Service, name: str) -> None:
     told = load(fake, f"{name}.pth", name)
-    assert told["status"] == "failed" and ("is not a model" in told["error"] or "exit code 3" in told["error"])
+    assert told["status"] == "failed" and (
+        "is not a model; give another `file`" in told["error"] or "exit code 3" in told["error"]
+    )
     everywhere(fake, name, 404)
     assert told["error"] in fake.post(CHAT, {**WHO, "model": name}).json()["error"]
     assert fake.get(f"/v1/models/{name}").json()["error"] == told["error"] and who(fake, "rwkv7") == "rwkv7"
