@@ -119,6 +119,46 @@ MUTANTS: list[Mutant] = [
                 "test/engine/test_row_ends.py::test_a_failed_job_tells_nothing_behind_its_error",
             ),
             (
+                "if self._jobs.get(job.job_id) is job:\n                self._end_job(job, FinishReason.TIMEOUT)",
+                "if job.job_id in self._jobs:\n                self._end_job(self._jobs[job.job_id], FinishReason.TIMEOUT)",
+                "a deadline ends a later job of the same id",
+                "test/engine/test_row_ends.py::test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id",
+            ),
+            (
+                "            if row in job.live:  # else it ended",
+                "            if True:  # else it ended",
+                "scores of an ended row",
+                "test/engine/test_row_ends.py::test_a_failed_job_tells_nothing_behind_its_error",
+            ),
+            (
+                "for sequence in [row.sequence for row in rows if row.ends]:",
+                "for sequence in ():",
+                "only read, never ended",
+                "test/engine/test_prompt_scoring.py::test_a_row_that_only_reads",
+            ),
+            (
+                "            done = job.unfinished == 0\n",
+                "            done = bool(job.deltas)\n",
+                "the first news of a job is its last",
+            ),
+            (
+                "if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:",
+                "if sequence.spare_slot == NO_SLOT and not several:",
+                "a row that begins from another's state never lets go of it",
+            ),
+            (
+                "return has_forked and any(0 <=",
+                "return False and any(0 <=",
+                "rows go on from a prompt whose step failed",
+            ),
+        ],
+        ci=(8,),
+    ),
+    *of(
+        "rwkv_batch/core/job_rows.py",
+        (*JOBS, "test/engine/test_giving_way.py"),
+        [
+            (
                 "if waiting + job.num_rows > limit:",
                 "if waiting > limit:",
                 "one job may overfill the queue",
@@ -149,51 +189,17 @@ MUTANTS: list[Mutant] = [
                 "ignore_eos feeds the end token",
             ),
             (
-                "if self._jobs.get(job.job_id) is job:\n                self._end_job(job, FinishReason.TIMEOUT)",
-                "if job.job_id in self._jobs:\n                self._end_job(self._jobs[job.job_id], FinishReason.TIMEOUT)",
-                "a deadline ends a later job of the same id",
-                "test/engine/test_row_ends.py::test_a_deadline_is_that_of_its_job_and_of_no_later_one_of_the_same_id",
-            ),
-            (
-                "            if row in job.live:  # else it ended",
-                "            if True:  # else it ended",
-                "scores of an ended row",
-                "test/engine/test_row_ends.py::test_a_failed_job_tells_nothing_behind_its_error",
-            ),
-            (
-                "for sequence in [row.sequence for row in rows if row.ends]:",
-                "for sequence in ():",
-                "only read, never ended",
-                "test/engine/test_prompt_scoring.py::test_a_row_that_only_reads",
-            ),
-            (
                 "request.num_rows > 1 and len(request.prompt) > 1",
                 "False",
                 "every answer of n reads the prompt again",
                 "test/engine/test_row_ends.py::test_a_shared_prompt_that_is_cancelled_ends_all_the_rows_it_stands_for",
             ),
             (
-                "            done = job.unfinished == 0\n",
-                "            done = bool(job.deltas)\n",
-                "the first news of a job is its last",
-            ),
-            (
                 "            number += request.num_rows\n",
                 "            number += 1\n",
                 "rows of n > 1 bear other rows' numbers",
             ),
-            (
-                "if sequence.shared is None and sequence.spare_slot == NO_SLOT and not several:",
-                "if sequence.spare_slot == NO_SLOT and not several:",
-                "a row that begins from another's state never lets go of it",
-            ),
-            (
-                "return has_forked and any(0 <=",
-                "return False and any(0 <=",
-                "rows go on from a prompt whose step failed",
-            ),
         ],
-        ci=(8,),
     ),
     *of(
         "rwkv_batch/core/state_manager.py",
