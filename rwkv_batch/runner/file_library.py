@@ -72,7 +72,7 @@ def check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def named_as_asked(path: Path, asked: str) -> Iterator[None]:
-    """Failures over a file name it as the request did ("": it was sent): where it is, is nobody's business."""
+    """Raises FileErrors over a file as the request named it ("": it was sent): where it is, is nobody's business."""
     try:
         yield
     except FileError as error:
