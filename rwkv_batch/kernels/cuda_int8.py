@@ -1,4 +1,4 @@
-"""Products of rows in two bytes with int8 weights on Hopper's tensor cores (csrc/wide_int8.cu)."""
+"""Products of rows in two bytes with int8 weights on Hopper's tensor cores (csrc/wide_int8.cuh)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Int8Map(NamedTuple):
     """One map of a launch."""
 
     weight: Tensor
-    """[n, k] uint8, 128 added"""
+    """[n, k] uint8, 128 added; or [k, n]"""
     weight_scales: Tensor
     """[k / 128, n] fp16"""
     x: Tensor
@@ -48,6 +48,8 @@ class Int8Map(NamedTuple):
     y_scales: Tensor | None
     """[n / 128, pitch, 2] as x_scales, of results as x; None: others"""
     activation: int
+    turned: bool = False
+    """whether the weight is [k, n]: of a map alone, x with a scale for 128 inputs, y not as x"""
 
 
 def pitch_of(rows: int) -> int:
@@ -66,17 +68,21 @@ def launch_wide_int8(maps: Sequence[Int8Map], halves: Sequence[HalfMap] = (), la
     if count > MAX_WIDE_MAPS or rows > MAX_PARTS_ROWS:
         raise ValueError(f"a launch takes {MAX_WIDE_MAPS} maps of {MAX_PARTS_ROWS} rows, not {count} of {rows}")
     work, pitch, to_shares = prepare_wide(device), pitch_of(rows), maps[0].y.dtype == torch.float32
-    groups = len(maps[0].x_scales) * BYTES_GROUP // maps[0].weight.shape[1]
+    turned = maps[0].turned
+    groups = len(maps[0].x_scales) * BYTES_GROUP // maps[0].weight.shape[not turned]
     args = WideInt8Args(count=count, late=len(late), rows=rows, pitch=pitch, groups=groups, to_shares=to_shares)
+    args.turned = turned
     shapes = []
     for slot, m in zip(args.maps, maps, strict=False):
-        n, k = m.weight.shape
+        n, k = reversed(m.weight.shape) if m.turned else m.weight.shape
         in_bytes = m.y_scales is not None
         made = (rows, 2, n) if in_bytes else (rows, n)
         if to_shares:
             made = (num_shares(rows, n, k, len(work.partial)), rows, n)
         fits = m.x.shape == (rows, 2, k) and m.y.shape == made and groups in GROUPS
         scaled = m.weight_scales.shape == (k // 128, n) and m.x_scales.shape == (k // BYTES_GROUP * groups, pitch, 2)
+        if turned:
+            fits = fits and count == 1 and groups == 1 and not in_bytes
         if m.y_scales is not None:
             scaled = scaled and n % BYTES_GROUP == 0 and m.y_scales.shape == (n // BYTES_GROUP, pitch, 2)
         if not fits or not scaled:
@@ -97,4 +103,4 @@ def launch_wide_int8(maps: Sequence[Int8Map], halves: Sequence[HalfMap] = (), la
     plan = plan_wide(rows, tuple(shapes), len(work.partial), not shares_processors(), FP8_DEPTH, PARTS_TILE_ROWS)
     args.tile_rows, args.splits = plan.tile_rows, HALF_SPLITS if halves else plan.splits
     args.partial, args.counters = work.partial.data_ptr(), work.counters.data_ptr()
-    hopper_library().call("rwkv_wide_int8", ctypes.byref(args))
+    hopper_library().call("rwkv_wide_int8_turned" if turned else "rwkv_wide_int8", ctypes.byref(args))

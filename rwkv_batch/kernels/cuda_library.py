@@ -37,6 +37,7 @@ HOPPER_NAMES = (
     "wide_fp8_turned",
     "wide_parts",
     "wide_int8",
+    "wide_int8_turned",
     "wide_codes_fp8",
     "wide_codes_int8",
     "wide_codes_int4",
@@ -192,7 +193,7 @@ class WideFp8Args(Structure):
 
 
 class WideInt8Map(Structure):
-    """Mirrors the struct in wide_int8.cu."""
+    """Mirrors the struct in wide_int8.cuh."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y", "y_scales")],
@@ -201,11 +202,12 @@ class WideInt8Map(Structure):
 
 
 class WideInt8Args(Structure):
-    """Mirrors the struct in wide_int8.cu."""
+    """Mirrors the struct in wide_int8.cuh."""
 
     _fields_ = [
         ("maps", WideInt8Map * MAX_WIDE_MAPS),
-        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits", "pitch", "groups", "to_shares")],
+        *[(name, c_int) for name in ("count", "late", "rows", "tile_rows", "splits")],
+        *[(name, c_int) for name in ("pitch", "groups", "to_shares", "turned")],
         ("partial", c_void_p),
         ("counters", c_void_p),
     ]
@@ -279,6 +281,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_wide_fp8_turned": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_parts": [POINTER(WideFp8Args), c_void_p],
     "rwkv_wide_int8": [POINTER(WideInt8Args), c_void_p],
+    "rwkv_wide_int8_turned": [POINTER(WideInt8Args), c_void_p],
     "rwkv_wide_row": [POINTER(QuantArgs), c_void_p],
     "rwkv_add_sums": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_wide_few": [POINTER(QuantArgs), c_void_p],

@@ -284,7 +284,7 @@ class CudaQuantLinear(Linear):
         """Whether so many rows are multiplied in two parts, unless results are fp32 (`gives_floats`)."""
         p = self.packed
         return (
-            (self.format is Format.FP8 or (self.format is Format.INT8 and not p.transposed))
+            self.format in (Format.FP8, Format.INT8)
             and not self.is_few(rows)
             and fits_wide_parts(rows, p.outputs, p.inputs, p.codes.device)
         )
@@ -341,15 +341,14 @@ class CudaQuantLinear(Linear):
 class CudaQuantValue(CudaQuantLinear):
     """ffn.value: transposed, so that rows whose input is zero need not be read.
 
-    As stored as well where products of rows in codes want that: of int8 on Hopper (rows in bytes), and of fp8
-    elsewhere, where every product would have to turn it.
+    As stored as well where every product of rows in codes would have to turn it: of fp8 where there is no Hopper.
     """
 
     def __init__(self, stored: Quantised) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
         super().__init__(stored, transposed=True)
         device = stored.codes.device
-        both = stored.format is Format.INT8 if has_wide(device) else is_multiplied_by_codes(stored.format, device)
+        both = is_multiplied_by_codes(stored.format, device) and not has_wide(device)
         self.as_stored = CudaQuantLinear(stored) if both else None
 
     @property
@@ -532,7 +531,7 @@ def _fp8_map(m: CodeMap) -> Fp8Map:
 def _int8_map(m: CodeMap) -> Int8Map:
     assert m.scales is not None, "bytes have scales"
     packed = m.linear.packed
-    return Int8Map(packed.codes, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation)
+    return Int8Map(packed.codes, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation, packed.transposed)
 
 
 def multiply_few(

@@ -27,8 +27,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated("wide_int8", tmp_path_factory.mktemp("emulated"))
 
 
+@pytest.fixture(scope="module")
+def of_turned(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Those of weights [k, n]."""
+    return emulated("wide_int8_turned", tmp_path_factory.mktemp("emulated"))
+
+
 @pytest.fixture(autouse=True)
-def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
     class Kernels:
@@ -36,7 +42,7 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
-            call(library, name, *args)
+            call(of_turned if name.endswith("turned") else library, name, *args)
 
     work = Workspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
     for module in (cuda_int8, cuda_wide):
@@ -48,7 +54,8 @@ def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_int8, "prepare_wide", lambda device: work)
     monkeypatch.setattr(cuda_int8, "HALF_SPLITS", 1)
     monkeypatch.setattr(cuda_int8, "fits_halves_beside", lambda *args: True)
-    library.emulation_set(1, 227 << 10)
+    for each in (library, of_turned):
+        each.emulation_set(1, 227 << 10)
 
 
 def error(y: Tensor, true: Tensor) -> float:
@@ -67,6 +74,11 @@ def int8_map(
     if in_bytes:
         y, scales = torch.full((rows, 2, n), 77, dtype=torch.int8), torch.full((n // 128, pitch_of(rows), 2), torch.nan)
     return Int8Map(packed.codes, packed.scales, *x, y, scales, activation), dequantise(stored)
+
+
+def turned(m: Int8Map) -> Int8Map:
+    """The same of codes [k, n], with a place of its own for results, poisoned."""
+    return m._replace(weight=m.weight.T.contiguous(), y=torch.full_like(m.y, torch.nan), turned=True)
 
 
 @pytest.mark.parametrize(("rows", "group"), [(5, 64), (32, 128), (41, 64)])
@@ -92,6 +104,19 @@ def test_rows_in_bytes(rows: int, group: int) -> None:
     assert_items_fit(maps[1].y, maps[1].y_scales)
     assert error(y, (x.float() @ weight.float().T).tanh()) < 1e-3
     assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [9, 41])
+def test_codes_as_inputs_lie(rows: int) -> None:
+    """To the bit what codes [n, k] give. The map's last tile is narrower; what is no number stays so."""
+    halves = torch.randn(rows, 384).half() * 10.0 ** torch.randint(-2, 2, (rows, 384)).half()
+    halves[3, 200] = torch.nan
+    made, _ = int8_map(bytes_of(halves), 272, False)
+    other = turned(made)
+    launch_wide_int8([made])
+    launch_wide_int8([other])
+    assert torch.equal(other.y.view(torch.int16), made.y.view(torch.int16))
+    assert made.y.isfinite().all(1).tolist() == [row != 3 for row in range(rows)]
 
 
 def test_a_row_is_the_same_whatever_the_others_hold() -> None:
@@ -127,20 +152,29 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         launch_wide_int8([made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))])
     with pytest.raises(ValueError, match="do not fit"):
         launch_wide_int8([made._replace(x_scales=made.x_scales[:, :9])])
+    for refused in (other, made._replace(y_scales=torch.empty(1, 10, 2), y=torch.empty(9, 2, 96, dtype=torch.int8))):
+        with pytest.raises(ValueError, match="do not fit"):
+            launch_wide_int8([refused._replace(weight=refused.weight.T.contiguous(), turned=True)])
+    with pytest.raises(ValueError, match="do not fit"):
+        launch_wide_int8([turned(made), turned(made)])
     with pytest.raises(ValueError, match="64 rows, not 1 of 65"):
         launch_wide_int8([int8_map(bytes_of(torch.randn(65, 128).half()), 32, False)[0]])
 
 
 @pytest.mark.parametrize("rows", [7, 40])
-def test_shares(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """What blocks that share k come to; none waits for another. The map's last tile is narrower."""
-    library.emulation_set(8, 227 << 10)
+def test_shares(library: ctypes.CDLL, of_turned: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """What blocks that share k come to; none waits for another. The map's last tile is narrower. Of both orders."""
+    for each in (library, of_turned):
+        each.emulation_set(8, 227 << 10)
     for module in (cuda_int8, cuda_wide):
         monkeypatch.setattr(module, "shares_processors", lambda: False)
-    made, w = int8_map(bytes_of(torch.randn(rows, 1024).half(), 64), 144, False)
+    made, w = int8_map(bytes_of(torch.randn(rows, 1024).half()), 144, False)
     shares = torch.full((4, rows, 144), torch.nan)
     launch_wide_int8([made._replace(y=shares)])
     assert error(shares.sum(0), meaning(made.x, made.x_scales) @ w.T) < 1e-5
+    in_turn = torch.full_like(shares, torch.nan)
+    launch_wide_int8([turned(made)._replace(y=in_turn)])
+    assert torch.equal(in_turn, shares)
     k = 256 * torch.arange(5)
     first = meaning(made.x, made.x_scales)[:, k[1] : k[2]] @ w[:, k[1] : k[2]].T
     assert error(shares[1], first) < 1e-5

@@ -36,6 +36,9 @@ public:
         even = swapped ? 0x2064 : 0x6420, odd = swapped ? 0x3175 : 0x7531;
     }
 
+    // What depends on the thread alone stays in registers: nvcc makes it anew for every tile otherwise.
+    __device__ __forceinline__ void keep() { asm volatile("" : "+r"(offset), "+r"(even), "+r"(odd)); }
+
     // The operand's registers for inputs STEP * step .. of the tile at `tile`: (row, k), (row + 8, k), (row, k + 16), (row + 8, k + 16).
     __device__ __forceinline__ void read(uint32_t (&a)[4], uint32_t tile, int step) const {
         uint32_t pairs[4];

@@ -28,8 +28,6 @@ struct WideFp8Args {
     void* counters;
 };
 
-constexpr int TURNED_INPUTS = 128;  // of a tile of codes [k, n]
-
 // The launch with its tensor maps; false: there can be none.
 inline bool describe_fp8(WideLaunch& p, const WideFp8Args& args) {
     if (encode_tiled() == nullptr) return false;
@@ -44,7 +42,7 @@ inline bool describe_fp8(WideLaunch& p, const WideFp8Args& args) {
         const bool parts = m.weight_scales != nullptr && m.input_scales == nullptr;
         const bool described = parts ? describe(&p.inputs[i], m.x, type, args.rows, m.k, 2 * m.k, 2, box_rows, 2, TILE_BYTES, m.k)
                                      : describe_rows(&p.inputs[i], m.x, type, args.rows, m.k, box_rows);
-        const bool weights = args.turned ? describe(&p.weights[i], m.weight, type, m.k, m.n, m.n, 1, TURNED_INPUTS, 1, TILE_BYTES, TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_NONE)
+        const bool weights = args.turned ? describe_turned(&p.weights[i], m.weight, m.n, m.k)
                                          : describe_rows(&p.weights[i], m.weight, type, m.n, m.k, OUTPUTS);
         if (!described || !weights) return false;
         p.weight_scales[i] = static_cast<const float*>(m.weight_scales);

@@ -24,6 +24,8 @@ inline EncodeTiled encode_tiled() {
     return found;
 }
 
+constexpr int TURNED_INPUTS = 128;  // of a tile of codes [k, n]
+
 struct ElementType {
     CUtensorMapDataType type;
     int bytes;
@@ -49,6 +51,11 @@ inline bool describe(
 // A matrix [rows, k] in boxes of [box_rows][128 bytes].
 inline bool describe_rows(CUtensorMap* map, const void* matrix, ElementType element, int rows, int k, int box_rows) {
     return describe(map, matrix, element, rows, k, k, 1, box_rows, 1);
+}
+
+// Codes [k, n] in boxes of [128 inputs][128 outputs]; the L2 cache brings in no more than these.
+inline bool describe_turned(CUtensorMap* map, const void* matrix, int n, int k) {
+    return describe(map, matrix, BYTES, k, n, n, 1, TURNED_INPUTS, 1, TILE_BYTES, TILE_BYTES, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 // Of a launch all but its tensor maps and scales.

@@ -245,24 +245,33 @@ void multiply_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int
   }
   meet_warp();
 }
-// The same of codes of 8 bits, m64nNk32: e4m3 in registers, b of e4m3 or of e5m2.
-template <int N, __nv_fp8_interpretation_t SECOND>
-void multiply_code_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+// The same of bytes, m64nNk32: what `product` makes of one of each operand.
+template <int N, typename Sum, typename Product>
+void multiply_rows_of_bytes(Sum (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add, const Product& product) {
   const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
-  const auto number = [](uint32_t byte, auto kind) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte & 0xff, kind))); };
   std::memcpy(threads[running].operands, a, sizeof a);
   meet_warp();
   for (int i = 0; i < N / 2; ++i) {
     const int n = i / 4 * 8 + 2 * t + i % 2, low = i % 4 / 2;
-    float sum = add ? sums[i] : 0.0f;
+    Sum sum = add ? sums[i] : Sum();
     for (int k = 0; k < 32; ++k) {
       const uint32_t word = threads[first + g * 4 + k % 16 / 4].operands[low + k / 16 * 2];
-      const uint32_t at = swizzled(static_cast<uint32_t>(b) + n * 128 + k, false);
-      sum += number(word >> (8 * (k % 4)), __NV_E4M3) * number(shared<uint8_t>(at), SECOND);
+      sum += product(word >> (8 * (k % 4)) & 0xff, shared<uint8_t>(swizzled(static_cast<uint32_t>(b) + n * 128 + k, false)));
     }
     sums[i] = sum;
   }
   meet_warp();
+}
+// Of codes: e4m3 in registers, b of e4m3 or of e5m2.
+template <int N, __nv_fp8_interpretation_t SECOND>
+void multiply_code_rows(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  const auto number = [](uint32_t byte, auto kind) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, kind))); };
+  multiply_rows_of_bytes<N>(sums, a, b, add, [&](uint32_t x, uint32_t y) { return number(x, __NV_E4M3) * number(y, SECOND); });
+}
+// Of whole numbers: u8 in registers, b of s8.
+template <int N>
+void multiply_byte_rows(int (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+  multiply_rows_of_bytes<N>(sums, a, b, add, [](uint32_t x, uint32_t y) { return static_cast<int>(x) * static_cast<int8_t>(y); });
 }
 // The same with the first operand [64][32 bytes] in shared memory as well; of halves, or of e4m3 codes with such or with e5m2.
 enum Operands { WORDS, CODES, PARTS };

@@ -111,6 +111,12 @@ void multiply_bytes(int (&sums)[N / 2], uint32_t a, uint32_t b, int add) {
 """
     """
 template <int N>
+void multiply_bytes(int (&sums)[N / 2], const uint32_t (&a)[4], uint32_t b, int add) {
+  emulation::multiply_byte_rows<N>(sums, a, b << 4, add);
+}
+"""
+    """
+template <int N>
 void multiply_registers(float (&sums)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
   emulation::multiply_rows<N>(sums, a, b << 4, add);
 }
