@@ -20,6 +20,7 @@ from rwkv_batch.kernels.cuda_quant import (
     RowCodes,
     added_up,
     make_quantised,
+    multiply_to_shares,
 )
 from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.model.layer import Entrance, Projections
@@ -188,6 +189,24 @@ def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
     assert error(linear(given), meaning(*given) @ dequantise(stored).T) < 3e-4
 
 
+@pytest.mark.parametrize("n, k", [(4096, 16384), (1056, 4096), (768, 3072)])
+@pytest.mark.parametrize("rows", [1, *ROWS])
+def test_value_is_multiplied_as_its_inputs_lie(stage: Stage, rows: int, n: int, k: int) -> None:
+    """As the same codes where they lie by outputs, to the bit, each time; whatever other rows hold."""
+    stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.INT8)
+    value, by_outputs = CudaQuantValue(stored), CudaQuantLinear(stored)
+    assert value.num_bytes == by_outputs.num_bytes, "it is held once"
+    hidden = torch.relu(normal(rows, k)) * 10.0 ** torch.randint(-1, 2, (rows, k), device=GPU).half()
+    given = value.row_parts(hidden)
+    poison_memory()
+    y, shares = value(given), multiply_to_shares(value, given)
+    assert error(y, hidden.float() @ dequantise(stored).T) < 1e-3
+    assert torch.equal(y, by_outputs(given)) and torch.equal(added_up(shares), y)
+    kept = torch.arange(rows, device=GPU) % 3 == 0
+    others = spoilt(given, kept)
+    assert all(torch.equal(value(others)[kept], y[kept]) for _ in range(20))
+
+
 @pytest.mark.parametrize("rows", [9, 32, 64])
 def test_logits_of_bytes(stage: Stage, rows: int) -> None:
     """The head's, in fp32, against fp32; a row's the same bits in every tile."""
@@ -208,15 +227,14 @@ def test_hidden_values_in_bytes(stage: Stage, rows: int) -> None:
     """What ffn.key's launch writes stands for the halves that it writes otherwise."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer) and isinstance(layer.ffn_value, CudaQuantValue)
-    dense = layer.ffn_value.as_stored
-    assert dense is not None and isinstance(layer.ffn_key, CudaQuantLinear)
+    assert isinstance(layer.ffn_key, CudaQuantLinear)
     x = normal(rows, WIDTH)
     hidden, _ = stage.ops._hidden_quantised(layer, layer.ffn_value, x, None)
     with mock.patch.object(cuda, "multiply_to_shares", wraps=cuda.multiply_to_shares) as multiply:
         stage.ops.channel_mix(layer, layer.ffn_key.row_parts(x))
     given = multiply.call_args.args[1]
     assert_items_fit(given.codes, given.scales)
-    assert same(given, dense.row_parts(hidden))
+    assert same(given, layer.ffn_value.row_parts(hidden))
 
 
 @pytest.mark.parametrize("rows", ROWS)
