@@ -49,9 +49,8 @@ class Precision:
             return self.weights.itemsize
         if self.device.type != "cuda":
             return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05}[self.storage]
-        if torch.cuda.get_device_capability(self.device)[0] == HOPPER:
-            return {Format.FP8: 1.1, Format.INT8: 1.4, Format.INT4: 0.6}[self.storage]
-        return {Format.FP8: 1.4, Format.INT8: 1.05, Format.INT4: 0.6}[self.storage]
+        of_fp8 = 1.1 if torch.cuda.get_device_capability(self.device)[0] == HOPPER else 1.4
+        return {Format.FP8: of_fp8, Format.INT8: 1.05, Format.INT4: 0.6}[self.storage]
 
     @property
     def weights_name(self) -> str:
