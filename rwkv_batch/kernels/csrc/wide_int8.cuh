@@ -168,11 +168,8 @@ __device__ __forceinline__ void fetch_int8(const Int8Launch& p, const Block& blo
             wait_barrier(block.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = block.full + 8 * slot.stage, to = block.ring + slot.stage * Tile::BYTES;
             expect_bytes(barrier, bytes);
-            if (TURNS_CODES<KIND>) {  // what the L2 cache brings in with it is another block's, perhaps not at once
-                copy_box(to, map, work.output, step * 128, 0, barrier, EVICT_NORMAL);
-            } else {
-                copy_box(to, map, step * (work.half ? 64 : 128), work.output, 0, barrier, EVICT_FIRST);
-            }
+            const int input = step * (work.half ? 64 : 128);
+            copy_box(to, map, TURNS_CODES<KIND> ? work.output : input, TURNS_CODES<KIND> ? input : work.output, 0, barrier, EVICT_FIRST);
             if (!work.half) {
                 const __half* const scales = p.weight_scales[work.map] + static_cast<int64_t>(step) * n + work.output;
                 copy_line(to + Tile::WEIGHT_SCALES_AT, scales, scale_bytes, barrier);
