@@ -17,7 +17,6 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.errors import StartupError
-from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.decode_graphs import DecodeGraphs, LastTokens
@@ -25,9 +24,9 @@ from rwkv_batch.runner.drawing import Drawing, Drawn, Launched, TokenDrawn, Undr
 from rwkv_batch.runner.giving_way import behind_others, set_compute_threads
 from rwkv_batch.runner.graph_capture import CaptureError
 from rwkv_batch.runner.host_copy import TokenCopies
+from rwkv_batch.runner.launch_parts import LaunchParts, are_all_plain, parted_by_kind
 from rwkv_batch.runner.memory import Memory
-from rwkv_batch.runner.mixed_graphs import MixedSize
-from rwkv_batch.runner.mixtures import mixed, num_states, read_slots, write_slots
+from rwkv_batch.runner.mixtures import mixed, read_slots, write_slots
 from rwkv_batch.runner.model_files import under_adapters
 from rwkv_batch.runner.pipeline import Pipeline, as_served, own_devices
 from rwkv_batch.runner.prompt_scores import PromptScorer, RowScores
@@ -87,6 +86,7 @@ class ModelRunner:
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
         stages, parameters = self.pipeline.stages, self.weights.num_parameters
         self.graphs = StepGraphs.over(stages, self.sampler(""), self.limits, config, self.steps_in_flight, parameters)
+        self._parts = LaunchParts(self.graphs, self.pipeline, self._drawing, self.pool.adapters)
         self._require_pieces()
         decode = self.graphs.decode
         self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
@@ -208,46 +208,8 @@ class ModelRunner:
         return self.graphs.has_pieces
 
     def parts(self, rows: list[ScheduledRow], mixes: bool = True) -> list[list[ScheduledRow]]:
-        """A step's rows as they are launched: all together, those with a constraint last, so that the logits of both
-        kinds lie together; with graphs, rows that decode after the others, or where it `mixes` in the same.
-
-        Rows whose constraint waits for earlier tokens leave their logits where every launch leaves them, so the part
-        that has them is the last one. Rows under an adapter that no graph can hold go before, decoding or not.
-        """
-        if rows and _are_plain(rows):
-            return [rows]
-        routed = [row for row in rows if self._is_routed(row)]
-        rows = [row for row in rows if not self._is_routed(row)] if routed else rows
-        mixtures = self._mixtures_apart(rows)
-        if mixtures:
-            apart = {id(row) for row in mixtures}
-            rows = [row for row in rows if id(row) not in apart]
-        if self.graphs.decode is None:
-            parts = [mixtures, sorted(rows, key=_is_held)]
-        else:
-            reading, decoding = _parted_by_kind(rows)
-            scored = [row for row in reading if row.scored]  # graphs leave their logits and nothing else
-            reading = [row for row in reading if not row.scored]
-            if mixes and reading and decoding and self._mixed_size(decoding, reading) is not None:
-                reading, decoding = [], decoding + reading
-            parts = [reading, scored, *_parted_by_kind(mixtures), decoding]
-        parts = [[row for row in routed if row.scored], [row for row in routed if not row.scored], *parts]
-        return [part for part in parts if part]
-
-    def _is_routed(self, row: ScheduledRow) -> bool:
-        """Whether the row's adapter keeps it out of the graphs that there are."""
-        adapter = row.sequence.adapter
-        return self.graphs.decode is not None and adapter is not None and self.pipeline.is_routed(adapter.place)
-
-    def _mixtures_apart(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
-        """Mixtures that cannot be in a launch with the other rows: of those that decode, a graph holds so many."""
-        mixtures = [row for row in rows if row.sequence.members]
-        graphs = self.graphs.decode
-        if not mixtures or graphs is None:
-            return mixtures if any(row.scored for row in rows) else []
-        if num_states(row for row in rows if row.feeds_back) > graphs.max_rows:
-            return mixtures
-        return [row for row in mixtures if not row.feeds_back]
+        """See `LaunchParts.of`."""
+        return self._parts.of(rows, mixes)
 
     @torch.inference_mode()
     def launch(
@@ -262,10 +224,10 @@ class ModelRunner:
         called between pieces of it, where it has any, and may launch other steps of rows that read; then most of the
         step is done when this returns.
         """
-        are_plain = _are_plain(rows)
+        are_plain = are_all_plain(rows)
         step = Launched(rows, rows if are_plain else [row for row in rows if row.draws])
         self._tokens.bring(max(self._known, *(part.tokens_sent for part in after), 0))
-        is_routed = not are_plain and self._is_routed(rows[0])
+        is_routed = not are_plain and self._parts.is_routed(rows[0])
         graphs = None if is_routed else self.graphs.of_decoding(rows, are_plain)
         if graphs is not None:
             try:
@@ -323,7 +285,7 @@ class ModelRunner:
             self._launch_mixtures(graphs, step, sequences)
             return
         seats = [sequence.seat for sequence in sequences]
-        slots, adapters = _slots_of(sequences), self._adapters_of(sequences)
+        slots, adapters = _slots_of(sequences), self._parts.adapters_of(sequences)
         free, held = parted(step.drawing)
         if free and self._drawing.fits_graphs([sequences[i] for i in free]):
             drawn = graphs.run(seats, *slots, held, adapters, between)
@@ -339,25 +301,16 @@ class ModelRunner:
         seats = [sequence.seat for sequence in sequences for _ in range(1 + len(sequence.members))]
         reads = [slot for sequence in sequences for slot in read_slots(sequence)]
         writes = [slot for sequence in sequences for slot in write_slots(sequence)]
-        adapters = self._adapters_of([sequence for sequence in sequences for _ in range(1 + len(sequence.members))])
+        adapters = self._parts.adapters_of(
+            [sequence for sequence in sequences for _ in range(1 + len(sequence.members))]
+        )
         logits = mixed(graphs.run_logits(seats, reads, writes, adapters), step.drawing)
         self._drawing.draw(step, logits, self._tokens)
 
-    def _mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
-        """The graph that holds both, if they may go together."""
-        if self.graphs.mixed is None or any(row.sequence.members for row in decoding):
-            return None
-        if self._adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
-            return None
-        tokens = sum(row.num_tokens for row in reading)
-        size = self.graphs.mixed_size(len(decoding), len(reading), tokens)
-        drawing = (row.sequence for row in [*decoding, *reading] if row.draws and row.sequence.matcher is None)
-        return size if size is not None and self._drawing.fits_graphs(drawing) else None
-
     def _launch_mixed(self, graphs: DecodeGraphs, step: Launched) -> None:
         """Rows that decode, first, and prompts behind them: one graph draws for both."""
-        reading, decoding = _parted_by_kind(step.rows)
-        size = self._mixed_size(decoding, reading)
+        reading, decoding = parted_by_kind(step.rows)
+        size = self._parts.mixed_size(decoding, reading)
         assert self.graphs.mixed is not None and size is not None, "`parts` has found a size for them"
         self._drawing.admit(row.sequence for row in reading if row.draws)
         sequences = [row.sequence for row in decoding]
@@ -372,12 +325,6 @@ class ModelRunner:
         step.draws.append(Drawn(free, self._copies.start(drawn), places=[places[i] for i in free]))
         if held:
             step.undrawn = Undrawn(held, graphs.logits, held_places)
-
-    def _adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
-        """Where devices have the adapter of each row, 0 for none; None: no row has one."""
-        if not self.pool.adapters.num_held or all(sequence.adapter is None for sequence in sequences):
-            return None
-        return [NO_ADAPTER if one.adapter is None else one.adapter.place for one in sequences]
 
     def _inputs(self, rows: list[ScheduledRow]) -> StepInputs:
         """The rows' tokens, those not known to the host filled in on the device."""
@@ -397,7 +344,7 @@ class ModelRunner:
             writes,
             [i for i, row in enumerate(rows) if row.draws],
         )
-        if (own := self._adapters_of(sequences)) is not None:
+        if (own := self._parts.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(own).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
         ahead = [i for i, sequence in enumerate(sequences) if sequence.is_ahead]
         if ahead:
@@ -498,21 +445,6 @@ class ModelRunner:
 def cpu_part(replicas: int) -> int:
     """Compute threads of one of several engines that share the cores; 0: it has them for itself."""
     return max(1, cores() // replicas) if replicas > 1 else 0
-
-
-def _parted_by_kind(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
-    """Rows that read tokens the host knows, and those that decode, whose tokens a graph finds on the device."""
-    return [row for row in rows if not row.feeds_back], [row for row in rows if row.feeds_back]
-
-
-def _are_plain(rows: list[ScheduledRow]) -> bool:
-    """Whether all rows read the token that they drew last, and nothing has to be known of any (`Sequence.is_plain`)."""
-    return False not in [row.is_plain for row in rows]  # not a generator: it takes twice as long
-
-
-def _is_held(row: ScheduledRow) -> bool:
-    """Whether a constraint says what it may draw."""
-    return row.sequence.matcher is not None
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
