@@ -21,6 +21,9 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
+SESSION_FILES, STORED_FILES = 2, 8
+"""Answers of each kind that an HTTP worker has under way."""
+
 
 class ServingEngine(EngineProtocol, Protocol):
     """An engine that can be away, and that keeps the figures of all workers."""
@@ -129,6 +132,32 @@ class Gate:
             )
 
 
+class Places:
+    """So many of a kind that an HTTP worker has under way. Any thread may leave one."""
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit = limit
+        self._what = what
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    def enter(self) -> None:
+        """Take a place. Raises ServiceError (overloaded) if all are taken."""
+        with self._lock:
+            if self._taken >= self._limit:
+                raise ServiceError(
+                    ErrorKind.OVERLOADED,
+                    f"this HTTP worker has {self._limit} {self._what} under way; try again in a moment",
+                    retry_after_s=1.0,
+                )
+            self._taken += 1
+
+    def leave(self) -> None:
+        """Give it back."""
+        with self._lock:
+            self._taken -= 1
+
+
 @dataclass(slots=True)
 class Context:
     """One per HTTP worker."""
@@ -146,8 +175,10 @@ class Context:
     status 200: only what is written shows whether its client is still there. None: it is waited for."""
     files: Store | None = None
     """Files and batches; None: the service keeps none."""
-    session_files: int = 0
-    """Exports and imports under way: see `routes.session_files.Place`."""
+    session_files: Places = field(default_factory=lambda: Places(SESSION_FILES, "sessions' files"))
+    """Exports and imports: each is in memory here, on its way and in the engine."""
+    stored_files: Places = field(default_factory=lambda: Places(STORED_FILES, "contents of files"))
+    """Contents that clients fetch: each has one of Robyn's threads, however slowly it is read."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents made once at start, by name."""
     defaults: DecodeDefaults = field(default_factory=DecodeDefaults)

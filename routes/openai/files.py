@@ -17,7 +17,8 @@ from routes.exchange import current
 from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Shape
-from routes.response.reply import FILE, Answer, Reply, json_answer
+from routes.response.file_chunks import FileChunks
+from routes.response.reply import FILE, Reply, Stream, json_answer
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
@@ -198,10 +199,15 @@ async def get_file(context: Context, upload: Upload) -> Reply:
     if not name.endswith(_CONTENT):
         return json_answer(shown(file))
     try:
-        content = await asyncio.to_thread(store.content(file.id).read_bytes)
+        content = await asyncio.to_thread(store.content(file.id).open, "rb")
     except FileNotFoundError:
         raise no_such("file", file_id) from None
-    return Answer(content, content_type=FILE)
+    try:
+        context.stored_files.enter()
+    except ServiceError:
+        content.close()
+        raise
+    return Stream(FileChunks(content, context.stored_files.leave), FILE)
 
 
 async def delete_file(context: Context, upload: Upload) -> Reply:

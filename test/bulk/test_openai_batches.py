@@ -137,6 +137,9 @@ def test_files_are_listed_read_and_deleted(fake: Service) -> None:
     files = [client.files.create(file=(f"f{i}.jsonl", content), purpose="batch") for i in range(5)]
     assert files[0].bytes == len(content) and files[0].expires_at == files[0].created_at + 30 * 86400
     assert client.files.content(files[0].id).content == content
+    large = client.files.create(file=("large.jsonl", content * 100_000), purpose="batch")
+    assert client.files.content(large.id).content == content * 100_000
+    client.files.delete(large.id)
     assert [one.id for one in client.files.list(limit=2, order="asc", after=files[1].id)][:2] == [
         files[2].id,
         files[3].id,

@@ -14,11 +14,11 @@ from safetensors.torch import load as load_safetensors
 
 from demo.random_weights import write_random_model
 from routes.config import HttpConfig
-from routes.context import Context, Gate
+from routes.context import SESSION_FILES, Context, Gate
 from routes.readiness import Readiness
 from routes.response.reply import Answer
 from routes.route import Upload
-from routes.session_files import AT_ONCE, ExportQuery, ImportQuery, export_session, import_session
+from routes.session_files import ExportQuery, ImportQuery, export_session, import_session
 from rwkv_batch.errors import ErrorKind, ServiceError
 from state_pool.session_file import SessionFile, decode
 from test.hostile_files import hostile
@@ -169,7 +169,7 @@ def test_few_files_are_under_way_at_once() -> None:
             await asyncio.sleep(0)
             engine.replies.pop(0)(value)
 
-        begun = [begin() for _ in range(AT_ONCE)]
+        begun = [begin() for _ in range(SESSION_FILES)]
         await asyncio.sleep(0)
         for refused in (begin(), asyncio.create_task(export_session(context, Upload(ExportQuery(session_id="s"))))):
             with pytest.raises(ServiceError) as refusal:
@@ -178,7 +178,7 @@ def test_few_files_are_under_way_at_once() -> None:
         await answer(ServiceError(ErrorKind.INVALID_FIELD, "no session"))
         await answer(7)
         assert [type(one) for one in await asyncio.gather(*begun, return_exceptions=True)] == [ServiceError, Answer]
-        again = [begin() for _ in range(AT_ONCE)]
+        again = [begin() for _ in range(SESSION_FILES)]
         for _ in again:
             await answer(7)
         await asyncio.wait_for(asyncio.gather(*again), 10)

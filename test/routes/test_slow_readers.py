@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from routes.session_files import AT_ONCE
+from routes.context import SESSION_FILES
 from test.fake_engine import LARGE_FILE
 from test.serving import Service, wait_for
 
@@ -42,7 +42,7 @@ def test_a_file_is_whole(fake: Service) -> None:
 
 def test_slow_readers_hold_no_more_files_than_there_are_places(fake: Service) -> None:
     wait_for(lambda: fake.get(PATH).status_code == 200, 20, "the places are free")
-    readers = [begun(fake) for _ in range(AT_ONCE)]
+    readers = [begun(fake) for _ in range(SESSION_FILES)]
     refused = fake.get(PATH)
     assert refused.status_code == 429 and "files under way" in refused.text
     assert fake.get("/healthz").status_code == 200

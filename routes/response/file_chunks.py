@@ -1,0 +1,53 @@
+"""A file as an answer: read while its client reads it, whatever its size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import BinaryIO
+
+from routes.exchange import current
+from routes.response.reply import failure, to_json
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 18
+"""Of a file that is handed to Robyn at a time."""
+
+
+class FileChunks:
+    """Implements `Chunks`. `when_left` is called when the file has been read, or its client has gone.
+
+    A disk that fails on the way ends it with a line that says so: what Robyn is given ends as if it were whole.
+    """
+
+    def __init__(self, file: BinaryIO, when_left: Callable[[], None] = lambda: None) -> None:
+        self._file = file
+        self._when_left = when_left
+        self.ended = False
+
+    def __iter__(self) -> FileChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        """The next piece."""
+        if self.ended:
+            raise StopIteration
+        try:
+            piece = self._file.read(PIECE_BYTES)
+        except OSError as error:
+            logger.error("a file cannot be read to its end: %s", error)
+            current().failure = ErrorKind.INTERNAL
+            self.ended = True
+            message = f"the file cannot be read to its end: {error}; fetch it again"
+            return b"\n" + to_json(failure(ErrorInfo(kind=ErrorKind.INTERNAL, message=message))) + b"\n"
+        self.ended = len(piece) < PIECE_BYTES
+        if not piece:
+            raise StopIteration
+        return piece
+
+    def close(self) -> None:
+        """See Chunks."""
+        self._file.close()
+        self._when_left()

@@ -1,0 +1,87 @@
+"""Files as answers: a piece at a time, of so many at once, and what is told of one that cannot be read to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_store.records import Purpose, StoredFile
+from batch_store.store import Store
+from routes.config import HttpConfig
+from routes.context import STORED_FILES, Context, Gate
+from routes.exchange import Exchange, work_on
+from routes.openai.files import FileQuery, get_file
+from routes.readiness import Readiness
+from routes.response.file_chunks import PIECE_BYTES, FileChunks
+from routes.response.reply import Stream
+from routes.route import Upload
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+CONTENT = bytes(range(256)) * (PIECE_BYTES // 128) + b"the end"
+
+
+class Disk(io.BytesIO):
+    """Remembers what it was asked for, and fails behind so many pieces."""
+
+    def __init__(self, content: bytes, pieces: int = 100) -> None:
+        super().__init__(content)
+        self.asked: list[int | None] = []
+        self._pieces = pieces
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.asked.append(size)
+        if len(self.asked) > self._pieces:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().read(size)
+
+
+def test_a_file_is_read_a_piece_at_a_time_and_closed() -> None:
+    disk, left = Disk(CONTENT), []
+    chunks = FileChunks(disk, lambda: left.append(True))
+    assert len(next(chunks)) == PIECE_BYTES and disk.asked == [PIECE_BYTES] and not chunks.ended
+    assert len(b"".join(chunks)) == len(CONTENT) - PIECE_BYTES and set(disk.asked) == {PIECE_BYTES}
+    assert chunks.ended and not left
+    chunks.close()
+    assert disk.closed and left == [True]
+    assert list(FileChunks(io.BytesIO(CONTENT[:PIECE_BYTES]))) == [CONTENT[:PIECE_BYTES]]
+    assert list(FileChunks(io.BytesIO(b""))) == []
+
+
+def test_a_disk_that_fails_on_the_way_is_told_in_the_last_line() -> None:
+    exchange = Exchange(request_id="r", method="GET", route="/", client="c")
+    work_on(exchange)
+    first, last = FileChunks(Disk(CONTENT, pieces=1))
+    assert len(first) == PIECE_BYTES and last.startswith(b"\n") and last.endswith(b"\n")
+    assert "Input/output error; fetch it again" in json.loads(last)["error"]
+    assert exchange.failure is ErrorKind.INTERNAL
+
+
+def test_contents_under_way_are_bounded_and_a_refused_one_is_closed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine: Any = None
+        store = Store(tmp_path, 1 << 30, 10)
+        context = Context(engine, HttpConfig(), Gate(1), Readiness(0), files=store)
+        work_on(Exchange(request_id="r", method="GET", route="/", client="c"))
+        file = StoredFile(
+            id="file-a", owner="", bytes=len(CONTENT), created_at=1, filename="a.jsonl", purpose=Purpose.BATCH
+        )
+        store.add_file(file, CONTENT)
+        upload = Upload(FileQuery(file_id="file-a/content"))
+        streams = [await get_file(context, upload) for _ in range(STORED_FILES)]
+        with pytest.raises(ServiceError, match=f"has {STORED_FILES} contents of files under way") as refusal:
+            await get_file(context, upload)
+        assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
+        for stream in streams:
+            assert isinstance(stream, Stream) and b"".join(stream.chunks) == CONTENT
+            stream.chunks.close()
+        again = await get_file(context, upload)
+        assert isinstance(again, Stream)
+        again.chunks.close()
+
+    asyncio.run(scenario())
