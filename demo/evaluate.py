@@ -152,7 +152,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--oracle", action="store_true", help="the training model's decoder instead of the engine")
     parser.add_argument("--device", default="cpu", help="of the engine several, with commas between: 0,1,2,3")
-    parser.add_argument("--dtype", default="fp32", help="of the engine: fp32, bf16, fp16, fp8, int8 or int4")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the engine: auto (fp16 on CUDA), fp32, bf16, fp16, fp8, int8, int4"
+    )
     parser.add_argument("--wkv-state", default="fp32", help="of the engine: fp32, fp16 or int8")
     args = parser.parse_args()
     if args.oracle:
