@@ -17,6 +17,7 @@ from routes.response.response_models import AdapterEntry, AdapterList
 from routes.route import Upload
 from rwkv_batch.calls import AdapterInfo, AddAdapter, ListAdapters, RemoveAdapter
 from rwkv_batch.errors import ErrorKind
+from rwkv_batch.models_folder import as_named
 
 PATH = "/v1/adapters"
 
@@ -38,7 +39,9 @@ class AdapterBody(Body):
 
 
 def _shown(context: Context, info: AdapterInfo) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(info), "models": adapter_names(context.config.model_name, info.name)}
+    folder = context.config.models_dir
+    told = {"file": as_named(folder, info.file), "error": as_named(folder, info.error)}
+    return {**msgspec.structs.asdict(info), **told, "models": adapter_names(context.config.model_name, info.name)}
 
 
 async def list_adapters(context: Context, query: dict[str, str]) -> Reply:

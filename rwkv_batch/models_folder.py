@@ -34,6 +34,11 @@ def path_within(folder: str, file: str, field: str, otherwise: str = "") -> Path
     return path
 
 
+def as_named(folder: str, text: str) -> str:
+    """A text with files of that folder as requests name them: where the folder is, is nobody's business."""
+    return text.replace(f"{Path(folder).resolve()}/", "") if folder else text
+
+
 def check_adapter_within(folder: str, path: Path, field: str) -> None:
     """Raises ServiceError if what is read with the adapter at a path in --models-dir is elsewhere."""
     files = path.iterdir() if path.is_dir() else (path.with_name(ADAPTER_CONFIG),)

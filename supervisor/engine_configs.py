@@ -10,6 +10,7 @@ import msgspec
 from native.cores import cores
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.served_model import ModelWish
+from rwkv_batch.models_folder import as_named
 from settings import FLAGS
 
 SPARE_CORES = 4
@@ -56,8 +57,9 @@ def model_config(base: EngineConfig, wish: ModelWish, own_engines: int = 1) -> E
     )
 
 
-def as_asked(reason: str, is_own: bool) -> str:
-    """Why an engine that a request asked for cannot start, with the request's fields where it speaks of their flags.
+def as_asked(reason: str, models_dir: str, is_own: bool) -> str:
+    """Why an engine that a request asked for cannot start, in words of the request: its fields where the reason speaks
+    of their flags, files by their paths within --models-dir.
 
     `is_own`: it was to serve the service's own model, of which a request says the devices alone.
     """
@@ -68,7 +70,7 @@ def as_asked(reason: str, is_own: bool) -> str:
         field = fields.get(option[0], "")
         return f"`{field}`" if field in said else option[0]
 
-    return re.sub("--[a-z0-9-]+", named, reason)
+    return re.sub("--[a-z0-9-]+", named, as_named(models_dir, reason))
 
 
 def _leaves_cores(config: EngineConfig, engines: int) -> bool:

@@ -337,7 +337,7 @@ class Engines:
                 case "failed" if not engine.told.has_served:
                     if self._was_there(engine):
                         raise StartupError(value)
-                    engine.tell(ModelStatus.FAILED, error=as_asked(value, engine.told.is_own))
+                    engine.tell(ModelStatus.FAILED, error=as_asked(value, self._config.models_dir, engine.told.is_own))
                 case "failed":
                     logger.error("%s did not start again: %s", engine.child.name, value)
                 case "drained":

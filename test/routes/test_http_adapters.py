@@ -140,8 +140,11 @@ def test_names_that_are_wrong(served: Service, fields: dict[str, str], status: i
     ],
 )
 def test_what_is_not_loaded(served: Service, body: dict[str, Any], status: int) -> None:
-    assert served.post("/v1/adapters", body, headers=ADMIN).status_code == status
-    assert len(served.get("/v1/adapters").json()["data"]) == 2
+    answer = served.post("/v1/adapters", body, headers=ADMIN)
+    told = answer.json()
+    assert answer.status_code == status and told["given"] == body.get(told["field"])
+    listed = {one["name"]: one["file"] for one in served.get("/v1/adapters").json()["data"]}
+    assert listed == {"french": str(TUNED / "french.safetensors"), "spanish": "spanish.safetensors"}
     assert texts(served, adapter="french") == ["Merci beaucoup."]
 
 

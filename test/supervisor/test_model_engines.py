@@ -125,10 +125,11 @@ def test_all_processes_are_in_one_session_and_each_in_a_group_of_its_own(fake: S
 
 
 def test_why_an_engine_cannot_start_is_told_in_words_of_the_request() -> None:
-    reason = "no GPU; name another in --pp-devices, like cpu, or lower --max-running; check --model-path and --max-rows"
-    told = "no GPU; name another in `devices`, like cpu, or lower `max_running`; check `file` and --max-rows"
-    assert as_asked(reason, is_own=False) == told
-    assert as_asked(reason, is_own=True) == reason.replace("--pp-devices", "`devices`")
+    reason = "/models/a/b.pth: name another in --pp-devices, like cpu, or lower --max-running; check --model-path"
+    told = "a/b.pth: name another in `devices`, like cpu, or lower `max_running`; check `file`"
+    assert as_asked(reason, "/models", is_own=False) == told
+    assert as_asked(f"{reason} and --max-rows", "", is_own=False) == f"/models/{told} and --max-rows"
+    assert as_asked(reason, "", is_own=True) == reason.replace("--pp-devices", "`devices`")
 
 
 def test_who_does_not_wait_is_told_that_a_model_leaves(fake: Service) -> None:
