@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <vector>
 
 #undef __shared__
@@ -25,8 +27,6 @@
 namespace emulation {
 
 struct Thread {
-  ucontext_t context;
-  std::vector<char> stack;
   bool done = false;
   int waits_for_block = 0, waits_for_warpgroups = 0, waits_for_warp = 0;  // barriers arrived at so far
   uint32_t operands[8];
@@ -50,15 +50,36 @@ struct TensorMap {
   bool swizzled_64;
 };
 
+constexpr size_t STACK_BYTES = 256 << 10;
+
+// Where a thread goes on, and its stack; each runs the threads of its number of all blocks, one after the other.
+struct Coroutine {
+  ucontext_t entry;
+  jmp_buf at;
+  std::unique_ptr<char[]> stack;
+  bool entered = false;
+};
+
 inline std::vector<Thread> threads;
-inline ucontext_t scheduler;
+inline std::vector<std::unique_ptr<Coroutine>> coroutines;
+inline jmp_buf scheduler;
 inline int running = 0;
 inline dim3 thread_index, block_index, block_size, grid_size;
 inline std::vector<unsigned char> dynamic_shared;
 inline std::map<uint32_t, Barrier> barriers;
 inline int processors = 4, shared_bytes = 227 << 10;
 
-inline void yield() { swapcontext(&threads[running].context, &scheduler); }
+// By setjmp, not swapcontext, which asks the kernel for the mask of signals each time.
+inline void yield() {
+  if (_setjmp(coroutines[running]->at) == 0) _longjmp(scheduler, 1);
+}
+inline void resume() {
+  Coroutine& c = *coroutines[running];
+  if (_setjmp(scheduler) != 0) return;
+  if (c.entered) _longjmp(c.at, 1);
+  c.entered = true;
+  setcontext(&c.entry);
+}
 
 // Until all threads first .. last-1 that still run have arrived as often as this one.
 inline void meet(int Thread::* count, int first, int last) {
@@ -76,20 +97,23 @@ inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, runni
 
 inline std::function<void()> body;
 inline void enter() {
-  body();
-  threads[running].done = true;
-  swapcontext(&threads[running].context, &scheduler);
+  for (;;) {
+    body();
+    threads[running].done = true;
+    yield();
+  }
 }
 
 inline void run_block(int number_of_threads) {
   threads.assign(number_of_threads, {});
-  for (auto& t : threads) {
-    t.stack.resize(256 << 10);
-    getcontext(&t.context);
-    t.context.uc_stack.ss_sp = t.stack.data();
-    t.context.uc_stack.ss_size = t.stack.size();
-    t.context.uc_link = &scheduler;
-    makecontext(&t.context, reinterpret_cast<void (*)()>(enter), 0);
+  while (coroutines.size() < threads.size()) {
+    coroutines.push_back(std::make_unique<Coroutine>());
+    Coroutine& c = *coroutines.back();
+    c.stack.reset(new char[STACK_BYTES]);
+    getcontext(&c.entry);
+    c.entry.uc_stack.ss_sp = c.stack.get();
+    c.entry.uc_stack.ss_size = STACK_BYTES;
+    makecontext(&c.entry, enter, 0);
   }
   for (bool any = true; any;) {
     any = false;
@@ -97,7 +121,7 @@ inline void run_block(int number_of_threads) {
       if (threads[running].done) continue;
       any = true;
       thread_index = dim3(running);
-      swapcontext(&scheduler, &threads[running].context);
+      resume();
     }
   }
 }
