@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,15 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.tools.pool_driver import PoolDriver
 from state_pool.arena import DUMMY_SLOT, ZERO_SLOT
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
-from state_pool.pool import StatePool
-from state_pool.session_page import SessionPage
-from state_pool.sessions import Lease, LeaseState, Session, SessionKey
+from state_pool.sessions import Lease, Session, SessionKey
 
 STATE_WORDS = 32
-_LOOK_AGAIN_S = 0.0005
 
 
 @dataclass
@@ -146,42 +143,12 @@ class Outcome:
         return self.calls == [None]
 
 
-class Driver:
+class Driver(PoolDriver):
     """Plays the engine over a pool and a fake arena, one turn at a time or several at once."""
 
     def __init__(self, arena: FakeArena, config: PoolConfig) -> None:
+        super().__init__(arena, config)
         self.arena = arena
-        self._woken = threading.Event()
-        self.pool = StatePool(arena, config, self._woken.set)
-
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Poll until it holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "the pool did not get there"
-            self.pool.poll()
-            self._woken.wait(_LOOK_AGAIN_S)  # one that spins keeps the pool's threads from their work
-            self._woken.clear()
-
-    def ready(self, lease: Lease) -> Lease:
-        """Wait for a lease; raises its error."""
-        self.until(lambda: lease.poll() is not LeaseState.WAITING)
-        if lease.error is not None:
-            raise lease.error
-        return lease
-
-    def slot(self) -> int:
-        """A slot to write to, waiting for one."""
-        found: list[int] = []
-
-        def take() -> bool:
-            slot = self.pool.allocate()
-            if slot is not None:
-                found.append(slot)
-            return bool(found)
-
-        self.until(take)
-        return found[0]
 
     def compute(self, lease: Lease, tokens: Sequence[int]) -> int:
         """Prefill what is logged and the turn; returns the slot with the state after it."""
@@ -189,13 +156,17 @@ class Driver:
         self.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
         return slot
 
-    def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
-        """A whole turn, acknowledged; raises what it failed with."""
-        lease = self.ready(self.pool.checkout(session_id, branch_from))
-        slot = self.compute(lease, tokens)
+    def give_back(self, lease: Lease, tokens: list[int], slot: int) -> Outcome:
+        """Record a turn that was computed into a slot, and give its lease back; the turn is not acknowledged yet."""
         outcome = Outcome()
         self.pool.record(lease, tokens, outcome)
         self.pool.checkin(lease, slot)
+        return outcome
+
+    def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
+        """A whole turn, acknowledged; raises what it failed with."""
+        lease = self.ready(self.pool.checkout(session_id, branch_from))
+        outcome = self.give_back(lease, tokens, self.compute(lease, tokens))
         self.until(lambda: outcome.known)
         if outcome.calls[0] is not None:
             raise outcome.calls[0]
@@ -216,19 +187,6 @@ class Driver:
         self.until(lambda: outcome.known)
         assert outcome.ok
         return count
-
-    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
-        """A page of the list, waited for; raises what it failed with."""
-        pages: list[SessionPage | Exception] = []
-        self.pool.list_sessions(pages.append, limit, offset)
-        self.until(lambda: bool(pages))
-        if isinstance(pages[0], Exception):
-            raise pages[0]
-        return pages[0]
-
-    def settle(self) -> None:
-        """Poll until nothing is pending."""
-        self.until(lambda: not self.pool.pending)
 
 
 def config_in(folder: Path, **changes: object) -> PoolConfig:
@@ -259,4 +217,11 @@ def writer_waiting(driver: Driver) -> Iterator[None]:
             if changed._waiters:  # type: ignore[attr-defined]
                 yield
                 return
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(driver.look_again_s)
+
+
+def end(*drivers: Driver) -> None:
+    """Close pools in which nothing is pending any more."""
+    for driver in drivers:
+        driver.settle()
+        driver.pool.close()

@@ -105,7 +105,7 @@ def measure_resume(folder: Path, synchronous: str) -> list[dict[str, Any]]:
         for name in [entry.session_id for entry in bench.list_sessions().sessions]:
             before = counters(bench.pool)
             started = time.perf_counter()
-            lease = bench.ready(name)
+            lease = bench.ready(bench.pool.checkout(name))
             tier = TIERS[lease.tier]
             found.setdefault(tier, []).append(time.perf_counter() - started)
             moved[tier] = counters(bench.pool) - before
@@ -137,7 +137,7 @@ def resume_from_log(folder: Path, sizes: dict[str, Any]) -> list[float]:
     times: list[float] = []
     for i in range(8):
         started = time.perf_counter()
-        lease = bench.ready(f"log{i}")
+        lease = bench.ready(bench.pool.checkout(f"log{i}"))
         times.append(time.perf_counter() - started)
         if lease.read_slot != ZERO_SLOT or len(lease.replay) != 2048:
             raise RuntimeError("the session did not come from the log")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.tools.pool_driver import PoolDriver
 from state_pool.config import PoolConfig
-from state_pool.pool import StatePool
-from state_pool.session_page import SessionPage
-from state_pool.sessions import Lease, LeaseState
 
 STATE_PARTS = {"stage0.wkv": ("float16", (32, 64, 64, 64)), "stage0.shift": ("float16", (64, 4096))}
 TURN_TOKENS = 300
@@ -79,34 +77,21 @@ class HostArena:
         )
 
 
-class Bench:
-    """Drives one pool as the engine does: poll, and look."""
+class Bench(PoolDriver):
+    """Drives one pool over real sizes."""
+
+    patience_s = 3600.0
+    look_again_s = 0.0001
 
     def __init__(self, folder: Path, slots: int, **settings: Any) -> None:
-        self.arena = HostArena(slots)
-        self.pool = StatePool(self.arena, PoolConfig(state_db=str(folder / "bench.db"), **settings))
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Poll as a step loop would."""
-        while not condition():
-            self.pool.poll()
-            time.sleep(0.0001)
-
-    def ready(self, name: str) -> Lease:
-        """A session's next turn."""
-        lease = self.pool.checkout(name)
-        self.until(lambda: lease.poll() is not LeaseState.WAITING)
-        if lease.error is not None:
-            raise lease.error
-        return lease
+        super().__init__(HostArena(slots), PoolConfig(state_db=str(folder / "bench.db"), **settings))
 
     def turns(self, names: Sequence[str], tokens: list[int]) -> list[float]:
         """One turn of each session, all at once; returns seconds from record to durable."""
         waits: list[float] = []
-        leases = [self.ready(name) for name in names]
+        leases = [self.ready(self.pool.checkout(name)) for name in names]
         for lease in leases:
-            slots: list[int] = []
-            self.until(lambda slots=slots: take(self.pool, slots))
+            slot = self.slot()
             started = time.perf_counter()
 
             def durable(error: Exception | None, started: float = started) -> None:
@@ -115,27 +100,6 @@ class Bench:
                 waits.append(time.perf_counter() - started)
 
             self.pool.record(lease, tokens, durable)
-            self.pool.checkin(lease, slots[0])
+            self.pool.checkin(lease, slot)
         self.until(lambda: len(waits) == len(names))
         return waits
-
-    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
-        """A page of the list, waited for."""
-        pages: list[SessionPage | Exception] = []
-        self.pool.list_sessions(pages.append, limit, offset)
-        self.until(lambda: bool(pages))
-        if isinstance(pages[0], Exception):
-            raise pages[0]
-        return pages[0]
-
-    def settle(self) -> None:
-        """Wait for everything that is under way."""
-        self.until(lambda: not self.pool.pending)
-
-
-def take(pool: StatePool, slots: list[int]) -> bool:
-    """Put a slot into the list if there is one."""
-    slot = pool.allocate()
-    if slot is not None:
-        slots.append(slot)
-    return slot is not None

@@ -30,7 +30,7 @@ from state_pool.errors import (
 )
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, fold, state_of, store_of
+from test.pool_fakes import Driver, FakeArena, config_in, end, fold, state_of, store_of
 from test.postgres import Server
 from test.serving import wait_for
 
@@ -58,9 +58,7 @@ def test_turns_wait_for_a_server_that_comes_back(
     lease = one.ready(one.pool.checkout("s"))
     slot = one.compute(lease, [2])
     server.kill()
-    outcome = Outcome()
-    one.pool.record(lease, [2], outcome)
-    one.pool.checkin(lease, slot)
+    outcome = one.give_back(lease, [2], slot)
     waits = one.pool.checkout("t")
     one.until(lambda: one.pool.stats()["degraded"] is not None)
     assert not outcome.known
@@ -69,8 +67,7 @@ def test_turns_wait_for_a_server_that_comes_back(
     assert outcome.ok
     one.pool.release(one.ready(waits))
     assert np.array_equal(one.state("s"), state_of([1, 2]))
-    one.settle()
-    one.pool.close()
+    end(one)
 
 
 def test_when_it_stays_away_nothing_is_acknowledged(
@@ -82,9 +79,7 @@ def test_when_it_stays_away_nothing_is_acknowledged(
     lease = one.ready(one.pool.checkout("s"))
     slot = one.compute(lease, [2])
     server.kill()
-    outcome = Outcome()
-    one.pool.record(lease, [2], outcome)
-    one.pool.checkin(lease, slot)
+    outcome = one.give_back(lease, [2], slot)
     one.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], DirectoryUnreachable)
     assert "does not answer" in str(outcome.calls[0])
@@ -115,8 +110,7 @@ def test_a_server_that_is_connected_and_says_nothing_is_away(
         one.until(lambda: np.array_equal(try_state(one), state_of([1])))
         one.turn("s", [2])
         assert np.array_equal(one.state("s"), state_of([1, 2]))
-        one.settle()
-        one.pool.close()
+        end(one)
 
 
 def test_a_slow_change_of_the_tables_is_waited_for(
@@ -178,8 +172,7 @@ def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeyp
     one.turn("s", [2])
     assert not LosesItsCommit.lose
     assert np.array_equal(one.state("s"), state_of([1, 2]))
-    one.settle()
-    one.pool.close()
+    end(one)
 
 
 class GoesAway(adapter.Connection):
@@ -229,8 +222,7 @@ def test_a_turn_whose_commit_stays_in_doubt_is_told_so(
     assert np.array_equal(two.state("s"), state_of([1, 2])), "it was kept"
     for driver in (one, two):
         assert np.array_equal(driver.state("s"), state_of([1, 2]))
-        driver.settle()
-        driver.pool.close()
+        end(driver)
 
 
 class LosesItsAcquire(GoesAway):
@@ -265,9 +257,7 @@ def test_a_session_whose_acquiring_stayed_in_doubt_is_given_back(
 
     two.until(begins)
     two.pool.release(two.ready(waits))
-    for driver in (one, two):
-        driver.settle()
-        driver.pool.close()
+    end(one, two)
 
 
 def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,16 +278,12 @@ def test_one_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monke
 
     monkeypatch.setattr(connection, "execute", held)
     two.turn("s", [3])
-    outcome = Outcome()
-    one.pool.record(lease, [2], outcome)
-    one.pool.checkin(lease, slot)
+    outcome = one.give_back(lease, [2], slot)
     go.set()
     one.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], StaleEpoch)
     assert np.array_equal(one.state("s"), state_of([1, 3]))
-    for driver in (one, two):
-        driver.settle()
-        driver.pool.close()
+    end(one, two)
 
 
 def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
@@ -310,9 +296,7 @@ def test_states_in_pieces_come_back(tmp_path: Path, postgres: Server) -> None:
     lease = made[1].ready(made[1].pool.checkout("s"))
     assert np.array_equal(fold(made[1].arena.memory[lease.read_slot], lease.replay), state_of([1, 2], words))
     made[1].pool.release(lease)
-    for driver in made:
-        driver.settle()
-        driver.pool.close()
+    end(*made)
 
 
 def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path, postgres: Server) -> None:
@@ -328,9 +312,7 @@ def test_a_statement_that_the_server_refuses_condemns_no_session(tmp_path: Path,
     theirs.execute("ALTER TABLE chunks_elsewhere RENAME TO state_chunks")
     theirs.close()
     assert np.array_equal(made[1].state("s"), state_of([1, 2]))
-    for driver in made:
-        driver.settle()
-        driver.pool.close()
+    end(*made)
 
 
 class LosesAReader(adapter.Connection):
@@ -356,8 +338,7 @@ def test_a_read_waits_for_a_server_that_is_started_anew(
     address = server.database()
     one = opened(tmp_path, address)
     one.turn("s", [1, 2])
-    one.settle()
-    one.pool.close()
+    end(one)
     two = opened(tmp_path, address, "two")
     LosesAReader.lose = staticmethod(server.kill)
     lease = two.pool.checkout("s")
@@ -377,8 +358,7 @@ def test_a_read_waits_for_a_server_that_is_started_anew(
             two.list_sessions()
         server.start()
         two.until(lambda: np.array_equal(try_state(two), state_of([1, 2])))
-    two.settle()
-    two.pool.close()
+    end(two)
 
 
 def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
@@ -435,5 +415,4 @@ def test_an_id_that_it_cannot_hold_is_refused(tmp_path: Path, postgres: Server) 
             ask()
     one.settle()
     assert answers == []
-    one.settle()
-    one.pool.close()
+    end(one)

@@ -1,0 +1,67 @@
+"""What plays the engine over a state pool, for programs and tests that look at the pool alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from state_pool.arena import Arena
+from state_pool.config import PoolConfig
+from state_pool.pool import StatePool
+from state_pool.session_page import SessionPage
+from state_pool.sessions import Lease, LeaseState
+
+
+class PoolDriver:
+    """Polls a pool until what is waited for is there, and sleeps until the pool wakes it."""
+
+    patience_s = 60.0
+    look_again_s = 0.0005
+    """Where the pool does not wake it: one that spins keeps the pool's threads from their work."""
+
+    def __init__(self, arena: Arena, config: PoolConfig) -> None:
+        self._woken = threading.Event()
+        self.pool = StatePool(arena, config, self._woken.set)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Poll until it holds."""
+        deadline = time.monotonic() + self.patience_s
+        while not condition():
+            assert time.monotonic() < deadline, "the pool did not get there"
+            self.pool.poll()
+            self._woken.wait(self.look_again_s)
+            self._woken.clear()
+
+    def ready(self, lease: Lease) -> Lease:
+        """Wait for a lease; raises its error."""
+        self.until(lambda: lease.poll() is not LeaseState.WAITING)
+        if lease.error is not None:
+            raise lease.error
+        return lease
+
+    def slot(self) -> int:
+        """A slot to write to, waiting for one."""
+        found: list[int] = []
+
+        def take() -> bool:
+            slot = self.pool.allocate()
+            if slot is not None:
+                found.append(slot)
+            return bool(found)
+
+        self.until(take)
+        return found[0]
+
+    def list_sessions(self, limit: int = 100, offset: int = 0) -> SessionPage:
+        """A page of the list, waited for; raises what it failed with."""
+        pages: list[SessionPage | Exception] = []
+        self.pool.list_sessions(pages.append, limit, offset)
+        self.until(lambda: bool(pages))
+        if isinstance(pages[0], Exception):
+            raise pages[0]
+        return pages[0]
+
+    def settle(self) -> None:
+        """Poll until nothing is pending."""
+        self.until(lambda: not self.pool.pending)
