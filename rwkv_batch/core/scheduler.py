@@ -6,10 +6,10 @@ are shared out as places are: between classes, clients and jobs.
 
 Micro-batches. Over several devices the rows that decode are dealt into groups, each with steps of its own, so that one
 group is on the second device while the next is on the first. A row keeps its group while it decodes, new rows go to
-the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the first
-group's steps (of more than two stages with every fifth of them while they are few), and with every step while there are
-more of them than a step takes; beside few rows that decode, where they share a graph, with every step, since a group
-that read all of them would be the one that the others wait for.
+the smallest, and a group that has become much larger than the others gives rows away. Prompts ride with the steps of
+the first group that has rows (of more than two stages with every fifth of them while they are few), and with every step
+while there are more of them than a step takes; beside few rows that decode, where they share a graph, with every step,
+since a group that read all of them would be the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class Scheduler:
         rows, turn = self._decoding_rows(oldest)
         limits = self.limits
         self._reading_tokens = sum(sequence.num_uncomputed_tokens for sequence in self._reading)
-        is_due = not rows or (turn == 0 and self._is_due(len(rows)))
+        first = next((number for number, group in enumerate(self._groups) if group), 0)
+        is_due = not rows or (turn == first and self._is_due(len(rows)))
         if self._reading and (is_due or self._reads_on or len(rows) <= limits.mixed_rows):
             stands_aside = self._batch_share.stands_aside()
             if stands_aside:

@@ -228,6 +228,22 @@ def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits
     assert found == waits
 
 
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_prompts_are_read_although_the_first_group_is_empty(groups: int, lead: int) -> None:
+    """The rows of the others are in every step, and too few to be dealt anew."""
+    pipe = Pipe([1.0] * groups, limits(groups), lead)
+    pipe.plan.add(*rows_of(groups, max_tokens=1000))
+    for _ in range(20):
+        pipe.turn()
+    pipe.plan.remove(next(iter(pipe.plan._groups[0])))
+    newcomer, rows = rows_of(1, max_tokens=1, prompt_tokens=12)
+    pipe.plan.add(newcomer, rows)
+    for _ in range(3 * groups):
+        pipe.turn()
+    assert rows[0].num_computed_tokens == 12
+
+
 def test_groups_take_turns_and_none_falls_behind() -> None:
     pipe = Pipe([1.0] * 3, limits(3))
     pipe.plan.add(*rows_of(30, max_tokens=1000))
