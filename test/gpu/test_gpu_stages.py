@@ -1,0 +1,188 @@
+"""More stages than GPUs: four on two, and stages that lag at random, compared to the bit with one stage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from demo.files import ensure_model
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.decode_graphs import DecodeGraphs
+from rwkv_batch.runner.host_copy import TokenCopies
+from rwkv_batch.runner.links import Link
+from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.runner.stage_graphs import graph_stages
+from state_pool.arena import FIRST_FREE_SLOT, ZERO_SLOT
+from state_pool.config import PoolConfig
+from test.gpu.test_gpu_engine import same, translations
+from test.harness import ask, call, run, started_engine, submit, turn
+
+FOUND = torch.cuda.device_count() if torch.cuda.is_available() else 0
+FOUR = ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+LAYOUTS = [("cuda:0", "cuda:1"), FOUR, tuple(reversed(FOUR)), ("cuda:0", "cuda:0", "cuda:1")]
+GROUPS = [1, 7, 20, 33]
+"""Rows of each."""
+ROUNDS = 40
+LONGEST_LAG = 400_000
+"""Clock cycles; a step of one stage takes fewer."""
+ON_GPU: dict[str, Any] = {"max_running": 128, "prefill_tokens_per_step": 2048}
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(FOUND < 2, reason="needs two CUDA devices")]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return ensure_model()
+
+
+@pytest.fixture
+def lags(monkeypatch: pytest.MonkeyPatch) -> random.Random:
+    """Streams stand still for a while around what is sent and received; what is given on is spoilt when it was sent."""
+    dice = random.Random(7)
+    send, receive = Link.send, Link.receive
+
+    def lag(stream: torch.cuda.Stream) -> None:
+        if dice.random() < 0.5:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(dice.randrange(LONGEST_LAG))
+
+    def sending(link: Link, values: Tensor, count: int) -> int:
+        lag(link._from)
+        number = send(link, values, count)
+        if values.is_floating_point():  # drawn tokens are kept
+            with torch.cuda.stream(link._from):
+                values[:count].fill_(float("nan"))
+        lag(link._from)
+        return number
+
+    def receiving(link: Link, number: int, into: Tensor, count: int) -> None:
+        lag(link._to)
+        if into.is_floating_point():
+            with torch.cuda.stream(link._to):
+                into.fill_(float("nan"))
+        receive(link, number, into, count)
+        lag(link._to)
+
+    monkeypatch.setattr(Link, "send", sending)
+    monkeypatch.setattr(Link, "receive", receiving)
+    return dice
+
+
+@pytest.fixture
+def streams() -> Iterator[None]:
+    """Streams that are no default ones, as an engine has over several GPUs."""
+    with ExitStack() as stack:
+        for number in range(2):
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(number)))
+        yield
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+
+
+class Said(NamedTuple):
+    """What groups of rows have come to."""
+
+    tokens: list[list[int]]
+    """of each step, in order"""
+    wkv: Tensor
+    shift: Tensor
+
+
+def decoded(model: Path, devices: tuple[str, ...], groups: list[int]) -> Said:
+    """Rows in groups, a group's next step launched when its last one is under way, tokens read steps later."""
+    pipeline = Pipeline(open_weights(model), devices, layers=(2, 1, 1, 2) if len(devices) == 4 else ())
+    pipeline.allocate_slots(FIRST_FREE_SLOT + sum(groups))
+    depth = len(groups) + 1
+    graphs = DecodeGraphs(graph_stages(pipeline.stages, 64, depth), max(groups), seats=sum(groups), depth=depth)
+    copies = TokenCopies(pipeline.devices[-1], max(groups))
+    firsts = [sum(groups[:number]) for number in range(len(groups))]
+    seats = [list(range(first, first + rows)) for first, rows in zip(firsts, groups, strict=True)]
+    slots = [[FIRST_FREE_SLOT + seat for seat in some] for some in seats]
+    sent = []
+    for own, places in zip(seats, slots, strict=True):
+        prompts = [[5 + seat, 9, 300 + seat] * (1 + seat % 5) for seat in own]
+        inputs = step_inputs(prompts, [ZERO_SLOT] * len(own), places, list(range(len(own))))
+        sent.append(graphs.tokens.remember(own, pipeline.forward(inputs).argmax(-1)))
+    graphs.warm_up()
+    flight, tokens = [], []
+    for number in range(ROUNDS * len(groups)):
+        group = number % len(groups)
+        graphs.tokens.bring(sent[group])
+        drawn = graphs.run(seats[group], slots[group], slots[group])
+        sent[group] = graphs.tokens.send()
+        flight.append(copies.start(drawn))
+        if len(flight) == depth:
+            tokens.append(flight.pop(0).tokens())
+    tokens += [copy.tokens() for copy in flight]
+    states = [stage.state for stage in pipeline.stages if stage.state is not None]
+    for device in set(pipeline.devices):
+        torch.cuda.synchronize(device)
+    rows = slice(FIRST_FREE_SLOT, None)
+    wkv = torch.cat([state.wkv[rows].cpu() for state in states], dim=1)
+    return Said(tokens, wkv, torch.cat([state.shift[rows].cpu() for state in states], dim=1))
+
+
+@pytest.mark.usefixtures("streams", "lags")
+@pytest.mark.parametrize("devices", LAYOUTS, ids="+".join)
+@pytest.mark.parametrize("groups", [GROUPS, [20] * 4, [33]], ids=["uneven", "even", "one"])
+def test_stages_that_lag_draw_what_one_stage_draws(model: Path, devices: tuple[str, ...], groups: list[int]) -> None:
+    """Every token of every step, and every state behind them, to the bit."""
+    wanted, got = decoded(model, ("cuda:0",), groups), decoded(model, devices, groups)
+    assert len(wanted.tokens) == ROUNDS * len(groups) and len({*map(tuple, wanted.tokens)}) > len(groups)
+    assert got.tokens == wanted.tokens
+    assert torch.equal(got.wkv, wanted.wkv) and torch.equal(got.shift, wanted.shift)
+
+
+@pytest.mark.usefixtures("lags")
+def test_four_stages_that_lag_give_the_text_of_one(model: Path) -> None:
+    """Rows that come while others decode, prompts longer than a graph holds, and cancels in flight."""
+    rows = [*translations(20), *[ask("English: hello\n\nChinese:" * 60, max_tokens=6)] * 3]
+    chunks = {**ON_GPU, "prefill_chunk": 512}
+    with started_engine(model, devices=("cuda:0",), **chunks) as one:
+        wanted = run(one, *rows).all_texts
+    with started_engine(model, devices=FOUR, micro_batches=4, **chunks) as engine:
+        status = call(engine, "status")
+        assert status["decode_graphs"] == "used" and status["pipeline"]["steps_in_flight"] == 5
+        free = status["free_slots"]
+        for _ in range(3):
+            beside = [submit(engine, *[ask(f"{i}", max_tokens=300, ignore_eos=True)] * 7) for i in range(5)]
+            half = submit(engine, *rows)
+            for job in beside:
+                engine.cancel(job.job.job_id)
+            assert same(half.wait().all_texts, wanted) >= 0.95
+            for job in beside:
+                job.wait()
+        assert call(engine, "status")["free_slots"] == free
+
+
+@pytest.mark.usefixtures("lags")
+def test_sessions_go_from_one_stage_to_four_and_to_two(model: Path, tmp_path: Path) -> None:
+    """The states of the layout before do not fit: what is read again is the log of tokens."""
+    names = ["Anna", "Tom", "Mary", "Peter"]
+    layouts: list[dict[str, Any]] = [
+        {"devices": ("cuda:0",)},
+        {"devices": FOUR, "micro_batches": 4},
+        {"devices": ("cuda:1", "cuda:0")},
+        {"devices": FOUR, "micro_batches": 3},
+    ]
+    for number, layout in enumerate(layouts):
+        pool = PoolConfig(state_db=str(tmp_path / "s.db"), l1_sessions=1, l2_sessions=1)
+        with started_engine(model, pool, **layout, **ON_GPU) as engine:
+            for i, name in enumerate(names):
+                if not number:
+                    text = f"User: My name is {name}.\n\nAssistant:"
+                    run(engine, turn(f"s{i}", text, max_tokens=40, stop_ids=[261, 24281]))
+            bulk = submit(engine, *[ask("English: hello\n\nChinese:", max_tokens=100, ignore_eos=True)] * 20)
+            for i, name in enumerate(names):
+                text = "\n\nUser: What is my name?\n\nAssistant:"
+                answer = run(engine, turn(f"s{i}", text, max_tokens=40, stop_ids=[261, 24281])).texts[0]
+                assert name in answer.decode(), (number, i)
+            bulk.wait()
