@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import runpy
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
-from native.cache_folder import VARIABLE, cache_folder
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
 from settings import Settings, SettingsError, parse_settings
+from settings.model_file import with_model
 from supervisor.service import Supervisor, listen
 
-logger = logging.getLogger("supervisor")
-
-__all__ = ["Supervisor", "log_style", "main", "run", "serve", "with_model"]
+__all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 
 COMMANDS = ("serve", "batch", "chat", "bench")
 _NOT_INSTALLED = "test"
@@ -32,56 +26,16 @@ def log_style(settings: Settings) -> LogStyle:
     return LogStyle(settings.service.log_format, settings.service.log_level)
 
 
-def with_model(settings: Settings) -> Settings:
-    """Settings with a model file: the given one, else the demo's. Raises StartupError if it cannot be read."""
-    path = settings.engine.model_path
-    if not path:
-        try:
-            path = str(_demo_model())
-        except OSError as error:
-            raise StartupError(
-                f"the demo model cannot be written to {cache_folder()} ({error.strerror}); "
-                f"give --model-path, or another folder as {VARIABLE}"
-            ) from None
-    try:
-        if not Path(path).is_dir():  # of folders the engine says what is in them
-            with open(path, "rb"):
-                pass
-    except OSError as error:
-        raise StartupError(f"model file {path} cannot be read ({error.strerror}); check --model-path") from None
-    return msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, model_path=path))
-
-
-def _demo_model() -> Path:
-    """The demo model's file; without one, random weights in the same form."""
-    with contextlib.suppress(ImportError, FileNotFoundError):
-        from demo.files import ensure_model
-
-        path = Path(ensure_model())
-        logger.info("no --model-path given: serving the built-in demo model %s", path)
-        return path
-    path = cache_folder() / "random.pth"
-    if not path.exists():
-        from demo.random_weights import write_random_model
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_name(f"half-{os.getpid()}.pth")
-        write_random_model(half, layers=4, width=256)
-        half.replace(path)
-    logger.warning("no --model-path and no demo model: serving random weights (%s), whose text is meaningless", path)
-    return path
-
-
 def main(arguments: list[str]) -> int:
     """Run the service, or the command that is the first word; returns the exit code."""
     if arguments[:1] == ["batch"]:
         from bulk import command
 
-        return command.main(arguments[1:], with_model)
+        return command.main(arguments[1:])
     if arguments[:1] == ["chat"]:
         from console import command as console
 
-        return console.main(arguments[1:], with_model)
+        return console.main(arguments[1:])
     if arguments[:1] == ["bench"]:
         return bench(arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:

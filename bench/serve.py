@@ -37,11 +37,11 @@ from settings import parse_settings
 
 def engine_alone(arguments: Sequence[str], load: Load, reply: Connection) -> None:
     """The same prompts through an engine in this process; sends tokens, seconds and CPU seconds."""
-    from app import with_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
     from rwkv_batch.tokenizer import Tokenizer
     from sampling.params import SamplingParams
+    from settings.model_file import with_model
 
     engine = Engine(with_model(parse_settings(arguments, os.environ)).engine)
     engine.start()

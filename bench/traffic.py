@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from app import with_model
 from bench.tools.origin import commit
 from rwkv_batch.calls import CancelJobs
 from rwkv_batch.engine import Engine
@@ -32,6 +31,7 @@ from rwkv_batch.ipc.process import settle_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from sampling.params import SamplingParams
 from settings import parse_settings
+from settings.model_file import with_model
 
 SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 LABEL = "bench"

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,14 +37,15 @@ from routes.table import ROUTES
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
 from settings import Settings, SettingsError, parse_settings
+from settings.model_file import with_model
 
 ALL_ANSWERED, CANNOT_RUN, BAD_FLAG, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
 _SUBTITLES = ("srt", "vtt")
 
 
-def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -> int:
-    """Run the command; returns the exit code. `with_model` finds the model file, where an engine is wanted."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
     try:
         options, rest = parse_options(arguments)
         settings = parse_settings(rest, os.environ)

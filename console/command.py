@@ -26,7 +26,8 @@ from console.commands import NAMES, Console
 from console.conversation import ConsoleError, printable
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
-from settings import Settings, SettingsError, parse_settings, program
+from settings import SettingsError, parse_settings, program
+from settings.model_file import with_model
 
 GOOD, CANNOT_RUN, BAD_FLAG, INTERRUPTED = 0, 1, 2, 130
 _HISTORY = "~/.rwkv_chat_history"
@@ -56,8 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str], with_model: Callable[[Settings], Settings]) -> int:
-    """Run the command; returns the exit code. `with_model` finds the model file, where an engine is wanted."""
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
     try:
         given, rest = build_parser().parse_known_args(list(arguments))
         settings = parse_settings(rest, os.environ)

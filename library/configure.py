@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from app import with_model
 from library.engine_thread import EngineThread
 from library.errors import LLMError
 from native.temporary_folder import TemporaryFolder
 from rwkv_batch.errors import StartupError
 from settings import SettingsError, parse_settings
+from settings.model_file import with_model
 
 _FLAGS = {"model": "--model-path", "devices": "--pp-devices", "layers": "--pp-layers"}
 """Arguments that are not called like their flag."""

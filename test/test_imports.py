@@ -27,12 +27,12 @@ FLOORS = {
     "bulk": 6,
     "supervisor": 7,
     "console": 7,
+    "library": 7,
     "app": 8,
-    "library": 9,
 }
 OWN = [*FLOORS, "demo", "bench", "test"]
-UPWARDS = {("app", "demo"), ("rwkv_batch", "library")}
-"""The two that rise: the command finds the demo model; `from rwkv_batch import LLM` means the library's."""
+UPWARDS = {("settings.model_file", "demo"), ("rwkv_batch", "library")}
+"""The two that rise: without a model's file the demo's is served; `from rwkv_batch import LLM` means the library's."""
 
 ROOMS = {
     # The engine. Files beside the rooms are its vocabulary: requests, calls, errors, settings, the tokenizer.
@@ -84,6 +84,7 @@ ROOMS = {
     "settings.config": "",
     "settings.flags": "settings.values settings.config",
     "settings.command_line": "settings.values settings.config settings.flags",
+    "settings.model_file": "settings.config",
     "settings.page": "settings.flags",
     "settings": "settings.values settings.config settings.flags settings.command_line settings.page",
     # Files in, files out. What is beside the rooms makes a run of them.

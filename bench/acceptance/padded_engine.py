@@ -6,10 +6,11 @@ import os
 import sys
 import time
 
-from app import Supervisor, log_style, with_model
+from app import Supervisor, log_style
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import set_up_logging
 from settings import parse_settings
+from settings.model_file import with_model
 
 
 class PaddedEngine(Engine):

@@ -85,7 +85,6 @@ def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def measure_engine(options: argparse.Namespace) -> dict[str, float]:
     """The same rows, handed to an engine at once."""
-    from app import with_model
     from routes.config import HttpConfig
     from routes.request.bodies import DEFAULT_STOPS, PromptBody
     from routes.request.generate_requests import build_rows
@@ -93,6 +92,7 @@ def measure_engine(options: argparse.Namespace) -> dict[str, float]:
     from rwkv_batch.request import Job, JobEvents, Priority
     from rwkv_batch.tokenizer import Tokenizer
     from settings import parse_settings
+    from settings.model_file import with_model
 
     flags = ["--max-running", str(options.rows), "--state-db", ""]
     flags += ["--model-path", options.model_path] if options.model_path else []

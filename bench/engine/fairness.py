@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app import with_model
 from bench.tools.origin import origin
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from sampling.params import SamplingParams
 from settings import parse_settings
+from settings.model_file import with_model
 
 ANSWER_TOKENS = 16
 ENDLESS = 10**9

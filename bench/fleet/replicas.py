@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 
-from app import with_model
 from bench.tools.cpu_time import cpu_s
 from bench.tools.engine_load import Streams, run_streams
 from bench.tools.service import machine
@@ -47,6 +46,7 @@ from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus, ModelWish, ServedModel
 from rwkv_batch.protocol import EngineProtocol
 from settings import parse_settings
+from settings.model_file import with_model
 from supervisor.service import ENGINE_FACTORY
 
 LEAST_RATIO, LEAST_RATIO_OVER_RAY = 0.98, 0.95

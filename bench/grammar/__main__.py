@@ -33,7 +33,6 @@ import numpy as np
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the engine's process; before torch is loaded
 import torch
 
-from app import with_model
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.origin import origin
 from bench.tools.step_parts import StepParts
@@ -46,6 +45,7 @@ from sampling.grammar.masks import Masks, mask_threads
 from sampling.grammar.matcher import Matcher
 from sampling.params import SamplingParams
 from settings import parse_settings
+from settings.model_file import with_model
 
 PERSON = {
     "type": "object",

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-from app import main, with_model
+from app import main
 from bulk.backends.own_engine import OwnEngine
 from console.answers import OwnAnswers, ServiceAnswers, _texts
 from console.command import _talk, build_parser, remembered
 from console.commands import Console
 from console.conversation import ConsoleError, printable
 from settings import parse_settings
+from settings.model_file import with_model
 from test.serving import ROOT, START_S, Service
 
 
