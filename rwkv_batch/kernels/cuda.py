@@ -12,6 +12,7 @@ from native import machine
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_adapters import CudaAdapterTable, CudaLayerAdapters
 from rwkv_batch.kernels.cuda_entrance import CudaProjections, project
+from rwkv_batch.kernels.cuda_few import QuantMap, fits_row_value, fits_wide_row, multiply_few
 from rwkv_batch.kernels.cuda_int8 import pitch_of
 from rwkv_batch.kernels.cuda_layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda_library import (
@@ -25,15 +26,13 @@ from rwkv_batch.kernels.cuda_library import (
     slots_pointer,
 )
 from rwkv_batch.kernels.cuda_linear import CudaLinear, Map, is_grouped, multiply, multiply_transposed
-from rwkv_batch.kernels.cuda_quant import (
-    NUMBERS,
+from rwkv_batch.kernels.cuda_packed import NUMBERS, turned_place
+from rwkv_batch.kernels.cuda_products import CodeMap, multiply_codes, multiply_into, multiply_to_shares
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, make_quantised
+from rwkv_batch.kernels.cuda_rows import (
     SCALE_STEP,
     CodedMix,
-    CodeMap,
-    CudaQuantLinear,
-    CudaQuantValue,
     LoneRow,
-    QuantMap,
     RowCodes,
     RowSums,
     Shares,
@@ -41,15 +40,7 @@ from rwkv_batch.kernels.cuda_quant import (
     add_shares,
     add_sums,
     added_up,
-    fits_row_value,
-    fits_wide_row,
-    make_quantised,
-    multiply_codes,
-    multiply_few,
-    multiply_into,
-    multiply_to_shares,
     quantise_rows,
-    turned_place,
 )
 from rwkv_batch.kernels.cuda_wide import MAX_WIDE_ROWS, has_wide, prepare_wide, why_no_wide
 from rwkv_batch.model.adapter_table import Beside, LayerAdapters

@@ -16,23 +16,13 @@ from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
+from rwkv_batch.kernels.cuda_few import MAX_MIXED_ROWS, QuantMap, multiply_few
 from rwkv_batch.kernels.cuda_layer import CudaLayer
 from rwkv_batch.kernels.cuda_library import LowExits, cuda_pointer, library
 from rwkv_batch.kernels.cuda_linear import Map, is_grouped, multiply
-from rwkv_batch.kernels.cuda_quant import (
-    MAX_MIXED_ROWS,
-    SCALE_STEP,
-    CodedMix,
-    CodeMap,
-    CudaQuantLinear,
-    QuantMap,
-    RowCodes,
-    UnmixedRow,
-    multiply_codes,
-    multiply_few,
-    multiply_into,
-    quantise_rows,
-)
+from rwkv_batch.kernels.cuda_products import CodeMap, multiply_codes, multiply_into
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
+from rwkv_batch.kernels.cuda_rows import SCALE_STEP, CodedMix, RowCodes, UnmixedRow, quantise_rows
 from rwkv_batch.kernels.cuda_wide import (
     MAX_TALL_ROWS,
     HalfMap,

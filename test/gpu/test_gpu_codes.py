@@ -12,16 +12,9 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda_entrance
 from rwkv_batch.kernels.cuda import MAX_SPARSE_ROWS, CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_quant import (
-    CodedMix,
-    CudaQuantLinear,
-    CudaQuantValue,
-    RowCodes,
-    Shares,
-    added_up,
-    quantise_rows,
-    scaled_types,
-)
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue
+from rwkv_batch.kernels.cuda_rows import CodedMix, RowCodes, Shares, added_up, quantise_rows
+from rwkv_batch.kernels.cuda_scaled import scaled_types
 from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision

@@ -13,15 +13,9 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels import cuda, cuda_entrance
 from rwkv_batch.kernels.cuda import CudaOps
 from rwkv_batch.kernels.cuda_layer import CudaLayer
-from rwkv_batch.kernels.cuda_quant import (
-    CodedMix,
-    CudaQuantLinear,
-    CudaQuantValue,
-    RowCodes,
-    added_up,
-    make_quantised,
-    multiply_to_shares,
-)
+from rwkv_batch.kernels.cuda_products import multiply_to_shares
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue, make_quantised
+from rwkv_batch.kernels.cuda_rows import CodedMix, RowCodes, added_up
 from rwkv_batch.kernels.cuda_wide import has_wide
 from rwkv_batch.model.layer import Entrance, Projections
 from rwkv_batch.model.loader import Precision

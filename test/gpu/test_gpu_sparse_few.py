@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rwkv_batch.kernels.cuda import CudaOps
-from rwkv_batch.kernels.cuda_quant import CudaQuantValue, added_up
+from rwkv_batch.kernels.cuda_quant import CudaQuantValue
+from rwkv_batch.kernels.cuda_rows import added_up
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 GPU = torch.device("cuda", 0)

@@ -11,19 +11,11 @@ from bench.tools.gpu_model import random_stage
 from rwkv_batch.kernels import cuda
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_few import QuantMap, fits_wide_row, multiply_few
 from rwkv_batch.kernels.cuda_library import RowValueArgs
 from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import (
-    CudaQuantLinear,
-    CudaQuantValue,
-    LoneRow,
-    QuantMap,
-    RowSums,
-    UnmixedRow,
-    added_up,
-    fits_wide_row,
-    multiply_few,
-)
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, CudaQuantValue
+from rwkv_batch.kernels.cuda_rows import LoneRow, RowSums, UnmixedRow, added_up
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.model.state_form import StateForm

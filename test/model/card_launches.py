@@ -25,6 +25,8 @@ from rwkv_batch.kernels.cuda import (
     TOKEN_BLOCKS,
     TOKEN_CHANNELS,
 )
+from rwkv_batch.kernels.cuda_coded import FEW_ROWS
+from rwkv_batch.kernels.cuda_few import MAX_MIXED_ROWS
 from rwkv_batch.kernels.cuda_library import (
     HOPPER_NAMES,
     SIGNATURES,
@@ -34,7 +36,7 @@ from rwkv_batch.kernels.cuda_library import (
     SkinnyArgs,
     WkvArgs,
 )
-from rwkv_batch.kernels.cuda_quant import FEW_ROWS, INPUT_STEP, MAX_MIXED_ROWS, NUMBERS
+from rwkv_batch.kernels.cuda_packed import INPUT_STEP, NUMBERS
 from rwkv_batch.kernels.cuda_wide import MAX_PARTS_ROWS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid

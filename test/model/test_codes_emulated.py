@@ -11,7 +11,7 @@ from native import cuda_check
 from rwkv_batch.kernels import cuda_codes
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_codes import launch_codes, map_of_halves
-from rwkv_batch.kernels.cuda_quant import pack
+from rwkv_batch.kernels.cuda_packed import pack
 from rwkv_batch.kernels.cuda_wide import Workspace
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated

@@ -10,21 +10,13 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda, cuda_quant
+from rwkv_batch.kernels import cuda, cuda_coded, cuda_few, cuda_packed, cuda_rows, cuda_scaled
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import CudaOps, Workspace
+from rwkv_batch.kernels.cuda_few import QuantMap, multiply_few
 from rwkv_batch.kernels.cuda_linear import Map
-from rwkv_batch.kernels.cuda_quant import (
-    CodedMix,
-    CudaQuantLinear,
-    LoneRow,
-    QuantMap,
-    RowSums,
-    Shares,
-    UnmixedRow,
-    multiply_few,
-    quantise_rows,
-)
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
+from rwkv_batch.kernels.cuda_rows import CodedMix, LoneRow, RowSums, Shares, UnmixedRow, quantise_rows
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Entrance, Norm
 from rwkv_batch.model.quant.formats import Format, quantise
@@ -59,14 +51,14 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
             source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
             call(libraries[SOURCES.index(source)], name, *args)
 
-    for module in (cuda, cuda_quant):
+    for module in (cuda, cuda_coded, cuda_few, cuda_rows):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(
             module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
         )
     monkeypatch.setattr(cuda, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
-    monkeypatch.setattr(cuda_quant, "scaled_types", lambda device: (torch.float16,))
-    monkeypatch.setattr(cuda_quant, "fits_codes", lambda *args: False)
+    monkeypatch.setattr(cuda_scaled, "scaled_types", lambda device: (torch.float16,))
+    monkeypatch.setattr(cuda_packed, "fits_codes", lambda *args: False)
     found = CudaOps()
     found._processors[CPU] = 4
     found.workspaces[CPU] = Workspace(
@@ -168,7 +160,7 @@ def test_adds_shares(
 def test_codes_are_those_of_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
-    monkeypatch.setitem(cuda_quant.FEW_ROWS, Format.FP8, 2)
+    monkeypatch.setitem(cuda_coded.FEW_ROWS, Format.FP8, 2)
     made = beside_halves(ops, libraries, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_linear, cuda_quant
+from rwkv_batch.kernels import cuda_few, cuda_linear
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda_few import QuantMap, multiply_few
 from rwkv_batch.kernels.cuda_linear import Map, skinny
-from rwkv_batch.kernels.cuda_quant import CudaQuantLinear, QuantMap, multiply_few
+from rwkv_batch.kernels.cuda_quant import CudaQuantLinear
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
@@ -37,7 +38,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
             """Run a launcher."""
             call(libraries[name], name, *args)
 
-    for module in (cuda_linear, cuda_quant):
+    for module in (cuda_linear, cuda_few):
         monkeypatch.setattr(module, "library", Kernels)
         monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 

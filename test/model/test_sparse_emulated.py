@@ -10,7 +10,7 @@ from torch import Tensor
 
 from native import cuda_check
 from rwkv_batch.kernels.cuda import SPARSE_FEW_SHARES
-from rwkv_batch.kernels.cuda_quant import NUMBERS, Packed, pack
+from rwkv_batch.kernels.cuda_packed import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from native import cuda_check
-from rwkv_batch.kernels import cuda_quant, cuda_wide
+from rwkv_batch.kernels import cuda_packed, cuda_wide
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_wide import Fp8Map, Workspace, launch_wide_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
@@ -168,12 +168,12 @@ def test_matrices_of_a_size_are_turned_in_one_place(tmp_path: Path, monkeypatch:
             """Run a launcher."""
             call(kernels, name, *args)
 
-    monkeypatch.setattr(cuda_quant, "library", Kernels)
+    monkeypatch.setattr(cuda_packed, "library", Kernels)
     for n in (256, 160):
         matrices = [quantise(torch.randn(n, 256), Format.FP8) for _ in range(2)]
-        place = cuda_quant.turned_place(matrices[0].codes)
+        place = cuda_packed.turned_place(matrices[0].codes)
         for stored in matrices:
-            found = cuda_quant.pack(stored, transposed=True).by_outputs()
+            found = cuda_packed.pack(stored, transposed=True).by_outputs()
             assert torch.equal(found.view(torch.uint8), stored.codes.view(torch.uint8))
             assert found.data_ptr() == place.data_ptr()
 

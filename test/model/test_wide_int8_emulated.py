@@ -12,7 +12,7 @@ from native import cuda_check
 from rwkv_batch.kernels import cuda_int8, cuda_wide
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda_int8 import Int8Map, launch_wide_int8, pitch_of
-from rwkv_batch.kernels.cuda_quant import pack
+from rwkv_batch.kernels.cuda_packed import pack
 from rwkv_batch.kernels.cuda_wide import Workspace
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from test.model.emulated.library import call, emulated

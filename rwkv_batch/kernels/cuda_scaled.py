@@ -1,0 +1,53 @@
+"""Products of rows of fp8 codes with fp8 weights by cuBLAS."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda_packed import Packed
+from rwkv_batch.model.quant.formats import Format
+
+logger = logging.getLogger(__name__)
+
+
+def scaled_product(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """fp8 rows [T, K] with scales [T] times an fp8 matrix -> out [T, N]."""
+    weight, types = packed.by_outputs(), scaled_types(out.device)
+    dtype = out.dtype if out.dtype in types else types[0]
+    place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
+    torch._scaled_mm(
+        codes,
+        weight.T,
+        scale_a=scales.unsqueeze(1),
+        scale_b=packed.scales.unsqueeze(0),
+        out_dtype=dtype,
+        use_fast_accum=True,
+        out=place,
+    )
+    return out if place is out else out.copy_(place)
+
+
+def is_multiplied_by_codes(format_: Format, device: torch.device) -> bool:
+    """Whether a device has products of rows of fp8 codes with weights of this format."""
+    return format_ is Format.FP8 and bool(scaled_types(device))
+
+
+@functools.cache
+def scaled_types(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The result types of fp8 products with a scale per row; none: this GPU or torch has no such product."""
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return ()
+    found = []
+    ones = torch.ones(32, dtype=torch.float32, device=device)
+    codes = torch.ones(32, 32, device=device).to(torch.float8_e4m3fn)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        try:
+            torch._scaled_mm(codes, codes.T, ones.unsqueeze(1), ones.unsqueeze(0), out_dtype=dtype, use_fast_accum=True)
+            found.append(dtype)
+        except (RuntimeError, ValueError) as error:
+            logger.info("no fp8 products with results in %s on %s: %s", dtype, device, str(error).splitlines()[0])
+    return tuple(found)
