@@ -20,6 +20,7 @@ from bench.acceptance.clients import Answer, Clients, ms, part
 from bench.acceptance.engines import Engines, running
 from bench.acceptance.streams import PAUSE_S, all_streams
 from bench.tools.cpu_time import cpu_s
+from bench.tools.service import ROOT
 from demo.ray_nodes import RayNodes, descendants, free_port
 
 NOTICED_S = 4.0
@@ -130,7 +131,8 @@ def _cpu_s() -> dict[int, tuple[str, float]]:
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):  # one that has just ended
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            found[pid] = (" ".join(words)[:NAMED].strip(), cpu_s(pid))
+            name = " ".join(words).replace(f"{ROOT}/", "")
+            found[pid] = (name[:NAMED].strip(), cpu_s(pid))
     return found
 
 

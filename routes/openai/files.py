@@ -18,7 +18,7 @@ from routes.openai.errors import OPENAI_ERRORS
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Shape
 from routes.response.file_chunks import FileChunks
-from routes.response.reply import FILE, Reply, Stream, json_answer
+from routes.response.reply import FILE, Answer, Reply, Stream, json_answer
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
@@ -198,6 +198,8 @@ async def get_file(context: Context, upload: Upload) -> Reply:
         raise no_such("file", file_id)
     if not name.endswith(_CONTENT):
         return json_answer(shown(file))
+    if current().method == "HEAD":
+        return Answer(b"", content_type=FILE)
     try:
         content = await asyncio.to_thread(store.content(file.id).open, "rb")
     except FileNotFoundError:

@@ -30,7 +30,7 @@ from bulk.lines import LineWorker, Outcome
 from bulk.records import Record
 from bulk.sidecar import Progress, Sidecar
 from routes.config import HttpConfig
-from routes.context import Context, Gate
+from routes.context import STORED_FILES, Context, Gate
 from routes.dispatch import settled
 from routes.openai.batches import ENDPOINTS
 from routes.openai.batches import ROUTES as BATCHES
@@ -139,6 +139,8 @@ def test_files_are_listed_read_and_deleted(fake: Service) -> None:
     assert client.files.content(files[0].id).content == content
     large = client.files.create(file=("large.jsonl", content * 100_000), purpose="batch")
     assert client.files.content(large.id).content == content * 100_000
+    head = f"{fake.url}/openai/v1/files/{large.id}/content"
+    assert {httpx.head(head).status_code for _ in range(2 * STORED_FILES)} == {200}, "none takes a place"
     client.files.delete(large.id)
     assert [one.id for one in client.files.list(limit=2, order="asc", after=files[1].id)][:2] == [
         files[2].id,
