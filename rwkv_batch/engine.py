@@ -235,12 +235,12 @@ class Engine:
         """Answers with the number of sessions deleted, once that cannot be undone by a crash."""
 
         def done(outcome: int | Exception) -> None:
-            reply(as_service_error(outcome) if isinstance(outcome, Exception) else outcome)
+            reply(as_service_error(outcome, given=session_id) if isinstance(outcome, Exception) else outcome)
 
         def failed(error: Exception) -> ServiceError:
             if not isinstance(error, PoolError):
                 logger.error("deleting a session failed", exc_info=error)
-            return as_service_error(error)
+            return as_service_error(error, given=session_id)
 
         calls.attempt(reply, failed, lambda: self.machine.pool.delete_counted(session_id, delete_prefix, done))
 

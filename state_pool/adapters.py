@@ -142,5 +142,6 @@ def other_adapter(session: str, begun: Origin | None, asked: HeldAdapter | None)
     what = "without an adapter" if begun is None else f"with the adapter {begun.name!r} (digest {begun.digest})"
     return OtherAdapter(
         f"session {session!r} was begun {what}, not with {asked.name!r}; leave `adapter` out to continue it, "
-        "or begin another session"
+        "or begin another session",
+        asked.name,
     )

@@ -201,9 +201,8 @@ async def cancel_batch(context: Context, upload: Upload) -> Reply:
 
     batch = await asked(store.change, "the batch cannot be cancelled", name, cancelled)
     if batch.status in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.FINALIZING):
-        raise ServiceError(
-            ErrorKind.INVALID_FIELD, f"the batch {name} is {batch.status} and cannot be cancelled", field="batch_id"
-        )
+        message = f"the batch {name} is {batch.status} and cannot be cancelled"
+        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="batch_id", given=name)
     return json_answer(shown(batch))
 
 

@@ -60,15 +60,22 @@ _FIELDS: dict[type[PoolError], str] = {
 """Where it is always the same field that is wrong."""
 
 
-def as_service_error(error: Exception, field: str | None = "session_id") -> ServiceError:
-    """A pool's failure in the words of the one error table; `field` is what the request named wrongly, if anything."""
+def as_service_error(
+    error: Exception, field: str | None = "session_id", given: str | int | None = None
+) -> ServiceError:
+    """A pool's failure in the words of the one error table.
+
+    `field`: what the request named wrongly, if anything, as `given`; where the failure does not say so itself.
+    """
     if isinstance(error, PoolError):
-        field = _FIELDS.get(type(error), field)
+        of_kind = _FIELDS.get(type(error))
+        given = error.given if of_kind or error.given is not None else given
+        field = of_kind or field
         kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
         message = f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error)
-        return ServiceError(kind, message, field=field, given=error.given, retry_after_s=retry_after_s)
+        return ServiceError(kind, message, field=field, given=given, retry_after_s=retry_after_s)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
-    return ServiceError(ErrorKind.INTERNAL, message, field=field)
+    return ServiceError(ErrorKind.INTERNAL, message, field=field, given=given)
 
 
 def as_table(what: str, fields: Mapping[type[Exception], str] | None = None) -> Callable[[BaseException], ServiceError]:

@@ -73,7 +73,9 @@ class JobTable:
         `grammars`: of all its constraints.
         """
         if job.job_id in self._jobs:
-            raise ServiceError(ErrorKind.INVALID_FIELD, f"job id {job.job_id!r} is in use", field="job_id")
+            raise ServiceError(
+                ErrorKind.INVALID_FIELD, f"job id {job.job_id!r} is in use", field="job_id", given=job.job_id
+            )
         self._rows.check(job)
         running = RunningJob(job, sink, grammars, unfinished=job.num_rows, submitted_at=arrived)
         rows = self._rows.of(running)

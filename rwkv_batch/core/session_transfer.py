@@ -33,7 +33,7 @@ class SessionTransfer:
 
         def exported(file: SessionFile | Exception) -> None:
             if isinstance(file, Exception):
-                reply(as_service_error(file))
+                reply(as_service_error(file, given=session_id))
             else:
                 self._thread.run(reply, file.encode, reply)
 
@@ -51,7 +51,7 @@ class SessionTransfer:
     @staticmethod
     def _import(pool: StatePool, reply: Reply[int], session_id: str, file: SessionFile) -> None:
         def durable(error: Exception | None) -> None:
-            reply(file.num_tokens if error is None else as_service_error(error))
+            reply(file.num_tokens if error is None else as_service_error(error, given=session_id))
 
         attempt(reply, _as_told, lambda: pool.import_session(session_id, file, durable))
 

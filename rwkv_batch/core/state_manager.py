@@ -30,6 +30,12 @@ from state_pool.sessions import LeaseState
 from state_pool.tuned_state import NO_BASE, TunedState
 
 
+def _session_of(sequence: Sequence) -> str | None:
+    """The session that a row's request names."""
+    turn = sequence.request.session
+    return None if turn is None else turn.session_id
+
+
 def _may_share_prefix(sequence: Sequence) -> bool:
     """Whether the row begins with its prompt's first token and may begin from a cached state instead."""
     fresh = sequence.shared is None and sequence.num_computed_tokens == 0
@@ -87,7 +93,7 @@ class StateManager:
             number = NO_BASE if sequence.tuned is None else sequence.tuned.number
             sequence.base = self.pool.adapters.base(number, sequence.adapter)
         except PoolError as error:
-            raise as_service_error(error) from error
+            raise as_service_error(error, given=_session_of(sequence)) from error
         if _may_share_prefix(sequence):
             self.pool.observe_prompt(sequence.token_ids, sequence.base)
 
@@ -99,7 +105,8 @@ class StateManager:
             return _kept_before(sequence, sequence.lease.num_tokens)
         if sequence.lease.state is not LeaseState.FAILED:
             return None
-        return as_service_error(sequence.lease.error or SessionNotFound("the session was deleted while its turn ran"))
+        error = sequence.lease.error or SessionNotFound("the session was deleted while its turn ran")
+        return as_service_error(error, given=_session_of(sequence))
 
     # The scheduler's SlotSource ------------------------------------------------------------------------------
 
@@ -291,7 +298,7 @@ class StateManager:
 
         def durable(error: Exception | None) -> None:
             sequence.dialogue_idx = lease.dialogue_idx
-            acknowledge(None if error is None else as_service_error(error))
+            acknowledge(None if error is None else as_service_error(error, given=_session_of(sequence)))
 
         self.pool.record(lease, token_ids[sequence.turn_start :], durable)
         if sequence.members:

@@ -67,9 +67,11 @@ class ImportExport:
         if session is None or not session.exists:
             raise _gone(key)
         if session.unusable is not None:
-            raise SessionUnusable(f"session {session.key.shown!r}: {session.unusable}")
+            raise SessionUnusable(f"session {key.shown!r}: {session.unusable}", session_id)
         if is_mixture(session.origin):
-            raise SessionUnusable(f"session {session.key.shown!r} is a mixture's, which is kept by its tokens alone")
+            raise SessionUnusable(
+                f"session {key.shown!r} is a mixture's, which is kept by its tokens alone", session_id
+            )
         if session.slot is None and session.host is None and session.unlogged:
             raise PoolFull(f"the last turn of session {session_id!r} is being written; try again in a moment")
         with self._place():
@@ -253,12 +255,15 @@ class ImportExport:
 
 
 def _taken(key: SessionKey) -> SessionBusy:
-    return SessionBusy(f"there is a session {key.session_id!r} already; delete it first, or choose another id")
+    name = key.session_id
+    return SessionBusy(f"there is a session {name!r} already; delete it first, or choose another id", name)
 
 
 def _why_not(key: SessionKey, stored: list[StoredSession]) -> PoolError:
     """Why a session is not exported."""
-    return SessionUnusable(f"session {key.shown!r}: {stored[0].quarantined}") if stored else _gone(key)
+    if not stored:
+        return _gone(key)
+    return SessionUnusable(f"session {key.shown!r}: {stored[0].quarantined}", key.session_id)
 
 
 def _gone(key: SessionKey) -> SessionNotFound:

@@ -183,6 +183,6 @@ def other_origin(session: Session, asked: Origin | None) -> OtherOrigin | None:
     remedy = "leave `state` out to continue it, or begin another session"
     if began is None:
         known = "it began with the empty state, or was imported from a file, which does not say"
-        return OtherOrigin(f"session {shown!r} is not known to have begun with {given}: {known}; {remedy}")
+        return OtherOrigin(f"session {shown!r} is not known to have begun with {given}: {known}; {remedy}", asked.name)
     what = f"the tuned state {began.name!r} (digest {began.digest})"
-    return OtherOrigin(f"session {shown!r} began with {what}, not with {given}; {remedy}")
+    return OtherOrigin(f"session {shown!r} began with {what}, not with {given}; {remedy}", asked.name)

@@ -153,8 +153,9 @@ def test_dialogues_begin_from_the_state(engine: Engine) -> None:
     root = run(engine, turn("tree", "one", branch_from=0, state="poet", max_tokens=6, ignore_eos=True))
     assert root.texts == run(engine, ask("one", state="poet", max_tokens=6, ignore_eos=True)).texts
     child = turn("tree", " two", branch_from=root.finishes[0].dialogue_idx, state="pirate")
-    with pytest.raises(ServiceError, match="began with the tuned state 'poet'"):
+    with pytest.raises(ServiceError, match="began with the tuned state 'poet'") as refused:
         run(engine, child)
+    assert (refused.value.info.field, refused.value.info.given) == ("state", "pirate")
 
 
 def test_another_state_than_the_session_began_with_is_refused(engine: Engine) -> None:

@@ -153,6 +153,7 @@ def test_a_session_under_another_adapter_is_refused(served: Service) -> None:
     assert texts(served, "/state/chat/completions", adapter="french", **turn) == ["Merci beaucoup."]
     answer = served.post("/state/chat/completions", {**GREEDY, "adapter": "spanish", **turn})
     assert answer.status_code == 422 and "begun with the adapter 'french'" in answer.json()["error"]
+    assert (answer.json()["field"], answer.json()["given"]) == ("adapter", "spanish")
     assert texts(served, "/state/chat/completions", **turn) == ["Merci beaucoup."]
 
 

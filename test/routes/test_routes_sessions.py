@@ -188,6 +188,7 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         busy = service.post(STATE, {**EXACT, "contents": ["a"], "session_id": session, "wait": False})
         assert busy.status_code == 409
         assert session in busy.json()["error"]
+        assert (busy.json()["field"], busy.json()["given"]) == ("session_id", session)
         assert service.post("/state/delete", {"session_id": session}).json()["status"] == "success"
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
